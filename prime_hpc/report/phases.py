@@ -73,12 +73,13 @@ class Phases:
     def _attempt_of(self, moment: float) -> int:
         return max(0, bisect_right(self._began, moment) - 1)
 
-    def add(self, row: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+    def add(self, row: Mapping[str, Any], seconds: Mapping[str, float], is_lost: bool | None = None) -> None:
         """Take a step's row.
 
         Args:
             row: with `time` (its end), `step` and `time/step`.
             seconds: of its phases but the last.
+            is_lost: a later attempt did it again; None: as the attempts' own begins say.
         """
         end, length = number_of(row.get("time")), number_of(row.get("time/step"))
         step = row.get("step")
@@ -87,19 +88,21 @@ class Phases:
         values = [max(0.0, seconds.get(name, 0.0)) for name in self._names[:-1]]
         values.append(max(0.0, length - sum(values)))
         index = self._attempt_of(end)
-        self._add_to_sums(index, step, end, length, values)
+        if is_lost is None:
+            is_lost = any(resumed < step for resumed in self._resumed[index + 1 :])
+        self._add_to_sums(index, end, length, values, is_lost)
         self.sums[index].tokens += number_of(row.get("num_tokens")) or 0.0
         for name, share in empty_seats(row).items():
             self.sums[index].seconds[name] = self.sums[index].seconds.get(name, 0.0) + share * length
         self._take_spans(row.get("spans"), end, self.sums[index])
         self._add_block(step, end - length, end, values)
 
-    def _add_to_sums(self, index: int, step: int, end: float, length: float, values: list[float]) -> None:
+    def _add_to_sums(self, index: int, end: float, length: float, values: list[float], is_lost: bool) -> None:
         sums = self.sums[index]
         sums.num_steps += 1
         sums.first = end - length if sums.first is None else min(sums.first, end - length)
         sums.last = end if sums.last is None else max(sums.last, end)
-        if any(resumed < step for resumed in self._resumed[index + 1 :]):
+        if is_lost:
             sums.lost += sum(values[1:])
             sums.num_lost += 1
             sums.seconds[self._names[0]] = sums.seconds.get(self._names[0], 0.0) + values[0]
@@ -168,6 +171,19 @@ class Phases:
             name: [[_millis(begin - origin), _millis(end - origin)] for begin, end in found]
             for name, found in self.spans.items()
         }
+
+
+def together(some: Sequence[AttemptSums]) -> AttemptSums:
+    """Return the sums of engines that several orchestrators shared, each an equal part of their seats: means over the
+    time in which any of them made steps, weighted by each one's own."""
+    known = [(one, one.first, one.last) for one in some if one.first is not None and one.last is not None]
+    if not known:
+        return AttemptSums()
+    first, last = min(begin for _, begin, _ in known), max(end for _, _, end in known)
+    share = (last - first) / max(sum(end - begin for _, begin, end in known), 1e-9)
+    names = {name for one, _, _ in known for name in one.seconds}
+    seconds = {name: share * sum(one.seconds.get(name, 0.0) for one, _, _ in known) for name in names}
+    return AttemptSums(seconds, first=first, last=last)
 
 
 def _millis(seconds: float) -> float:

@@ -6,15 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.config.secret import anchored, hide
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
-from prime_hpc.report.phases import ORCHESTRATOR, TRAINER, Phases, orchestrator_seconds, trainer_seconds
+from prime_hpc.report.phases import (
+    ORCHESTRATOR,
+    TRAINER,
+    AttemptSums,
+    Phases,
+    orchestrator_seconds,
+    together,
+    trainer_seconds,
+)
 from prime_hpc.report.series import Curves, Faults, number_of, read_lines
 from prime_hpc.report.timeline import ready_times
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
-from prime_hpc.store.run_dirs import AttemptRow, read_submission
+from prime_hpc.store.child_runs import list_children, parent_of
+from prime_hpc.store.run_dirs import AttemptRow, read_rows, read_submission
 
 _CONFIG_BYTES = 4 << 20
 _OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_", "memory")
@@ -55,10 +64,12 @@ def read_hours(
     trainer, orchestrator = Phases(TRAINER, attempts), Phases(ORCHESTRATOR, attempts, role="orchestrator")
     submitted = number_of((read_submission(path) or {}).get("time"))
     trained, served = (curves[role] if curves is not None else None for role in ("trainer", "orchestrator"))
-    for row in _trainer_rows(path, trained.faults if trained is not None else Faults()):
+    children = [path / name for name in list_children(path)]
+    lives_of = {child.name: _begins(child) for child in children}
+    for row, whose in _trainer_rows(path, trained.faults if trained is not None else Faults()):
         if trained is not None:
             trained.add(row)
-        trainer.add(row, trainer_seconds(row))
+        trainer.add(row, trainer_seconds(row), whose.is_lost(lives_of) if whose is not None else None)
     for row in read_lines(metrics_file(path, "orchestrator"), served.faults if served is not None else Faults()):
         if served is not None:
             served.add(row)
@@ -66,7 +77,7 @@ def read_hours(
     spent = account(
         attempts,
         trainer.sums,
-        orchestrator.sums,
+        _shared_by(children, attempts) if children else orchestrator.sums,
         devices_of(config, attempts),
         submitted=submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")])),
         until=time.time() if is_under_way else 0.0,
@@ -76,18 +87,52 @@ def read_hours(
     return RunHours(spent, trainer, orchestrator, submitted)
 
 
-def _trainer_rows(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class _ChildStep:
+    """A step among the parent's rows: of one of the runs that its trainer trains."""
+
+    run: str
+    step: int
+    ended: float
+
+    def is_lost(self, begins: Mapping[str, Sequence[tuple[float, int]]]) -> bool:
+        """Return whether a later attempt of that run did it again; `begins` as of `_begins`, by run."""
+        return any(began > self.ended and resumed < self.step for began, resumed in begins.get(self.run, ()))
+
+
+def _begins(run_dir: Path) -> list[tuple[float, int]]:
+    """When each attempt of a run began, epoch seconds, and the step that it went on from."""
+    rows = read_rows(run_dir / ATTEMPTS_JSONL)
+    return [(number_of(row.get("began")) or 0.0, int(number_of(row.get("resume_step")) or 0)) for row in rows]
+
+
+def _shared_by(children: Sequence[Path], attempts: Sequence[AttemptRow]) -> list[AttemptSums]:
+    """What the engines did in each attempt of the parent, told by the orchestrators of its runs."""
+    each = []
+    for child in children:
+        phases = Phases(ORCHESTRATOR, attempts, role="orchestrator")
+        for row in read_lines(metrics_file(child, "orchestrator"), Faults()):
+            phases.add(row, orchestrator_seconds(row), is_lost=False)
+        each.append(phases.sums)
+    return [together(sums) for sums in zip(*each, strict=True)]
+
+
+def _trainer_rows(path: Path, faults: Faults) -> Iterator[tuple[dict[str, Any], _ChildStep | None]]:
     """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it; of
-    the parent, whose steps are its runs' in turn, what is not about one run's learning."""
+    the parent, whose steps are its runs' in turn, what is not about one run's learning, and whose step it was."""
     own = metrics_file(path, "trainer")
     parent = metrics_file(path.parent, "trainer")
-    if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
+    if own.exists() or parent_of(path) is None or not parent.exists():
         for row in read_lines(own, faults):
-            yield row if "run" not in row else {k: v for k, v in row.items() if k.startswith(_OF_ALL_RUNS)}
+            step, ended = row.get("run/step"), number_of(row.get("time"))
+            if "run" not in row or not isinstance(step, int) or ended is None:
+                yield row, None
+                continue
+            yield {k: v for k, v in row.items() if k.startswith(_OF_ALL_RUNS)}, _ChildStep(str(row["run"]), step, ended)
         return
     for row in read_lines(parent, faults):
         if row.get("run") == path.name and isinstance(row.get("run/step"), int):
-            yield row | {"step": row["run/step"]}
+            yield row | {"step": row["run/step"]}, None
 
 
 def read_config(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from prime_hpc.report.series import Curves
 from prime_hpc.report.split import suggest_split
 from prime_hpc.report.timeline import job_lanes, role_lanes
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from prime_hpc.store.child_runs import parent_of
 from prime_hpc.store.run_dirs import read_json, read_rows
 from prime_hpc.store.run_paths import RunPaths
 
@@ -88,15 +89,17 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
     if limits.rollout_bytes and config.get("kind") != "sft":
         chosen = choose_rollouts(RunPaths(path), _env_names(config), _model(config), limits.rollout_bytes)
         notes += chosen.problems
+    parent = parent_of(path)
     tables = {"trainer": trained.table(limits.points), "orchestrator": served.table(limits.points)}
     if not limits.all_metrics:
         tables = {role: _only_key_metrics(table) for role, table in tables.items()}
     return {
         "name": status.name,
+        "parent": parent.name if parent is not None else None,
         "path": str(path),
         "kind": config.get("kind"),
         "status": _status_facts(status),
-        "figures": _figures(trained, served, spent),
+        "figures": _figures(trained, served, spent, shares=parent is not None),
         "config": {key: _plain(value) for key, value in flatten(config).items()},
         "made": _made(path),
         "curves": tables,
@@ -112,7 +115,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
             "orchestrator": orchestrator.lane(origin, limits.blocks),
         },
         "accounting": spent,
-        "split": suggest_split(config, spent),
+        "split": suggest_split(config, spent) if parent is None else None,
         "rollouts": chosen.rollouts,
         "rollout_facts": {
             "stored_steps": chosen.num_steps,
@@ -169,8 +172,9 @@ def _status_facts(status: RunStatus) -> dict[str, Any]:
     return {key: getattr(status, key) for key in keys}
 
 
-def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers that a run came to, by their names in tables."""
+def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any], *, shares: bool) -> dict[str, float]:
+    """Numbers that a run came to, by their names in tables; of one that shares trainer and engines with others no
+    device-hours, which are its parent's."""
     last = trained.last_values() | {k: v for k, v in served.last_values().items() if k not in ("time/step",)}
     total = spent["total"]
     found: dict[str, float | None] = {
@@ -190,8 +194,8 @@ def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any]) -> dict[
         "training tokens/s (while training)": total["tokens"] / trained_s if trained_s else None,
         "hours": total["wall"] / 3600,
         "hours in the queue or down": total["waited"] / 3600,
-        f"{spent['unit']}-hours": total["device_hours"],
-        f"{'GPU' if spent['unit'] == 'GPU' else 'CPU'}-hours charged": charged_hours(spent),
+        f"{spent['unit']}-hours": None if shares else total["device_hours"],
+        f"{'GPU' if spent['unit'] == 'GPU' else 'CPU'}-hours charged": None if shares else charged_hours(spent),
         "effective training time": total["effective"],
         "attempts": float(len(spent["rows"])),
     }

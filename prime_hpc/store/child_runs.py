@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.store.io import files
 
 PREFIX = "run_"
@@ -57,6 +58,12 @@ def child_name(identifier: str) -> str | None:
     """Directory name of a child called `identifier` (with or without `run_`); None where it can be none."""
     name = identifier if identifier.startswith(PREFIX) else PREFIX + identifier
     return name if _NAME.fullmatch(name) else None
+
+
+def parent_of(run_dir: Path) -> Path | None:
+    """Return the run whose trainer trains this one beside others; None: it has a trainer of its own."""
+    parent = run_dir.resolve().parent
+    return parent if _NAME.fullmatch(run_dir.resolve().name) and (parent / RUN_YAML).exists() else None
 
 
 def list_children(parent: Path) -> list[str]:

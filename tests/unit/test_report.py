@@ -18,7 +18,17 @@ from prime_hpc.report.phases import TRAINER, Phases, trainer_seconds
 from prime_hpc.report.series import Curves
 from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.status_file import LiveStatus
-from tests.support.made_runs import BEGAN, STEP_S, Life, add_batches, add_samples, config_of, log_at, make_run
+from tests.support.made_runs import (
+    BEGAN,
+    STEP_S,
+    Life,
+    add_batches,
+    add_samples,
+    config_of,
+    log_at,
+    make_run,
+    make_runs_of_one_trainer,
+)
 
 FOUR_LIVES = [
     Life(0, 10, "requeued", "the time limit comes near", next="requeue"),
@@ -268,6 +278,34 @@ def test_runs_of_one_trainer_come_with_it(tmp_path: Path, capsys: pytest.Capture
     assert (curves["steps"], curves["mean"]["loss"]) == ([1, 2], [0.25, 0.5])
     of_parent = data_of(parent / "report.html")["runs"][0]["curves"]["trainer"]
     assert of_parent["steps"][-2:] == [5, 6] and of_parent["mean"]["loss"][-2:] == [None, None], "nobody's own loss"
+
+
+def test_hours_of_one_trainer_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = make_runs_of_one_trainer(tmp_path / "many", {"fast": 1e-2, "slow": 1e-3}, steps=10)
+    report(capsys, parent)
+    whole, *below = data_of(parent / "report.html")["runs"]
+    total = whole["accounting"]["total"]
+    assert total["trainer"]["train"] == pytest.approx(20 * 0.9) and total["lost_s"] == 0
+    assert total["engines"]["sample"] > 10, "told by the orchestrators of its runs"
+    assert sum(total["engines"].values()) == pytest.approx(total["wall"], abs=0.01)
+    assert whole["figures"]["process-hours"] == pytest.approx(total["device_hours"])
+    assert [run["parent"] for run in below] == ["many", "many"] and whole["parent"] is None
+    assert not any("process-hours" in run["figures"] or run["split"] for run in below)
+
+
+def test_a_step_of_one_trainer_is_lost_where_its_run_did_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = make_runs_of_one_trainer(tmp_path / "many", {"fast": 1e-2, "slow": 1e-3}, steps=10)
+    [first] = read_attempts(parent / "attempts.jsonl")
+    again = {"attempt": 2, "incarnation": 2, "began": first["ended"] + 5, "ended": first["ended"] + 50}
+    rewrite_row(parent / "attempts.jsonl", {**first, **again})
+    for name, step in (("fast", 7), ("slow", 10)):
+        path = parent / f"run_{name}" / "attempts.jsonl"
+        rewrite_row(path, {**read_attempts(path)[0], **again, "resume_step": step})
+    report(capsys, parent)
+    total = data_of(parent / "report.html")["runs"][0]["accounting"]["total"]
+    assert total["lost_steps"] == 3, "steps 8 to 10 of the fast run"
 
 
 def test_several_runs_state_what_they_share_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

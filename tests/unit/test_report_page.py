@@ -246,6 +246,9 @@ def test_runs_of_one_trainer(browser: Any, tmp_path: Path) -> None:
     rows = page.tab.locator("main table").first.locator("tbody tr")
     expect(rows).to_have_count(5)  # the last: their sum
     assert [rows.nth(n).locator("td").first.inner_text() for n in range(4)] == names
+    heads = page.tab.locator("main table").first.locator("thead th").all_inner_texts()
+    hours = [rows.nth(n).locator("td").nth(heads.index("hours")).inner_text() for n in (0, 4)]
+    assert hours[0] == hours[1], "what the runs below took is part of their parent's"
     expect(page.tab.locator("main table thead").first).to_contain_text("trainer.optim.lr")
     chosen = page.tab.locator("header select")
     for index in range(4):

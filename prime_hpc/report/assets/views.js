@@ -14,7 +14,7 @@ P.views.Overview = function (run) {
   if (run.figures["reward (last step)"] !== undefined) tiles.push(P.tile("training reward", P.number(run.figures["reward (last step)"]), "last step"));
   else if (run.figures["loss (last step)"] !== undefined) tiles.push(P.tile("loss", P.number(run.figures["loss (last step)"]), "last step"));
   tiles.push(P.tile("time running", P.span(total.wall), total.waited > 1 ? P.span(total.waited) + " in the queue or down" : ""));
-  tiles.push(P.tile(spent.unit + "-hours", P.hours(total.device_hours), spent.trainer_devices + " training, " + spent.engine_devices + " sampling" + (total.held_hours !== null ? "; held " + P.hours(total.held_hours) : "")));
+  tiles.push(run.parent ? P.tile(spent.unit + "-hours", "shared", "trainer and engines are those of " + run.parent) : P.tile(spent.unit + "-hours", P.hours(total.device_hours), spent.trainer_devices + " training, " + spent.engine_devices + " sampling" + (total.held_hours !== null ? "; held " + P.hours(total.held_hours) : "")));
   tiles.push(P.tile("effective training time", P.percent(total.effective), "of the time since the submission"));
   tiles.push(P.tile("attempts", P.number(spent.rows.length), total.lost_steps ? total.lost_steps + " steps done again (" + P.span(total.lost_s) + ")" : "no step done again"));
   return [P.notes(run), P.el("div", { class: "tiles" }, tiles), run.results ? P.el("div", { class: "card" }, P.el("pre", {}, run.results)) : null,
@@ -103,9 +103,9 @@ P.views.Accounting = function (run) {
     return [P.el("h2", {}, title + ": " + spent.unit + "-hours (" + devices + " " + (spent.unit === "GPU" ? "GPUs" : "processes") + ")"), P.el("div", { class: "card wide" }, P.table(list, rows, { last: [total] }))];
   };
   const held = spent.total.held_hours, kind = spent.unit === "GPU" ? "GPU" : "CPU";
-  const tiles = [P.tile(spent.unit + "-hours", P.hours(spent.total.device_hours), "of the roles"), held !== null ? P.tile(kind + "-hours held", P.hours(held), P.bySlurm(spent)) : null, P.tile("effective training time", P.percent(spent.total.effective), P.percent(spent.total.effective_running) + " of the time running"), P.tile("work lost", P.span(spent.total.lost_s), spent.total.lost_steps + " steps done again"), P.tile("queue or down", P.span(spent.total.waited), "before and between attempts")];
+  const tiles = [run.parent ? P.tile(spent.unit + "-hours", "shared", "accounted for by " + run.parent) : P.tile(spent.unit + "-hours", P.hours(spent.total.device_hours), "of the roles"), held !== null ? P.tile(kind + "-hours held", P.hours(held), P.bySlurm(spent)) : null, P.tile("effective training time", P.percent(spent.total.effective), P.percent(spent.total.effective_running) + " of the time running"), P.tile("work lost", P.span(spent.total.lost_s), spent.total.lost_steps + " steps done again"), P.tile("queue or down", P.span(spent.total.waited), "before and between attempts")];
   return [P.el("div", { class: "tiles" }, tiles), P.el("div", { class: "card" }, P.stacks(spent)), P.el("h2", {}, "Attempts"), P.el("div", { class: "card wide" }, P.table(columns, rows)),
-    table("Trainer", spent.trainer_parts, "trainer", spent.trainer_devices), table("Engines", spent.engine_parts, "engines", spent.engine_devices)];
+    run.parent ? null : [table("Trainer", spent.trainer_parts, "trainer", spent.trainer_devices), table("Engines", spent.engine_parts, "engines", spent.engine_devices)]];
 };
 P.views.Config = function (run) {
   const runs = P.data.runs, mine = P.config(run), place = P.el("div", { class: "card" });

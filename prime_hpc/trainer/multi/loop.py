@@ -40,6 +40,9 @@ PAUSE_S = 0.1
 """Between two looks for batches; the bus usually ends it."""
 BROKEN_S = 20.0
 """A batch that is there but not what its manifest says fails its run after so long."""
+_KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences")
+_KEPT += ("time/forward_backward", "time/optim", "time/publish", "time/checkpoint")
+"""Of a run's metrics, in the parent's row of its step."""
 OF_A_RUN = (RunFailed, StepRefused, StoreError)
 """Errors that end one run; raised on all ranks alike."""
 
@@ -252,8 +255,7 @@ class MultiTrainer:
         row |= {"run/max_steps": child.trainer.experiment.max_steps, "runs/training": len(self._children)}
         row |= {"time/wait": round(started - self._last_at, 4), "time/step": round(now - self._last_at, 4)}
         row["tokens_per_s"] = metrics["num_tokens"] / max(now - started, 1e-9)
-        kept = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences")
-        row |= {key: metrics[key] for key in kept if key in metrics}
+        row |= {key: metrics[key] for key in _KEPT if key in metrics}
         self._last_at = now
         assert self._metrics is not None
         self._metrics.log(self._num_steps, **row)
