@@ -259,13 +259,16 @@ class Trainer:
         finally:
             self.saver.finish()
 
-    def report(self, step: int, metrics: dict[str, float], started: float) -> None:
+    def report(self, step: int, metrics: dict[str, float], started: float) -> dict[str, float]:
         """Write one step's metrics, status and console line.
 
         Args:
             step: the step.
             metrics: of the train step.
             started: `time.perf_counter()` when the step began.
+
+        Returns:
+            what was written: the metrics, times by phase, throughput.
         """
         self.profiler.end(step)
         times = self.train_step.timer.take()
@@ -278,7 +281,7 @@ class Trainer:
             self.bench_rows.append(values)
         if self.metrics is None:
             self.status.note(step)
-            return
+            return values
         self.metrics.log(step, **values)
         shown: dict[str, float] = {
             k: values[k] for k in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu") if k in values
@@ -290,6 +293,7 @@ class Trainer:
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
         name = f"{self.context.run} " if self.context.run else ""
         logger.info(f"{name}step {step}/{self.experiment.max_steps} {line}")
+        return values
 
     def close(self) -> None:
         """Flush the metrics and hang up."""

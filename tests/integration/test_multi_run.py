@@ -105,6 +105,9 @@ def test_a_killed_trainer_goes_on_exactly_and_a_deleted_run_is_left_out(tmp_path
         process.wait(60)
         feeder.release("run_a")
         assert run_trainer(cut, PRIMEHPC_INCARNATION="2", PRIMEHPC_ATTEMPT="2") == 0, log_of(cut)
+    rows = [json.loads(line) for line in (whole / "metrics" / "trainer.jsonl").read_text().splitlines()]
+    assert sorted({row["run"] for row in rows}) == ["run_a", "run_b"] and len(rows) == 12
+    assert all(0 < row["time/forward_backward"] <= row["time/step"] for row in rows), "for the parent's report"
     for name in ("run_a", "run_b"):
         state = state_of(RunPaths(cut / name))
         assert (state.phase, state.step) == ("done", 6)

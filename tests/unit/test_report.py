@@ -16,7 +16,7 @@ from prime_hpc.report import series
 from prime_hpc.report.page import SCRIPTS
 from prime_hpc.report.phases import TRAINER, Phases, trainer_seconds
 from prime_hpc.report.series import Curves
-from prime_hpc.store.attempts import read_attempts, rewrite_row
+from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
 from prime_hpc.supervisor.status_file import LiveStatus
 from tests.support.made_runs import (
     BEGAN,
@@ -297,12 +297,10 @@ def test_a_step_of_one_trainer_is_lost_where_its_run_did_it_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent = make_runs_of_one_trainer(tmp_path / "many", {"fast": 1e-2, "slow": 1e-3}, steps=10)
-    [first] = read_attempts(parent / "attempts.jsonl")
-    again = {"attempt": 2, "incarnation": 2, "began": first["ended"] + 5, "ended": first["ended"] + 50}
-    rewrite_row(parent / "attempts.jsonl", {**first, **again})
-    for name, step in (("fast", 7), ("slow", 10)):
-        path = parent / f"run_{name}" / "attempts.jsonl"
-        rewrite_row(path, {**read_attempts(path)[0], **again, "resume_step": step})
+    ended = read_attempts(parent / "attempts.jsonl")[0]["ended"] or 0.0
+    for folder, step in ((parent, None), (parent / "run_fast", 7), (parent / "run_slow", 10)):
+        second = Attempt(2, 2, ended + 5, "resumes", resume_step=step, ended=ended + 50, outcome="completed")
+        write_attempt(folder / "attempts.jsonl", second)
     report(capsys, parent)
     total = data_of(parent / "report.html")["runs"][0]["accounting"]["total"]
     assert total["lost_steps"] == 3, "steps 8 to 10 of the fast run"

@@ -85,7 +85,7 @@ class Child:
         )
 
     def advance(self) -> dict[str, float]:
-        """Train on the next batch, publish, save where it is due; returns the step's metrics.
+        """Train on the next batch, publish, save where it is due; returns the step's metrics, with its times.
 
         Raises:
             RunFailed, StepRefused, StoreError: on all ranks alike; this run cannot go on.
@@ -102,8 +102,7 @@ class Child:
         if trainer.save_is_due(step):
             self.save()
         call_collectively(lambda: trainer.prune_rollouts(step))
-        call_collectively(lambda: trainer.report(step, metrics, started))
-        return metrics
+        return call_collectively(lambda: trainer.report(step, metrics, started))
 
     def _read(self, step: int) -> RankBatch:
         trainer = self.trainer

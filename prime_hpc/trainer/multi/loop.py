@@ -40,8 +40,8 @@ PAUSE_S = 0.1
 """Between two looks for batches; the bus usually ends it."""
 BROKEN_S = 20.0
 """A batch that is there but not what its manifest says fails its run after so long."""
-_KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences")
-_KEPT += ("time/forward_backward", "time/optim", "time/publish", "time/checkpoint")
+_TIMES = ("time/forward_backward", "time/optim", "time/publish", "time/checkpoint")
+_KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences", *_TIMES)
 """Of a run's metrics, in the parent's row of its step."""
 OF_A_RUN = (RunFailed, StepRefused, StoreError)
 """Errors that end one run; raised on all ranks alike."""
