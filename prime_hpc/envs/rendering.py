@@ -31,6 +31,8 @@ SHORT_CHARS = 64
 MAX_TEXTS = 4096
 CACHE_PROMPTS = 2048
 """Rendered prompts kept: the episodes of a group start from the same one."""
+CACHE_TOKENS = 1 << 20
+"""Tokens of all of them, each of which takes some 100 bytes, in every process that plays episodes."""
 
 PROBE: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi, 1+1."}]
 """A conversation on which the renderer and the tokenizer's own chat template must agree."""
@@ -67,6 +69,7 @@ class PromptRenderer:
         self.renderer = renderer
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
+        self._num_cached_tokens = 0
         self._lock = threading.Lock()  # encoding changes a fast tokenizer's state
 
     async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Any:
@@ -79,10 +82,18 @@ class PromptRenderer:
         rendered = await self._run(
             len(key), lambda: self.renderer.render(messages, tools=tools, add_generation_prompt=True)
         )
-        self._cache[key] = rendered
-        if len(self._cache) > CACHE_PROMPTS:
-            self._cache.popitem(last=False)
+        self._keep(key, rendered)
         return rendered
+
+    def _keep(self, key: bytes, rendered: Any) -> None:
+        """Remember a prompt, and forget those that were asked for longest ago where there are too many."""
+        if key in self._cache:  # another episode has rendered it meanwhile
+            return
+        self._cache[key] = rendered
+        self._num_cached_tokens += len(rendered.token_ids)
+        while self._cache and (len(self._cache) > CACHE_PROMPTS or self._num_cached_tokens > CACHE_TOKENS):
+            _, forgotten = self._cache.popitem(last=False)
+            self._num_cached_tokens -= len(forgotten.token_ids)
 
     def lead(self, text: str) -> list[int]:
         """Tokens of a system message that a conversation may follow."""

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,14 @@ from prime_hpc.observe.metrics import parse_row
 from prime_hpc.runtime.clock import AwakeClock
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE = 12
+"""Values of a curve in a line, and so many are kept."""
 
 
-def sparkline(values: list[float], width: int = 12) -> str:
+def sparkline(values: Sequence[float], width: int = CURVE) -> str:
     """Return the last `width` values as block characters, scaled between their least and greatest; of one that is not
     finite a gap."""
-    shown = values[-width:]
+    shown = list(values)[-width:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return " " * len(shown)
@@ -93,8 +96,8 @@ class Console:
         """Of a run without a trainer."""
         self._rollouts: dict[str, dict[int, dict[str, Any]]] = {}
         """By run and step."""
-        self._rewards: dict[str, list[float]] = {}
-        self._losses: list[float] = []
+        self._rewards: dict[str, deque[float]] = {}
+        self._losses: deque[float] = deque(maxlen=CURVE)
         self._times: deque[float] = deque(maxlen=10)
         self._last_step_at: float | None = None
         self._seconds = {"useful": 0.0, "waiting": 0.0, "saving": 0.0}
@@ -128,7 +131,7 @@ class Console:
 
     def progress(self) -> dict[str, Any]:
         """Return the last step of this attempt, with its reward or loss; None before the first."""
-        name, values = ("reward", self._rewards.get("", [])) if self._kind != "sft" else ("loss", self._losses)
+        name, values = ("reward", self._rewards.get("")) if self._kind != "sft" else ("loss", self._losses)
         return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
 
     def needs_s(self) -> float:
@@ -200,7 +203,7 @@ class Console:
         """Without a trainer a step is an episode."""
         self._step, self._max_steps = row["step"], row["total"]
         means = {key.removeprefix("reward/"): row[key] for key in row if key.startswith("reward/")}
-        self._rewards[""] = [sum(means.values()) / len(means)] if means else []
+        self._rewards[""] = deque([sum(means.values()) / len(means)] if means else [], maxlen=CURVE)
         parts = [f"{row['version']}: {row['step']}/{row['total']} episodes"]
         parts += [f"{env} {mean:.3f}" for env, mean in means.items()]
         parts += [f"{row['passed']} rows pass"] if "passed" in row else []
@@ -224,7 +227,7 @@ class Console:
         rollouts = waiting.get(step, {})
         self._rollouts[run] = {later: values for later, values in waiting.items() if later > step}
         reward = rollouts.get("reward/mean", row.get("reward", float("nan")))
-        rewards = self._rewards.setdefault(run, [])
+        rewards = self._rewards.setdefault(run, deque(maxlen=CURVE))
         rewards.append(reward)
         length = max(took, row["time/step"], 1e-9)
         empty_for_weights = sum(rollouts.get(f"queue/empty_{cause}", 0.0) for cause in ("gate", "weights"))

@@ -74,6 +74,9 @@ from prime_hpc.store.run_paths import RunPaths
 
 TICK_S = 1.0
 """Longest sleep between two looks at the deadlines."""
+COUNTED = ("tokens", "loss_tokens", "sequences", "micro_batches")
+Scored = tuple[list[ScoredGroup], dict[str, float]]
+"""A batch's groups and their `batch_metrics`, both of a thread: the loop has no time for them."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ class Orchestrator:
         self.dispatcher.pump()
         return groups, state
 
-    async def _write(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[list[ScoredGroup], Manifest]:
+    async def _write(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[Scored, Manifest]:
         """Score, pack and commit batch `step` (in a thread: dispatch goes on), then announce it."""
         references = None
         activity.doing(f"write batch {step}", step=step)
@@ -388,7 +391,7 @@ class Orchestrator:
 
     def _assemble(
         self, step: int, groups: list[Group], state: dict[str, Any], references: list[References] | None
-    ) -> tuple[BatchContent, list[ScoredGroup]]:
+    ) -> tuple[BatchContent, Scored]:
         config = self.exp.orchestrator
         scored = score_groups(
             groups, self.scorers, zero=zero_groups(self.exp), env_names=self.env_names, references=references
@@ -408,18 +411,15 @@ class Orchestrator:
             self.shape = batch_shape(ranks)
         row = batch_metrics(scored, self.env_names, step)
         meta = {key: row[key] for key in ("reward/mean", "reward/std", "lag/mean", "lag/max", "groups/trained")}
-        return BatchContent(step, ranks, state, meta), scored
+        return BatchContent(step, ranks, state, meta), (scored, row)
 
-    def _report(self, step: int, scored: list[ScoredGroup], manifest: Manifest) -> None:
+    def _report(self, step: int, written: Scored, manifest: Manifest) -> None:
         """One metrics row, one status beat, one console line, the sample rollouts."""
-        row = self.stats.drain(loop_time(), self.weights.drain_updates()) | batch_metrics(scored, self.env_names, step)
+        scored, row = written[0], self.stats.drain(loop_time(), self.weights.drain_updates()) | written[1]
         row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
         row |= self.dispatcher.drain_load() | (self.concurrency.drain() if self.concurrency is not None else {})
         row |= {
-            "batch/tokens": manifest.meta["num_tokens"],
-            "batch/loss_tokens": manifest.meta["num_loss_tokens"],
-            "batch/sequences": manifest.meta["num_sequences"],
-            "batch/micro_batches": manifest.meta["num_micro_batches"],
+            **{f"batch/{name}": manifest.meta[f"num_{name}"] for name in COUNTED},
             "queue/in_flight": self.dispatcher.num_running,
             "queue/complete_groups": len(self.book.complete),
             "queue/sent_back": self.stream.num_pending,

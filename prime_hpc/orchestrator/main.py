@@ -1,6 +1,7 @@
 """`python -m prime_hpc.orchestrator.main RUN_DIR`: the orchestrator process. The supervisor starts it, or a person."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from typing import Any
@@ -44,6 +45,9 @@ from prime_hpc.store.role_process import leave, run_role
 from prime_hpc.store.run_paths import RunPaths
 
 ROLE = "orchestrator"
+SWITCH_S = 0.001
+"""So long another thread may compute before the loop of all episodes takes over. With Python's own 5 ms it waits for
+several of the threads that pack and write a batch, one after the other, and longer where one has lost its core."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +112,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
             teacher=teacher,
         )
         freeze_gc()
+        sys.setswitchinterval(SWITCH_S)
         if exp.kind == "sft":
             await EvalLoop(exp, parts, start_step=start_step).run()
             return

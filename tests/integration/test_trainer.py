@@ -66,18 +66,20 @@ def write_batches(paths: RunPaths, steps: range, num_ranks: int) -> None:
         write_batch(paths, step, ranks, state={"step": step})
 
 
-def command(paths: RunPaths, num_ranks: int) -> list[str]:
+def command(paths: RunPaths, num_ranks: int, module: str = "prime_hpc.trainer.main") -> list[str]:
     """What follows `python -m`. One rank runs without torchrun, which the trainer allows: it saves seconds a run."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
-    return [*torchrun, "prime_hpc.trainer.main", str(paths.root)]
+    return [*torchrun, module, str(paths.root)]
 
 
 def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | extra
 
 
-def run_trainer(paths: RunPaths, num_ranks: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(command(paths, num_ranks), env=environment(**extra))
+def run_trainer(
+    paths: RunPaths, num_ranks: int = 1, module: str = "prime_hpc.trainer.main", **extra: str
+) -> subprocess.CompletedProcess[str]:
+    return forked.run(command(paths, num_ranks, module), env=environment(**extra))
 
 
 def weights(paths: RunPaths, version: int) -> dict[str, torch.Tensor]:

@@ -5,9 +5,9 @@ actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a chi
 once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
 beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there), require:FILE (fail without),
 write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it), step:N (a beat at that step),
-doing:PHASE:WHOM (its word: what it does, and for whom it waits), stop (SIGSTOP itself), hold:VERSION:FIRST:LAST (an
-orchestrator that outlives its attempt: what it answers; it moves when it is told where to), saves:FILE (a trainer that
-saves when it is asked to)
+train:COUNT (so many steps, with their rows of metrics), doing:PHASE:WHOM (its word: what it does, and for whom it
+waits), stop (SIGSTOP itself), hold:VERSION:FIRST:LAST (an orchestrator that outlives its attempt: what it answers; it
+moves when it is told where to), saves:FILE (a trainer that saves when it is asked to)
 """
 
 import http.server
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.role_context import RoleContext
@@ -48,6 +49,17 @@ def hold(bus: BusClient, answer: list[int]) -> None:
 def save(bus: BusClient, path: Path, request: int) -> None:
     path.write_text(str(request))
     bus.publish("saved", step=7, path="", ids=[request])
+
+
+def train(status: RoleStatus, run_dir: Path, count: int) -> None:
+    """A run's steps as the console sees them: rows of both sides, and a beat."""
+    rows = {name: MetricsWriter(run_dir / "metrics" / f"{name}.jsonl") for name in ("orchestrator", "trainer")}
+    figures = dict.fromkeys(("loss", "kl", "ratio", "tokens_per_s", "lr", "grad_norm", "reward", "time/step"), 0.5)
+    for step in range(1, count + 1):
+        rows["orchestrator"].log(step, **{"reward/mean": 0.5, "lag/mean": 0.5, "lag/max": 1, "episodes/completed": 16})
+        rows["trainer"].log(step, **figures)
+        status.beat(step=step)
+        time.sleep(0.02)
 
 
 def act(action: str, status: RoleStatus, bus: BusClient) -> None:
@@ -88,6 +100,8 @@ def act(action: str, status: RoleStatus, bus: BusClient) -> None:
             with Path(path).open("a") as file:
                 file.write(f"{number}\n")
             time.sleep(0.1)
+    elif name == "train":
+        train(status, Path(sys.argv[2]), int(value))
     elif name == "step":
         status.beat(step=int(value))
     elif name == "doing":

@@ -2,8 +2,10 @@
 attempt."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prime_hpc.orchestrator.batching import batch_writer
@@ -16,8 +18,6 @@ from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from tests.unit.test_store_batches import assert_equal, make_rank
-
-SIZE = 15 * 40
 
 
 class Bus(BusClient):
@@ -40,6 +40,13 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def content(step: int) -> BatchContent:
     return BatchContent(step, [make_rank([20, 20], [2], seed=step)], {"step": step}, {})
+
+
+def test_recorded_experts_count_among_what_is_kept() -> None:
+    rank = make_rank([20, 20], [2])
+    mixture = dataclasses.replace(rank, routed=np.zeros((40, 48, 8), np.uint8))
+    plain, of_mixture = (BatchContent(1, [one], {}, {}).num_bytes for one in (rank, mixture))
+    assert plain >= 15 * 40 and of_mixture - plain == 40 * 48 * 8
 
 
 def writer_of(paths: RunPaths, bus: Bus, step: int = 0) -> BatchWriter:
@@ -91,7 +98,7 @@ def test_with_too_many_since_a_checkpoint_none_is_kept_until_the_next(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LED, "1")
-    monkeypatch.setattr(batch_writer, "MOST_BYTES", 3 * SIZE)
+    monkeypatch.setattr(batch_writer, "MOST_BYTES", 3 * content(1).num_bytes)
     bus = Bus()
 
     async def play() -> None:

@@ -212,3 +212,15 @@ def test_what_there_is_no_time_to_write_is_left_out(tmp_path: Path, monkeypatch:
 
 def test_a_place_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     carrier(RunPaths(tmp_path / "gone"), 1).save([make_group(5, [make_result([1])])])
+
+
+def test_of_a_long_run_the_newest_states_alone_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried, "MOST_STATES", 8)
+    paths = make_paths(tmp_path)
+    first = carrier(paths, 1)
+    for step in range(5, 105):
+        first.batch(step, [make_group(step, [make_result([step])])], STATE | {"step": step}, served=step)
+    first.save([make_group(200, [make_result([96])])])
+    _, meta = decode_groups(paths.carried_groups.read_bytes())
+    assert sorted(map(int, meta["states"])) == list(range(97, 105))
+    assert carrier(paths, 2, step=104, state=STATE | {"step": 104}).num_left == 1

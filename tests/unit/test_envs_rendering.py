@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from renderers.base import RenderedTokens
 
+from prime_hpc.envs import rendering
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.rendering import (
     PROBE,
@@ -165,3 +167,35 @@ def test_a_tokenizer_s_own_code_runs_only_where_it_is_trusted(
     assert not ran.exists()
     renderer = load_prompt_renderer(str(tmp_path), "auto", False, trust_remote_code=True)
     assert ran.exists() and type(renderer.tokenizer).__name__ == "OwnTokenizer"
+
+
+class Plain:
+    """A renderer of which a prompt has as many tokens as letters."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [0]
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        return RenderedTokens(token_ids=list(range(len(messages[0]["content"]))))
+
+
+def test_prompts_are_kept_by_number_and_by_tokens(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "CACHE_PROMPTS", 4)
+    monkeypatch.setattr(rendering, "CACHE_TOKENS", 100)
+    renderer = PromptRenderer(tokenizer, Plain())
+
+    def kept(*prompts: str) -> list[int]:
+        async def render() -> None:
+            for prompt in prompts:
+                await renderer.render([{"role": "user", "content": prompt}], None)
+
+        asyncio.run(render())
+        lengths = [len(one.token_ids) for one in renderer._cache.values()]
+        assert renderer._num_cached_tokens == sum(lengths)
+        return lengths
+
+    assert kept("a", "ab", "abc", "abcd") == [1, 2, 3, 4]
+    assert kept("a", "abcde") == [3, 4, 1, 5], "the one that was asked for again stays"
+    assert kept("x" * 95) == [5, 95]
+    assert kept("y" * 200) == [], "one that is too long by itself is not kept"
+    assert kept("a", "b", "c", "d", "e") == [1, 1, 1, 1]

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
+from prime_hpc.observe.console import CURVE, Console, Tail, duration, short, sparkline
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
@@ -155,6 +156,19 @@ def test_console_shows_the_runs_of_one_trainer_apart(tmp_path: Path, capsys: pyt
     lines = [line.split("supervisor ")[1].split("  loss")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "run_a step    1/9  reward 0.260 ▁"
     assert lines[2:] == ["run_b step    2/9  reward 0.770 ▁█", "run_a step    2/9  reward 0.270 ▁█"]
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_console_keeps_what_a_line_shows_however_long_the_run_is(kind: Any, tmp_path: Path) -> None:
+    console = Console(tmp_path, 300, kind=kind)
+    steps = range(1, 301)
+    rollouts = [{"step": n, "reward/mean": n / 300} for n in steps] if kind == "rl" else []
+    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", rollouts)
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(n) for n in steps])
+    console.tick({})
+    assert console.progress() == {"step": 300, "max_steps": 300} | ({"reward": 1.0} if kind == "rl" else {"loss": -0.1})
+    lengths = [len(console._losses), *map(len, console._rewards.values()), len(console._times)]
+    assert 0 < max(lengths) <= CURVE and not any(console._rollouts.values())
 
 
 def test_a_metrics_file_says_where_it_ended(tmp_path: Path) -> None:

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import TINKER_URL
 from prime_hpc.store.tinker_files import adapters_root, count_saves, forget_address
 from prime_hpc.trainer.tinker import paths
 from prime_hpc.trainer.tinker.batches import BadRequestError
+from prime_hpc.trainer.tinker.board import Kind as Kinds
+from prime_hpc.trainer.tinker.board import Operation
 from prime_hpc.trainer.tinker.paths import Index, Kind, Shape, Shelf, new_save, tinker_path
+from prime_hpc.trainer.tinker.requests import CreateSession
+from prime_hpc.trainer.tinker.service import Service
 
 MODEL = "0123456789abcdef:train:0"
 
@@ -107,3 +112,22 @@ def test_the_address_of_a_service_that_is_gone_is_forgotten(tmp_path: Path) -> N
     for _ in range(2):
         forget_address(tmp_path)
         assert not (tmp_path / TINKER_URL).exists()
+
+
+def test_a_session_that_is_over_leaves_nothing_behind(shelf: Shelf) -> None:
+    tree = {"model": {"lora": {"rank": 4}}, "trainer": {"tinker": {}, "max_concurrent_runs": 2}}
+    service = Service(Experiment.model_validate(tree), shelf, None, "base", 100)
+    for number in range(20):
+        session_id = service.create_session(CreateSession())["session_id"]
+        model_id = f"{session_id}:train:0"
+        service._sessions[session_id].models.append(model_id)
+        shelf.write(model_id, Index(Shape("base", 4, 1)))
+        save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=None)
+        shelf.change(model_id, lambda index, save=save: index.with_save("sampler_weights", "unnamed-1", save))
+        path = tinker_path(model_id, "sampler_weights", "unnamed-1")
+        payload = {"sampler": f"{session_id}:sample:0", "follows": True}
+        service._finish(Operation(Kinds.PUBLISH, model_id, f"{model_id}:1", payload), {"path": path, "type": "t"})
+        assert service.describe_sampler(payload["sampler"])["model_path"] == path
+        service.finish(session_id)
+    kept = (service._sessions, service._models, service._lines, service._samplers, service._published)
+    assert not any(kept)

@@ -56,9 +56,9 @@ class Watch:
     """Notes of a run, taken while it goes on."""
 
     def __init__(self) -> None:
-        self.pauses: list[tuple[float, float, float]] = []
+        self.pauses: list[tuple[float, float, float, float]] = []
         self.marks: list[dict[str, Any]] = []
-        self.memory: list[tuple[float, int, int]] = []
+        self.memory: list[tuple[float, int, int, int]] = []
         self.collections: list[tuple[float, float]] = []
         self._began = 0.0
 
@@ -70,19 +70,24 @@ class Watch:
             self.collections.append((time.monotonic(), took))
 
     async def pauses_of_loop(self) -> None:
-        """For ever: by how much a callback comes too late, and for how long this thread has computed meanwhile."""
+        """For ever: by how much a callback comes too late, and for how long this thread, and all together, have
+        computed meanwhile."""
         while True:
-            due, used = time.monotonic() + TICK_S, time.thread_time()
+            due, used, used_by_all = time.monotonic() + TICK_S, time.thread_time(), time.process_time()
             await asyncio.sleep(TICK_S)
             late, used = time.monotonic() - due, time.thread_time() - used
             if late > WORTH_S:
-                self.pauses.append((due, late, used))
+                self.pauses.append((due, late, used, time.process_time() - used_by_all))
 
-    async def memory_now_and_then(self) -> None:
-        """For ever: resident bytes, here and of the workers."""
+    async def memory_now_and_then(self, orchestrator: loop.Orchestrator) -> None:
+        """For ever: resident bytes, here and of the workers, and how many ended episodes wait here for their group, for
+        their batch, or for the version that comes of it."""
         while True:
             now = mark()
-            self.memory.append((now["time"], now["rss"], now["rss_workers"]))
+            book, batches = orchestrator.book, orchestrator.carrier.batches
+            groups = [*book.in_flight.values(), *book.complete, *(g for _, of_batch in batches for g in of_batch)]
+            held = sum(group.num_ended for group in groups)
+            self.memory.append((now["time"], now["rss"], now["rss_workers"], held))
             await asyncio.sleep(MEMORY_S)
 
     def install(self) -> None:
@@ -91,7 +96,10 @@ class Watch:
         run, report = loop.Orchestrator.run, loop.Orchestrator._report
 
         async def watched(orchestrator: loop.Orchestrator) -> None:
-            beside = [asyncio.create_task(self.pauses_of_loop()), asyncio.create_task(self.memory_now_and_then())]
+            beside = [
+                asyncio.create_task(self.pauses_of_loop()),
+                asyncio.create_task(self.memory_now_and_then(orchestrator)),
+            ]
             try:
                 await run(orchestrator)
             finally:

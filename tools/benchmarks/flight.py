@@ -11,17 +11,21 @@ trainer ranks. Twice: the environment in the orchestrator's process, and played 
 - `longest_pause_s`: the longest time for which the orchestrator's event loop ran no callback that was due, from the
   first batch on; `start_pause_s`: before that, when all 8,192 start at once; `idle_pause_s`: of a loop with nothing to
   do, in a process beside. `longest_busy_s` and `start_busy_s`: for how long the loop's thread computed between two
-  callbacks, which other work on the machine does not lengthen.
+  callbacks, which other work on the machine does not lengthen. `in_pause_own_s`, `in_pause_all_s`: what the loop's
+  thread, and all of the process, computed in the longest pause. The rest of it they got no core.
 - `longest_gc_s`: CPU seconds of the longest collection of garbage in the orchestrator's process, during which none of
   its threads does anything.
-- `rss_gib` at the end, and `rss_slope_mib_per_hour`: a line through the resident memory of the second half of the run,
-  of the orchestrator's process and of all its workers: a run of minutes, not of an hour, in which caches still fill.
+- `rss_gib` at the end, `rss_mib_by_minute` from the first batch on, and `rss_growth_mib_per_minute`: a line through the
+  resident memory of the second half of the run, of the orchestrator's process and of all its workers. `held_by_minute`:
+  episodes that have ended and wait for their group, batch or version. All begin at once, so it takes the time of about
+  four replies until as many end as begin and groups are as incomplete as they stay; memory grows until then.
 - `seat_delay_s`: from a reply's departure until the next request arrives that takes its place, as the servers see it:
   the n-th reply's place is taken by request n + 8,192.
 
 `PRIME_HPC_BENCH_STEPS` (4) is the number of batches, the first of which is not counted, `PRIME_HPC_BENCH_ONLY`
-(in_process, workers) one of the two. On a machine with much other work, where 315 episodes a second are too many,
-`PRIME_HPC_BENCH_REPLY_S` makes replies slower and `PRIME_HPC_BENCH_BATCH` the batches smaller.
+(in_process, workers) one of the two, `PRIME_HPC_BENCH_IN_FLIGHT` (8192) the episodes. On a machine with much other
+work, where 315 episodes a second are too many, `PRIME_HPC_BENCH_REPLY_S` makes replies slower and
+`PRIME_HPC_BENCH_BATCH` the batches smaller.
 """
 
 import json
@@ -40,7 +44,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parents[1]
 NUM_SERVERS, SERVER_PROCESSES = 64, 4
-IN_FLIGHT, GROUP, RANKS = 8192, 8, 256
+IN_FLIGHT, GROUP, RANKS = int(os.environ.get("PRIME_HPC_BENCH_IN_FLIGHT", "8192")), 8, 256
 BATCH = int(os.environ.get("PRIME_HPC_BENCH_BATCH", "8192"))
 DELAY_S = float(os.environ.get("PRIME_HPC_BENCH_REPLY_S", "26"))
 LEAST_TOKENS, MOST_TOKENS, LETTERS = 64, 512, 200
@@ -60,7 +64,7 @@ def experiment(model: Path, run_dir: Path, workers: int, steps: int) -> Any:
             "name": run_dir.name,
             "output_dir": str(run_dir.parent),
             "max_steps": steps,
-            "async_level": 3 * IN_FLIGHT // BATCH,  # no group grows stale
+            "async_level": max(1, 3 * IN_FLIGHT // BATCH),  # no group grows stale
             "seq_len": SEQ_LEN,
             "model": {"name": str(model), "renderer": "qwen3"},
             "trainer": {"num_ranks": RANKS, "micro_batch_tokens": 4 * SEQ_LEN},
@@ -159,12 +163,13 @@ def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -
     before = [row for row in watched["pauses"] if row[0] < first["time"]]
     within = [row for row in watched["pauses"] if first["time"] <= row[0] <= last["time"]]
     longest = {
-        "start_pause_s": [late for _, late, _ in before],
-        "start_busy_s": [used for _, _, used in before],
-        "longest_pause_s": [late for _, late, _ in within],
-        "longest_busy_s": [used for _, _, used in within],
+        "start_pause_s": [row[1] for row in before],
+        "start_busy_s": [row[2] for row in before],
+        "longest_pause_s": [row[1] for row in within],
+        "longest_busy_s": [row[2] for row in within],
         "longest_gc_s": [took for when, took in watched["collections"] if first["time"] <= when <= last["time"]],
     }
+    _, _, in_pause_own_s, in_pause_all_s = max(within, key=lambda row: row[1], default=(0.0, 0.0, 0.0, 0.0))
     cpu_s = {where: last["cpu"][where] - first["cpu"][where] for where in last["cpu"]}
     return {
         "episodes": episodes,
@@ -177,19 +182,24 @@ def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -
         "cpu_ms_all": 1e3 * sum(cpu_s.values()) / episodes,
         "cores": sum(cpu_s.values()) / seconds,
         **{name: max(values, default=0.0) for name, values in longest.items()},
-        **memory(watched["memory"]),
+        "in_pause_own_s": in_pause_own_s,
+        "in_pause_all_s": in_pause_all_s,
+        **memory(watched["memory"], first["time"]),
         **{f"seat_delay_{name}": value for name, value in seat_delays(folder, first["time"], last["time"]).items()},
     }
 
 
-def memory(rows: list[tuple[float, int, int]]) -> dict[str, float]:
-    """Resident memory at the end, and its slope over the second half."""
-    table = np.array(rows)
-    table = table[len(table) // 2 :]
-    found: dict[str, float] = {}
-    for name, values in (("rss", table[:, 1]), ("rss_workers", table[:, 2])):
-        slope = np.polyfit(table[:, 0] - table[0, 0], values, 1)[0]
-        found |= {f"{name}_gib": values[-1] / 2**30, f"{name}_slope_mib_per_hour": 3600 * slope / 2**20}
+def memory(rows: list[tuple[float, int, int, int]], begin: float) -> dict[str, Any]:
+    """Resident memory at the end, minute by minute from `begin` on, and its growth over the second half."""
+    whole = np.array(rows)
+    half, minutes = whole[len(whole) // 2 :], ((whole[:, 0] - begin) // 60).astype(int)
+    starts = [int(np.argmax(minutes == n)) for n in range(minutes[-1] + 1) if n in minutes]
+    found: dict[str, Any] = {"held_by_minute": whole[starts, 3].astype(int).tolist()}
+    for name, column in (("rss", 1), ("rss_workers", 2)):
+        slope = np.polyfit(half[:, 0] - half[0, 0], half[:, column], 1)[0]
+        found[f"{name}_gib"] = half[-1, column] / 2**30
+        found[f"{name}_mib_by_minute"] = np.round(whole[starts, column] / 2**20).astype(int).tolist()
+        found[f"{name}_growth_mib_per_minute"] = 60 * slope / 2**20
     return found
 
 
@@ -231,17 +241,24 @@ def render(figures: dict[str, Any]) -> str:
         f"{shape['steps']} batches of {shape['batch']} for {shape['ranks']} ranks"
     ]
     for name, row in figures["sides"].items():
+
+        def by_minute(key: str, row: dict[str, Any] = row) -> str:
+            return " ".join(map(str, row[f"{key}_mib_by_minute"]))
+
         parts = ", ".join(f"{where} {used:.2f}" for where, used in row["cpu_ms"].items())
         lines += [
             f"{name}: {row['episodes_per_s']:.0f} episodes/s, {row['in_flight_mean']:.0f} in flight on average, "
             f"{row['stale_groups']:.0f} groups stale, {row['failed']:.0f} episodes failed",
             f"  {row['cpu_ms_all']:.2f} ms of CPU a sample ({parts}); {row['cores']:.2f} cores",
-            f"  longest pause {row['longest_pause_s']:.3f} s, at the start {row['start_pause_s']:.3f} s "
+            f"  longest pause {row['longest_pause_s']:.3f} s (the loop computed {row['in_pause_own_s']:.3f} s, all "
+            f"threads {row['in_pause_all_s']:.3f} s), at the start {row['start_pause_s']:.3f} s "
             f"(an idle loop beside: {row['idle_pause_s']:.3f} s); computing {row['longest_busy_s']:.3f} s, at the "
             f"start {row['start_busy_s']:.3f} s, collecting garbage {row['longest_gc_s']:.3f} s",
             f"  a free seat is taken after {row['seat_delay_p50_s']:.3f} s, p99 {row['seat_delay_p99_s']:.3f} s, "
             f"at most {row['seat_delay_max_s']:.3f} s",
-            f"  memory {row['rss_gib']:.2f} GiB ({row['rss_slope_mib_per_hour']:+.0f} MiB an hour), "
-            f"workers {row['rss_workers_gib']:.2f} GiB ({row['rss_workers_slope_mib_per_hour']:+.0f})",
+            f"  memory {row['rss_gib']:.2f} GiB, {row['rss_growth_mib_per_minute']:+.1f} MiB a minute at the end; "
+            f"workers {row['rss_workers_gib']:.2f} GiB ({row['rss_workers_growth_mib_per_minute']:+.1f})",
+            f"  by minute: MiB {by_minute('rss')}; workers {by_minute('rss_workers')}; ended episodes held "
+            f"{' '.join(map(str, row['held_by_minute']))}",
         ]
     return "\n".join(lines)

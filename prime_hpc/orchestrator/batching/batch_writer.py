@@ -19,7 +19,7 @@ from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.run_paths import RunPaths
 
 MOST_BYTES = 2 << 30
-"""Of the batches that are kept, a token at 15 bytes. With more since a checkpoint none is kept until the next one: a
+"""Of the arrays of the batches that are kept. With more since a checkpoint none is kept until the next one: a
 crash of the trainer meanwhile starts the orchestrator again."""
 
 
@@ -37,8 +37,8 @@ class BatchContent:
 
     @property
     def num_bytes(self) -> int:
-        """Of its arrays, about."""
-        return 15 * sum(rank.num_tokens for rank in self.ranks)
+        """Of all its arrays; recorded experts of a mixture take many times what tokens do."""
+        return sum(array.nbytes for rank in self.ranks for array in vars(rank).values() if array is not None)
 
 
 class BatchWriter:

@@ -34,6 +34,8 @@ from prime_hpc.store.run_paths import RunPaths
 FORMAT = 1
 MOST_BYTES = 1 << 30
 """Of the file: what a process that was told to stop can write in the seconds that it has."""
+MOST_STATES = 1024
+"""The newest batches whose states are known again: an attempt that goes on further back samples the groups again."""
 _TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in ARRAYS.values())
 _ROUTED = "routed"
 """An array of a shape and a type of its own, where engines record experts."""
@@ -127,7 +129,8 @@ class GroupCarrier:
         self._path, self._incarnation = paths.carried_groups, incarnation
         self._config = _config_digest(exp)
         self._states = {start_step: state_digest(state)} if state is not None else {}
-        self._batches: deque[tuple[int, list[Group]]] = deque()
+        self.batches: deque[tuple[int, list[Group]]] = deque()
+        """Of which no version is served yet, by step."""
         self._carried: dict[int, CarriedGroup] = {}
         if incarnation > 0:
             self._carried = {group.prompt.position: group for group in self._load(start_step)}
@@ -151,16 +154,18 @@ class GroupCarrier:
     def batch(self, step: int, groups: list[Group], state: Mapping[str, Any], served: int) -> None:
         """Note a batch and the state after it; of those up to version `served` nothing can be lost any more."""
         self._states[step] = state_digest(state)
-        self._batches.append((step, groups))
-        while self._batches and self._batches[0][0] <= served:
-            self._batches.popleft()
+        while len(self._states) > MOST_STATES:
+            del self._states[min(self._states)]
+        self.batches.append((step, groups))
+        while self.batches and self.batches[0][0] <= served:
+            self.batches.popleft()
 
     def save(self, complete: Iterable[Group]) -> None:
         """Write down `complete` groups and those of the batches that may be lost; failing is no reason to fail."""
         if self._incarnation <= 0:
             return
         kept, size = [], 0
-        for group in [*(group for _, groups in self._batches for group in groups), *complete]:
+        for group in [*(group for _, groups in self.batches for group in groups), *complete]:
             carried = CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot is not None])
             size += carried.num_bytes
             if size > MOST_BYTES:

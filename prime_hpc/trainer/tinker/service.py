@@ -120,6 +120,8 @@ class Service:
             sampler = self._samplers.pop(sampler_id)
             if sampler.saved is not None and sampler.saved.name.startswith(UNNAMED):
                 self.shelf.delete(sampler.saved)
+        for model_id in session.models if session is not None else ():  # its samplers are gone
+            self._published.pop(model_id, None)
 
     def _session(self, session_id: str) -> Session:
         if session_id not in self._sessions:

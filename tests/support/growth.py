@@ -1,0 +1,131 @@
+"""Find what a process never forgets: containers that gain entries, and objects that become more, with every step.
+
+`python -m tests.support.growth RUN_DIR` is a role that looks at itself: `PRIME_HPC_GROWTH` says which one, at which
+steps, and where to write what it found ("prime_hpc.trainer.main 30 60 90 /tmp/found.json"). Counts do not depend on the
+machine, as memory does, nor on how long a step takes.
+"""
+
+import gc
+import importlib
+import json
+import os
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "PRIME_HPC_GROWTH"
+CONTAINERS = (dict, list, set, deque)
+LOOKS = 3
+
+
+def limit_caches(most: int = 16) -> None:
+    """Have caches be full after a few steps: then they may not grow any more."""
+    from prime_hpc.envs import rendering, verifiers_patches
+    from prime_hpc.orchestrator.rollouts import carried
+
+    rendering.MAX_TEXTS = rendering.CACHE_PROMPTS = verifiers_patches.MAX_DECODED = carried.MOST_STATES = most
+
+
+class Growth:
+    """Looks at this process now and then."""
+
+    def __init__(self, steps: list[int]) -> None:
+        """`steps`: when to look, `LOOKS` of them, of equal distance."""
+        assert len(steps) == LOOKS, steps
+        self._steps, self._every = steps, steps[1] - steps[0]
+        self._lengths: list[dict[int, int]] = []
+        self._kept: list[Any] = []
+        """All containers of the first look, so that none takes another's place."""
+        self._counts: list[Counter[str]] = []
+        self.found: list[str] | None = None
+        """After the last look: what has grown by an entry a step, or more, from each look to the next."""
+
+    def look(self, step: int) -> None:
+        """Look where it is time to."""
+        if len(self._lengths) == LOOKS or step < self._steps[len(self._lengths)]:
+            return
+        gc.unfreeze()
+        gc.collect()
+        alive = gc.get_objects()
+        own = {id(self._kept), id(self._lengths), id(self._counts), id(self.__dict__)}
+        # A dictionary of numbers is no object of the collector's: its owner is.
+        inside = [part for one in alive for part in gc.get_referents(one) if _is_container(part)]
+        containers = {id(one): one for one in (*alive, *inside) if _is_container(one) and id(one) not in own}
+        self._counts.append(Counter(_name(type(one)) for one in alive))
+        if not self._lengths:
+            self._kept = list(containers.values())
+        kept = {id(one) for one in self._kept}
+        self._lengths.append({number: len(one) for number, one in containers.items() if number in kept})
+        if len(self._lengths) == LOOKS:
+            self.found = [*self._containers(containers), *self._types()]
+            self._kept.clear()
+
+    def _containers(self, containers: dict[int, Any]) -> list[str]:
+        first, second, third = self._lengths
+        grown = [
+            (number, first[number], third[number])
+            for number in first.keys() & second.keys() & third.keys()
+            if min(second[number] - first[number], third[number] - second[number]) >= self._every
+            and getattr(containers[number], "maxlen", None) is None
+        ]
+        return [f"{_owner(containers[number])}: {begin} entries, then {end}" for number, begin, end in grown]
+
+    def _types(self) -> list[str]:
+        first, second, third = self._counts
+        return [
+            f"objects of {name}: {first[name]}, then {third[name]}"
+            for name in third
+            if name.startswith("prime_hpc.")
+            and min(second[name] - first[name], third[name] - second[name]) >= self._every
+        ]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_container(one: Any) -> bool:
+    return issubclass(type(one), CONTAINERS)  # `isinstance` asks the object, and some do things then
+
+
+def _owner(container: Any) -> str:
+    """Name the attribute, or the variable of a module, under which a container is kept."""
+    for one in gc.get_referrers(container):
+        if not issubclass(type(one), dict) and not hasattr(one, "__dict__"):
+            continue
+        names = one if issubclass(type(one), dict) else vars(one)
+        name = next((key for key, value in list(names.items()) if value is container and isinstance(key, str)), "")
+        if name:
+            owners = [one] if names is not one else [o for o in gc.get_referrers(one) if _owns(o, one)]
+            owner = _name(type(owners[0])) if owners else str(one.get("__name__", "a dictionary"))
+            return f"{owner}.{name}"
+    return f"a {type(container).__name__} with {str(next(iter(container), ''))[:80]}"
+
+
+def _owns(one: Any, attributes: dict[str, Any]) -> bool:
+    return getattr(one, "__dict__", None) is attributes
+
+
+def main() -> None:
+    """Be the role."""
+    from prime_hpc.observe.metrics import MetricsWriter
+    from prime_hpc.store.role_process import leave
+
+    module, *steps, out = os.environ[VARIABLE].split()
+    role = importlib.import_module(module)
+    limit_caches()
+    growth = Growth([int(step) for step in steps])
+    log = MetricsWriter.log
+
+    def logged(writer: MetricsWriter, step: int, **values: Any) -> None:
+        log(writer, step, **values)
+        growth.look(step)
+        if growth.found is not None:
+            Path(out).write_text(json.dumps(growth.found))
+
+    MetricsWriter.log = logged  # type: ignore[method-assign]
+    leave(role.main())
+
+
+if __name__ == "__main__":
+    main()
