@@ -19,7 +19,7 @@ from verifiers.v1.utils.loaders import harness_class, load_environment
 from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.env_config import harness_is_in_process
 from prime_hpc.envs.interception import PolicyInterception
-from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.lazy_runtime import LazyBox
 from prime_hpc.envs.math_answers import use_on_threads
 from prime_hpc.envs.model_client import PolicyClient
 from prime_hpc.envs.rendering import PromptRenderer
@@ -111,7 +111,7 @@ class SourceRunner:
         try:
             if self._agents:
                 # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
-                async with sandbox_box(self._sandboxes) if self._sandboxes else lazy_box() as box:
+                async with sandbox_box(self._sandboxes) if self._sandboxes else LazyBox() as box:
                     trace = await self._agents[url_index].run_once(
                         task, box, self._shared, lambda trace: traces.append(trace.id)
                     )
@@ -124,11 +124,15 @@ class SourceRunner:
         finally:
             turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
         duration_s = time.monotonic() - started
-        versions = {id(turn.logprobs): turn.versions for turn in turns}
-        routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
-        versions_of = None if self.target.chat is not None else lambda node: versions.get(id(node.logprobs))
-        routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
-        result = episode_result(episode, versions_of, duration_s, routing_of)
+        if self.target.keep_samples and self.target.chat is None:
+            versions = {id(turn.logprobs): turn.versions for turn in turns}
+            routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
+            routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
+            result = episode_result(episode, lambda node: versions.get(id(node.logprobs)), duration_s, routing_of)
+        else:
+            sampled = [turn.versions for turn in turns if len(turn.versions)]
+            span = (min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)) if sampled else ()
+            result = episode_result(episode, None, duration_s, versions=span)
         if self.target.keep_messages and result.state is EpisodeState.COMPLETED:
             return replace(result, conversations=conversations_of(episode))
         return result

@@ -8,8 +8,7 @@ session by a plain call.
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from verifiers.v1 import graph
@@ -79,20 +78,9 @@ class PolicyInterception(InterceptionServer):
         """Return the pool's client of that server, or verifiers' own for another endpoint (a judge's, say)."""
         return self.policies.get(config.base_url) or super()._client(config)
 
-    @asynccontextmanager
-    async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
-        """Register a rollout. Without HTTP its trace id is secret enough: nobody else can present it."""
-        if self.serve_http:
-            async with super().acquire(session) as slot:
-                yield slot
-            return
-        session.client = self._client(session.ctx.client)
-        self.sessions[session.trace.id] = session
-        try:
-            yield self.base_url, session.trace.id, ""
-        finally:
-            self.sessions.pop(session.trace.id, None)
-            session.release()
+    def acquire(self, session: RolloutSession) -> Any:
+        """Return the scope in which a rollout is registered, which gives its `Slot`."""
+        return super().acquire(session) if self.serve_http else _Seat(self, session)
 
     async def complete(self, secret: str, request: Request) -> Response:
         """One model call of an in-process harness: verifiers' steps for a request, in verifiers' order.
@@ -183,6 +171,25 @@ class PolicyInterception(InterceptionServer):
             ]
         body = CHAT.apply_overrides(body, ctx.model, ctx.sampling)
         return await client.get_response(CHAT, body, ctx.sampling, session_id=session.trace.id, turn=turn)
+
+
+class _Seat:
+    """A rollout's registration without HTTP: its trace id is secret enough, nobody else can present it."""
+
+    __slots__ = ("_interception", "_session")
+
+    def __init__(self, interception: PolicyInterception, session: RolloutSession) -> None:
+        self._interception, self._session = interception, session
+
+    async def __aenter__(self) -> Slot:
+        interception, session = self._interception, self._session
+        session.client = interception._client(session.ctx.client)
+        interception.sessions[session.trace.id] = session
+        return interception.base_url, session.trace.id, ""
+
+    async def __aexit__(self, *error: object) -> None:
+        self._interception.sessions.pop(self._session.trace.id, None)
+        self._session.release()
 
 
 def _record(

@@ -4,8 +4,7 @@ verifiers gives every rollout a runtime (for us: a directory on this machine and
 makes the directory first and removes it on a thread afterwards. Most tasks never touch it.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import uuid
 from typing import Any
 
 from verifiers.v1.runtimes import ProgramResult, RuntimeProcess, SubprocessConfig, SubprocessRuntime
@@ -20,7 +19,7 @@ class LazyRuntime(SubprocessRuntime):
 
     def __init__(self) -> None:
         # Not `SubprocessRuntime`'s, which dumps the configuration and validates it again for every rollout.
-        Runtime.__init__(self)
+        Runtime.__init__(self, "unused")
         self._uv_interpreters, self._uv_script_locks = self._interpreters, self._locks
         self.config, self.info = _CONFIG, _INFO.model_copy()
         self.workdir = None
@@ -31,6 +30,7 @@ class LazyRuntime(SubprocessRuntime):
 
     async def _ensure(self) -> None:
         if self.workdir is None:
+            self.name = f"vf-{uuid.uuid4().hex[:12]}"  # of the directory, which other processes make theirs beside
             register(self)  # removed at interpreter exit, should `stop` never run
             await super().start()
 
@@ -66,11 +66,12 @@ class LazyRuntime(SubprocessRuntime):
         await super().stop()
 
 
-@asynccontextmanager
-async def lazy_box() -> AsyncIterator[Any]:
-    """Yield a fresh `LazyRuntime` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
-    box = LazyRuntime()
-    try:
-        yield box
-    finally:
-        await box.stop()
+class LazyBox:
+    """A fresh `LazyRuntime` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
+
+    async def __aenter__(self) -> Any:
+        self._box = LazyRuntime()
+        return self._box
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._box.stop()

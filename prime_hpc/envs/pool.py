@@ -78,6 +78,7 @@ class EnvPool:
         samplings: Sequence[SamplingParameters] = (),
         chat: ChatOptions | None = None,
         keep_messages: bool = False,
+        keep_samples: bool = True,
         servers: EnvServersConfig | None = None,
         log_dir: Path | None = None,
     ) -> None:
@@ -100,7 +101,7 @@ class EnvPool:
             samplings: of each environment's replies, in place of `sampling`.
             beside: the environments of the other split: no task is in both, see `EnvSource`.
             chat: the servers are no own ones, but an API: replies have no tokens, and no tokenizer is needed.
-            keep_messages: results bring their conversations (`EpisodeResult.conversations`).
+            keep_messages, keep_samples: results bring their conversations; what trains (see `EpisodeResult`).
             servers: of workers, where environments have some; None: none has.
             log_dir: of the workers' logs.
         """
@@ -117,9 +118,8 @@ class EnvPool:
         self._moved: dict[int, str] = {}
         self._api_key_var, self._api_key = api_key_var, api_key
         self._sampling, self._samplings = sampling, tuple(samplings)
-        self._max_model_len = max_model_len
-        self._chat = chat
-        self._keep_messages = keep_messages
+        self._max_model_len, self._chat = max_model_len, chat
+        self._keep_messages, self._keep_samples = keep_messages, keep_samples
         self._renderer_options = (tokenizer_path, renderer, enable_thinking, trust_remote_code)
         self._servers = EnvServersConfig() if servers is None else servers
         self._host = LocalHost(log_dir)
@@ -316,6 +316,7 @@ class EnvPool:
             patience_s=min(MAX_PATIENCE_S, *(config.timeout_s / 2 for config in self._configs)),
             chat=self._chat,
             keep_messages=self._keep_messages,
+            keep_samples=self._keep_samples,
         )
 
     def _num_workers(self, config: EnvConfig) -> Any:
@@ -362,6 +363,7 @@ class EnvPool:
             api_key_var=self._api_key_var,
             api_key=self._target.api_key,
             keep_messages=self._keep_messages,
+            keep_samples=self._keep_samples,
         )
 
     def _make_thread(self) -> LoopThread:

@@ -97,6 +97,8 @@ class EpisodeResult:
     """Class of the failure, e.g. `TaskError` (the environment), `ProviderError` (the inference server)."""
     samples: list[Sample] = field(default_factory=list)
     """Empty unless usable."""
+    versions: Sequence[int] = ()
+    """Oldest and newest policy version of its sampled tokens, where nobody makes samples of them; else empty."""
     reward: float = 0.0
     """Mean over the trained traces (there is one in single-agent environments)."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -258,16 +260,21 @@ def _branch_sample(
 
 
 def episode_result(
-    episode: Any, versions_of: VersionsOf | None, duration_s: float, routing_of: RoutingOf | None = None
+    episode: Any,
+    versions_of: VersionsOf | None,
+    duration_s: float,
+    routing_of: RoutingOf | None = None,
+    versions: Sequence[int] = (),
 ) -> EpisodeResult:
     """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says.
 
     Args:
         episode: as verifiers returned it.
-        versions_of: policy versions of a sampled node; None: an API replied, which names no tokens, so there are no
-            samples and nothing is usable for training.
+        versions_of: policy versions of a sampled node; None: nobody trains, or an API replied, which names no tokens:
+            there are no samples, and nothing is usable for training.
         duration_s: wall-clock seconds.
         routing_of: recorded experts of a sampled node; None: nobody records them.
+        versions: of the result.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     problem = find_problem(episode)
@@ -289,6 +296,7 @@ def episode_result(
         reason=problem.reason if problem else "",
         error_type=problem.error_type if problem else "",
         samples=[] if problem else samples,
+        versions=versions,
         reward=sum(rewards) / len(rewards) if rewards and all(map(math.isfinite, rewards)) else 0.0,
         metrics=_metrics(traces),
         truncated=any(trace.is_truncated for trace in traces),

@@ -30,3 +30,5 @@ class PolicyTarget:
     """Not prime-hpc's own servers, but any API."""
     keep_messages: bool = False
     """Results bring their conversations."""
+    keep_samples: bool = True
+    """Results bring their tokens, to train on; else the versions of these alone."""

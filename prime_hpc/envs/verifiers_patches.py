@@ -10,11 +10,13 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel
 from pydantic._internal import _fields
 from renderers import base as renderers_base
-from renderers import reasoning
+from renderers import parsing, reasoning
 from verifiers.v1 import graph, harness, rollout, task
+from verifiers.v1.errors import RolloutError
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
+from verifiers.v1.types import Request, TurnTokens
 from verifiers.v1.utils import decorators
 
 _discover = decorators.discover_decorated
@@ -26,9 +28,13 @@ _with_offsets: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _marker_id = reasoning._single_marker_id
 _markers: WeakKeyDictionary[Any, dict[str, int | None]] = WeakKeyDictionary()
 _decode = reasoning._decode
+_decode_reply = parsing._decode
+_decoders: WeakKeyDictionary[Any, Callable[[list[int]], str] | None] = WeakKeyDictionary()
 _decoded: WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 _tools_hash = graph._tools_hash
 _task_hash = Task.hash
+_serve_interception = rollout.serve_interception
+_serve_tools = rollout.serve_tools
 _NO_TOOLS = _tools_hash(None)
 FEW_IDS = 4
 """So many tokens, or fewer, are remembered with their text: what surrounds a think section."""
@@ -39,16 +45,24 @@ _takes_data = functools.lru_cache(maxsize=4096)(_fields.takes_validated_data_arg
 def patch_verifiers() -> None:
     """Idempotent; belongs to this process."""
     _use_plain_defaults(MessageNode)
+    for model in (MessageNode, TurnTokens, Request):
+        _construct_plainly(model)
     # All that `decorators` asks of `inspect`: the parameters of hooks, rewards and metrics, at every call of one.
     vars(decorators)["inspect"] = SimpleNamespace(signature=_signature)
     for module in (harness, rollout, task):
         vars(module)["discover_decorated"] = _discover_decorated
     for module in (decorators, harness, task):  # else a task of asyncio's for every list of hooks, of an empty one too
         vars(module)["invoke_all"] = _invoke_each
+    # Scopes that are generators: asyncio registers each one with its loop, a dozen an episode.
+    for module in (harness, rollout, task):
+        vars(module)["boundary"] = _Boundary
+    vars(rollout)["serve_interception"], vars(rollout)["serve_tools"] = _reach_interception, _reach_tools
     # Whether a tokenizer knows offsets: else it is asked for every text, by encoding another one.
     vars(renderers_base)["_get_offset_tokenizer"] = _get_offset_tokenizer
     # The tokens of markers, and the text around them, in every reply.
     vars(reasoning)["_single_marker_id"], vars(reasoning)["_decode"] = _single_marker_id, _decode_few
+    # A reply's text, without transformers' way to the tokenizer.
+    vars(parsing)["_decode"] = _decode_directly
     # The sum over no tools, three times a turn; that over a task's data, twice a rollout.
     vars(graph)["_tools_hash"] = _hash_tools
     Task.hash = property(_hash_task)
@@ -56,6 +70,50 @@ def patch_verifiers() -> None:
     Trace.__getattr__ = _private_attribute
     # Whether a default factory takes arguments: else `model_construct` asks `inspect.signature` for every object.
     vars(_fields)["takes_validated_data_argument"] = _takes_data
+
+
+class _Boundary:
+    """`errors.boundary`: whose failure an error is that leaves it."""
+
+    __slots__ = ("_kind", "_what")
+
+    def __init__(self, error_cls: type[RolloutError], what: str) -> None:
+        self._kind, self._what = error_cls, what
+
+    async def __aenter__(self) -> None:
+        """Nothing."""
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, RolloutError):
+            return False
+        if isinstance(error, TimeoutError):
+            raise self._kind(f"{self._what} timed out") from error
+        raise self._kind(f"{self._what}: {type(error).__name__}: {error}") from error
+
+
+class _NoTools:
+    """`serve_tools` of none."""
+
+    async def __aenter__(self) -> dict[str, str]:
+        return {}
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing."""
+
+
+_NONE_SERVED = _NoTools()
+
+
+def _reach_interception(interception: Any, runtime: Any, session: Any, servers: list[Any], shared: Any) -> Any:
+    """`serve_interception`: one that is shared is itself the scope."""
+    if interception is not None:
+        return interception.acquire(session)
+    return _serve_interception(interception, runtime, session, servers, shared)
+
+
+def _reach_tools(toolsets: list[Any], runtime: Any, shared: Any = None, **state: Any) -> Any:
+    """`serve_tools`, of which nothing is left where there are none."""
+    return _serve_tools(toolsets, runtime, shared, **state) if toolsets or shared else _NONE_SERVED
 
 
 def _get_offset_tokenizer(tokenizer: Any) -> Any:
@@ -124,6 +182,30 @@ def _decode_few(tokenizer: Any, ids: list[int]) -> str:
     return found
 
 
+def _decode_directly(tokenizer: Any, ids: list[int]) -> str:
+    """`parsing._decode`, by a fast tokenizer's backend where that gives the same."""
+    if not ids:
+        return ""
+    try:
+        if tokenizer not in _decoders:
+            _decoders[tokenizer] = _decoder(tokenizer)
+        decode = _decoders[tokenizer]
+    except TypeError:  # one that cannot be remembered
+        decode = None
+    return _decode_reply(tokenizer, ids) if decode is None else decode(ids)
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str] | None:
+    """Return what decodes as a fast tokenizer of transformers does; None where nothing does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        return None
+    decode = functools.partial(backend.decode, skip_special_tokens=False)
+    probe = backend.encode("Say \u00e9 , hi \U0001f600 .\n<think> 1+1 !", add_special_tokens=True).ids
+    probes = (probe, probe[1:], probe[::-1], [probe[0], probe[0]])
+    return decode if all(decode(ids) == _decode_reply(tokenizer, list(ids)) for ids in probes) else None
+
+
 def _hash_tools(tools: Sequence[Any] | None) -> str:
     """`graph._tools_hash`, known for no tools."""
     return _tools_hash(tools) if tools else _NO_TOOLS
@@ -162,6 +244,38 @@ def _use_plain_defaults(model: type[BaseModel]) -> None:
     for info in model.model_fields.values():
         if info.default_factory is list:
             info.default_factory, info.default = None, []
+
+
+def _construct_plainly(model: type[BaseModel]) -> None:
+    """Give a model whose fields have plain names and defaults a `model_construct` that does not look at each of them.
+
+    Left as it is where pydantic has more to do: aliases, private attributes, extra fields, hooks.
+    """
+    fields = model.model_fields
+    special = model.__private_attributes__ or model.__pydantic_post_init__ or model.model_config.get("extra") == "allow"
+    if special or any(info.alias or info.validation_alias for info in fields.values()):
+        return
+    given = {name: info.default for name, info in fields.items() if not info.is_required() and not info.default_factory}
+    constants = {name: value for name, value in given.items() if not isinstance(value, list | dict | set)}
+    made = {name: info.get_default for name, info in fields.items() if name not in constants and not info.is_required()}
+    assign = object.__setattr__
+
+    def construct(cls: type[BaseModel], _fields_set: set[str] | None = None, **values: Any) -> Any:
+        if cls is not model or not values.keys() <= fields.keys():
+            return BaseModel.model_construct.__func__(cls, _fields_set, **values)  # type: ignore[attr-defined]
+        content = dict(constants)
+        for name, default in made.items():
+            if name not in values:
+                content[name] = default(call_default_factory=True, validated_data=content)
+        content.update(values)
+        new = cls.__new__(cls)
+        assign(new, "__dict__", content)
+        assign(new, "__pydantic_fields_set__", set(values) if _fields_set is None else _fields_set)
+        assign(new, "__pydantic_extra__", None)
+        assign(new, "__pydantic_private__", None)
+        return new
+
+    model.model_construct = classmethod(construct)  # type: ignore[assignment]
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

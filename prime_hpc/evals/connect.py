@@ -188,6 +188,7 @@ async def _make_pool(
         max_model_len=min(lengths, default=length),
         chat=ChatOptions(stated.timeout_s, stated.max_retries) if is_api and stated is not None else None,
         keep_messages=keep_messages,
+        keep_samples=False,
         servers=config.env_servers,
         log_dir=log_dir,
     )

@@ -150,13 +150,12 @@ def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, 
     """Class of the failure and its words; ("", "") of an episode that has a score."""
     if result.state is not EpisodeState.COMPLETED:
         return result.error_type or result.state.value, result.reason
-    found = {int(v) for s in result.samples for v in (s.versions[s.loss_mask].min(), s.versions[s.loss_mask].max())}
-    if not is_api and found != {version.step}:
-        return (
-            "OldVersion",
-            f"tokens of version {sorted(found)} instead of {version.step}: the server came back without",
-        )
-    return "", ""
+    if is_api or set(result.versions) == {version.step}:
+        return "", ""
+    if not result.versions:
+        return "EmptyEpisode", "no sampled tokens"
+    found = sorted(set(result.versions))
+    return "OldVersion", f"tokens of version {found} instead of {version.step}: the server came back without"
 
 
 def _record(key: Key, identity: str, result: EpisodeResult, error: str, reason: str) -> Record:

@@ -58,6 +58,7 @@ class Progress:
             total=self._total,
             episodes_per_s=round(rate, 3),
             eta_s=left,
+            cpu_s=round(time.process_time(), 3),
             **self.figures,
             **means,
         )

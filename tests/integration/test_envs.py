@@ -88,6 +88,18 @@ def test_versions_of_a_reply_across_a_weight_update(world: World) -> None:
     assert sample.min_version == 3
 
 
+def test_episodes_that_nobody_trains_on_bring_the_versions_of_their_tokens_alone(world: World) -> None:
+    world.script = lambda prompt, number: Reply("guess it is 1", spans=[("3", 0, 4), ("4", 4, None)])
+    (result,) = world.play(EnvConfig(id="reverse-text"), keep_samples=False)
+    (whole,) = world.play(EnvConfig(id="reverse-text"))
+    assert result.state is EpisodeState.COMPLETED and not result.usable and result.samples == []
+    assert list(result.versions) == [3, 4] and not whole.versions
+    alike = ("reward", "metrics", "prompt_text", "completion_text", "num_completion_tokens", "num_prompt_tokens")
+    assert all(getattr(result, name) == getattr(whole, name) for name in alike)
+    (of_worker,) = world.play(EnvConfig(id="reverse-text", workers=1), keep_samples=False)
+    assert list(of_worker.versions) == [3, 4] and of_worker.samples == []
+
+
 def guesser(prompt: str, number: int) -> str:
     """Bisects, from the conversation alone."""
     low, high = map(int, re.search(r"from (\d+) to (\d+)", prompt).groups())  # type: ignore[union-attr]

@@ -197,3 +197,32 @@ def test_scripted_servers_answer_what_the_orchestrators_client_reads(
         asyncio.run(ask(first.url))
     with np.load(tmp_path / "servers-0.npz") as log:
         assert len(log["came"]) == len(log["left"]) == 1 and log["left"][0] > log["came"][0]
+
+
+def test_one_slow_round_of_eval_s_benchmark_changes_no_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = benchmark("eval", monkeypatch)
+    bare, ours = iter([0.0, 100.0, 400.0, 100.0, 100.0, 1.0]), iter([80.0, 3.0, 80.0, 80.0, 900.0])
+    server = iter(range(100))  # CPU seconds so far: one more each time
+
+    async def rate(url: str, prompts: list[list[int]]) -> float:
+        return next(bare)
+
+    monkeypatch.setattr(bench, "_prompts", lambda model: [])
+    monkeypatch.setattr(bench, "_bare", rate)
+    monkeypatch.setattr(bench, "_ours", lambda *given: (next(ours), 0.1, 1.0, 1.0))
+    monkeypatch.setattr(bench, "_cpu_s", lambda pid: next(server))
+    found = bench._rounds(0, "", tmp_path, tmp_path, {})
+    assert found["ratio_to_engine"] == pytest.approx(0.8)
+    assert found["cpu_ms"]["bare_server"] == found["cpu_ms"]["eval_server"] == found["cpu_ms"]["eval"] == 1.0
+    assert found["ratio_by_cpu"] == pytest.approx(0.5, abs=0.05)
+    assert "0.800" in bench.render(found)
+    with pytest.raises(StopIteration):
+        next(ours)
+
+
+def test_a_process_s_cpu_time_is_counted_with_its_children_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = benchmark("eval", monkeypatch)._cpu_s(os.getpid())
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    assert benchmark("eval", monkeypatch)._cpu_s(os.getpid()) >= before + 0.05

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
-from renderers import base, reasoning
-from verifiers.v1 import graph
+from pydantic import BaseModel
+from renderers import base, parsing, reasoning
+from verifiers.v1 import errors, graph, rollout
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import task_key
-from verifiers.v1.types import Tool, UserMessage
+from verifiers.v1.types import Request, Tool, TurnTokens, UserMessage
 from verifiers.v1.utils import decorators
 
 from prime_hpc.envs import verifiers_patches
@@ -215,3 +216,87 @@ def test_none_one_and_many_hooks_are_invoked_in_order() -> None:
     for functions in ([fails], [plus, fails]):
         with pytest.raises(ValueError, match="mine"):
             asyncio.run(decorators.invoke_all(functions, available))
+
+
+@pytest.mark.parametrize(
+    "raised", [None, ValueError("no"), TimeoutError("late"), errors.SandboxError("box"), asyncio.CancelledError()]
+)
+def test_a_scope_says_whose_failure_an_error_is_as_verifiers_does(raised: BaseException | None) -> None:
+    patch_verifiers()
+
+    async def leave(scope: Any) -> None:
+        async with scope(errors.TaskError, "scoring"):
+            if raised is not None:
+                raise raised
+
+    async def both() -> list[BaseException | None]:
+        return await asyncio.gather(leave(rollout.boundary), leave(errors.boundary), return_exceptions=True)
+
+    assert rollout.boundary is not errors.boundary
+    own, theirs = asyncio.run(both())
+    assert type(own) is type(theirs) and str(own) == str(theirs)
+    if isinstance(own, errors.TaskError):
+        assert own.__cause__ is raised and theirs is not None and theirs.__cause__ is raised
+
+
+def test_scopes_of_a_rollout_are_the_interception_s_own_and_no_tools_are_none() -> None:
+    patch_verifiers()
+    shared = SimpleNamespace(acquire=lambda session: ("scope of", session))
+    assert rollout.serve_interception(shared, None, "session", [], {}) == ("scope of", "session")
+    own = rollout.serve_interception(None, None, None, [], {})
+    assert type(own) is type(verifiers_patches._serve_interception(None, None, None, [], {}))
+
+    async def urls() -> dict[str, str]:
+        async with rollout.serve_tools([], None, shared={}, state_route="x") as found:
+            return found
+
+    assert asyncio.run(urls()) == {}
+    tool = SimpleNamespace(external=True, url="http://elsewhere")
+    served = rollout.serve_tools([], SimpleNamespace(host_url=lambda url: url), shared={"search": tool})
+
+    async def of_others() -> Any:
+        async with served as found:
+            return found
+
+    assert asyncio.run(of_others()) == {"search": "http://elsewhere"}
+
+
+@pytest.mark.parametrize("model", [MessageNode, TurnTokens, Request])
+def test_objects_that_are_made_without_a_look_at_each_field_are_pydantic_s(model: type[BaseModel]) -> None:
+    patch_verifiers()
+    required = {name: None for name, info in model.model_fields.items() if info.is_required()}
+    plain = BaseModel.model_construct.__func__
+    some = next(name for name, info in model.model_fields.items() if not info.is_required())
+    for values in (required, required | {some: [7]}, required | {"unknown": 1}):
+        own, theirs = model.model_construct(**values), plain(model, **values)
+        times = {"timestamp"} & vars(own).keys()
+        assert vars(own).keys() == vars(theirs).keys()
+        assert all(vars(own)[name] == vars(theirs)[name] for name in vars(own).keys() - times)
+        assert own.model_fields_set == theirs.model_fields_set
+        assert own.__pydantic_extra__ is None and own.__pydantic_private__ is None
+    first, second = model.model_construct(**required), model.model_construct(**required)
+    for name, value in vars(first).items():
+        assert value is not vars(second)[name] or not isinstance(value, list | dict), name
+
+    class Derived(model):  # type: ignore[misc, valid-type]
+        more: int = 3
+
+    assert Derived.model_construct(**required).more == 3
+
+
+def test_replies_are_decoded_as_transformers_does(fast: Any) -> None:
+    patch_verifiers()
+    text = "Say \u00e9 hi , 1 + 1 .<think>\n</think><|im_end|>"
+    ids = fast.encode(text, add_special_tokens=False)
+    for some in (ids, ids[3:], ids[::-1], ids[:1], []):
+        assert parsing._decode(fast, some) == (fast.decode(some, skip_special_tokens=False) if some else "")
+    assert verifiers_patches._decoders[fast] is not None
+
+    class Cleaned:
+        clean_up_tokenization_spaces = True
+        backend_tokenizer = fast.backend_tokenizer
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "its own"
+
+    assert parsing._decode(Cleaned(), ids) == "its own"

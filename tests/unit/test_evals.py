@@ -10,8 +10,10 @@ import pytest
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record, read_records, results_file
+from prime_hpc.evals.play import _judge
 from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
 from prime_hpc.evals.versions import Version, adapter_rank, find_versions
@@ -124,6 +126,22 @@ def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None
     before = settings_of(experiment("--model.name", str(model)))
     (model / "model.safetensors").write_bytes(b"b" * 100)
     assert settings_of(experiment("--model.name", str(model))) != before
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_api", "error"),
+    [
+        ((3, 3), False, ""),
+        ((2, 3), False, "OldVersion"),
+        ((2, 2), False, "OldVersion"),
+        ((), False, "EmptyEpisode"),
+        ((), True, ""),
+    ],
+)
+def test_an_episode_counts_with_its_versions_tokens_alone(versions: tuple[int, ...], is_api: bool, error: str) -> None:
+    result = EpisodeResult(EpisodeState.COMPLETED, usable=False, versions=versions)
+    found, reason = _judge(result, Version(3, Path("w")), is_api)
+    assert found == error and bool(reason) == bool(error)
 
 
 def test_versions(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 One vLLM server with the starter model. The bare side posts the prompts as token ids over as many connections as `eval`
 has episodes in flight and looks at nothing; ours is the `eval` command, attached to that server: environment, message
 graph, scoring, episodes on disk, from the start of the first episode to the end of the last. Both sample 24 tokens a
-reply, no more and no fewer. The sides take turns; `ratio_to_engine` is ours over the mean of the bare runs before and
-after it, the median over the rounds. Without start-up times; what follows the last episode (bootstrap intervals, the
-summary) is `summary_s`.
+reply, no more and no fewer. The sides take turns; `ratio_to_engine` is the median of ours over the median of the bare
+runs. Without start-up times; what follows the last episode (bootstrap intervals, the summary) is `summary_s`.
+
+Where server and client share all cores, which these runs keep busy, CPU time says the same with less noise:
+`cpu_ms` is what one request or episode costs the client (`bare`, `eval`) and the server (`bare_server`,
+`eval_server`), medians, and `ratio_by_cpu` is the whole of a bare request over the whole of an episode.
 """
 
 import asyncio
@@ -25,7 +28,7 @@ TOP = Path(__file__).resolve().parents[2]
 NUM_EPISODES = 1000
 REPLY_TOKENS = 24
 CONCURRENCY = 128
-ROUNDS = 3
+ROUNDS = 5
 READY_S, RUN_S = 300.0, 600.0
 SAMPLING = {"temperature": 1.0, "max_tokens": REPLY_TOKENS, "min_tokens": REPLY_TOKENS, "logprobs": 0}
 
@@ -51,7 +54,7 @@ def run() -> dict[str, Any]:
             try:
                 url = f"http://127.0.0.1:{port}"
                 _wait_ready(url, process, folder / "server.log")
-                return _rounds(url, model, folder, environment)
+                return _rounds(process.pid, url, model, folder, environment)
             finally:
                 process.send_signal(signal.SIGTERM)
                 try:
@@ -61,26 +64,41 @@ def run() -> dict[str, Any]:
                     process.wait()
 
 
-def _rounds(url: str, model: Path, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def _rounds(server: int, url: str, model: Path, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
     prompts = _prompts(model)
     asyncio.run(_bare(url, prompts[:CONCURRENCY]))  # warms the server up
-    bare, ours, summaries = [asyncio.run(_bare(url, prompts))], [], []
+    found: dict[str, list[float]] = {name: [] for name in ("bare", "eval", "summary_s")}
+    cpu: dict[str, list[float]] = {name: [] for name in ("bare", "bare_server", "eval", "eval_server")}
     for number in range(ROUNDS):
-        rate, summary_s = _ours(url, model, folder / f"round_{number}", environment)
-        ours.append(rate)
-        summaries.append(summary_s)
-        bare.append(asyncio.run(_bare(url, prompts)))
-    ratios = [own * 2 / (bare[i] + bare[i + 1]) for i, own in enumerate(ours)]
+        before, own = _cpu_s(server), time.process_time()
+        found["bare"].append(asyncio.run(_bare(url, prompts)))
+        cpu["bare"].append(time.process_time() - own)
+        cpu["bare_server"].append(_cpu_s(server) - before)
+        rate, summary_s, cpu_s, server_s = _ours(server, url, model, folder / f"round_{number}", environment)
+        cpu["eval_server"].append(server_s)
+        cpu["eval"].append(cpu_s)
+        found["eval"].append(rate)
+        found["summary_s"].append(summary_s)
+    cpu_ms = {name: 1e3 * statistics.median(values) / NUM_EPISODES for name, values in cpu.items()}
     return {
         "num_episodes": NUM_EPISODES,
         "reply_tokens": REPLY_TOKENS,
         "concurrency": CONCURRENCY,
-        "bare_per_s": bare,
-        "eval_per_s": ours,
-        "summary_s": summaries,
-        "ratios": ratios,
-        "ratio_to_engine": statistics.median(ratios),
+        "bare_per_s": found["bare"],
+        "eval_per_s": found["eval"],
+        "summary_s": found["summary_s"],
+        "cpu_ms": cpu_ms,
+        "ratio_to_engine": statistics.median(found["eval"]) / statistics.median(found["bare"]),
+        "ratio_by_cpu": (cpu_ms["bare"] + cpu_ms["bare_server"]) / (cpu_ms["eval"] + cpu_ms["eval_server"]),
     }
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds so far of a process and its living descendants."""
+    import psutil
+
+    process = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 def _prompts(model: Path) -> list[list[int]]:
@@ -119,21 +137,36 @@ async def _bare(url: str, prompts: list[list[int]]) -> float:
         return len(prompts) / (time.perf_counter() - began)
 
 
-def _ours(url: str, model: Path, folder: Path, environment: dict[str, str]) -> tuple[float, float]:
-    """Episodes per second, from the first one's start to the last one's end; seconds from there to the summary."""
+def _ours(
+    server: int, url: str, model: Path, folder: Path, environment: dict[str, str]
+) -> tuple[float, float, float, float]:
+    """Episodes per second, from the first one's start to the last one's end; seconds from there to the summary; CPU
+    seconds of the process that plays, while it plays, and of the server from then on."""
     argv = [
         *_command("eval", model, folder, "--environment-ids", "reverse-text", "--num-examples", str(NUM_EPISODES)),
         *("--max-concurrent", str(CONCURRENCY), "--sampling.temperature", "1", "--client.base-url", f"{url}/v1"),
         *("--sampling.max-tokens", str(REPLY_TOKENS), "--client.api-key-var", "BENCH_EVAL_KEY"),
         *("--sampling.extra", json.dumps({"min_tokens": REPLY_TOKENS})),
     ]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"eval failed ({done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}")
-    rows = [json.loads(line) for line in (folder / "eval" / "metrics" / "eval.jsonl").read_text().splitlines()]
+    path, log = folder / "eval" / "metrics" / "eval.jsonl", folder.with_suffix(".log")
+    with log.open("w") as said:
+        process = subprocess.Popen(argv, env=environment, stdout=said, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + RUN_S
+    while process.poll() is None and not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    before = _cpu_s(server)
+    try:
+        code = process.wait(max(1.0, deadline - time.monotonic()))
+    finally:
+        process.kill()
+    if code:
+        raise RuntimeError(f"eval failed ({code}):\n{log.read_text()[-3000:]}")
+    server_s = _cpu_s(server) - before
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0]["step"] == 0 and rows[-1]["step"] == NUM_EPISODES
-    end = next(row["time"] for row in rows if row["step"] == NUM_EPISODES)
-    return NUM_EPISODES / (end - rows[0]["time"]), rows[-1]["time"] - end
+    last = next(row for row in rows if row["step"] == NUM_EPISODES)
+    played_s, cpu_s = (last[key] - rows[0][key] for key in ("time", "cpu_s"))
+    return NUM_EPISODES / played_s, rows[-1]["time"] - last["time"], cpu_s, server_s
 
 
 def _command(verb: str, model: Path, folder: Path, *more: str) -> list[str]:
@@ -167,8 +200,11 @@ def render(figures: dict[str, Any]) -> str:
     """For people."""
     bare, ours = (", ".join(f"{v:.1f}" for v in figures[key]) for key in ("bare_per_s", "eval_per_s"))
     summary = ", ".join(f"{value:.2f}" for value in figures["summary_s"])
+    cpu = figures["cpu_ms"]
     return (
         f"{figures['num_episodes']} episodes of {figures['reply_tokens']} tokens, {figures['concurrency']} at once\n"
         f"bare load generator: {bare} requests/s\neval: {ours} episodes/s, then {summary} s for the summary\n"
-        f"ratio to the engine: {figures['ratio_to_engine']:.3f} (rounds {[round(r, 3) for r in figures['ratios']]})"
+        f"CPU a request: {cpu['bare']:.2f} ms and {cpu['bare_server']:.2f} of the server; an episode of eval: "
+        f"{cpu['eval']:.2f} and {cpu['eval_server']:.2f}\n"
+        f"ratio to the engine: {figures['ratio_to_engine']:.3f}, by CPU time {figures['ratio_by_cpu']:.3f}"
     )

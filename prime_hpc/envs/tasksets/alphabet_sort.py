@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.lazy_runtime import LazyBox
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS
 from prime_hpc.envs.tasksets.splitting import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
@@ -91,7 +91,7 @@ class AlphabetSortEnv(vf.Env[AlphabetSortEnvConfig]):
     async def run(self, task: Any, agents: Any) -> None:
         """One conversation."""
         turns = task.data.turns
-        async with lazy_box() as box, agents.agent.interaction(task, runtime=box) as talk:
+        async with LazyBox() as box, agents.agent.interaction(task, runtime=box) as talk:
             known: list[str] = list(turns[0])
             scores = talk.trace.info["scores"] = []
             segment = await talk.turn()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.lazy_runtime import LazyBox
 from prime_hpc.envs.tasksets.integers import last_integer
 from prime_hpc.envs.tasksets.splitting import split_of
 
@@ -99,7 +99,7 @@ class GuessNumberEnv(vf.Env[GuessNumberEnvConfig]):
 
     async def run(self, task: Any, agents: Any) -> None:
         """One game."""
-        async with lazy_box() as box, agents.agent.interaction(task, runtime=box) as game:
+        async with LazyBox() as box, agents.agent.interaction(task, runtime=box) as game:
             segment = await game.turn()
             for guess in range(1, task.data.max_guesses + 1):
                 if segment.terminated:

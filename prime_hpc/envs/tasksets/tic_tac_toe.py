@@ -17,7 +17,7 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from pydantic import model_validator
 
-from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.lazy_runtime import LazyBox
 from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["TicTacToeEnv", "TicTacToeTaskset"]
@@ -195,7 +195,7 @@ class TicTacToeEnv(vf.Env[TicTacToeEnvConfig]):
         async with AsyncExitStack() as stack:
             seats = {}
             for name, agent in names.items():
-                box = await stack.enter_async_context(lazy_box())
+                box = await stack.enter_async_context(LazyBox())
                 seats[name] = await stack.enter_async_context(getattr(agents, agent).interaction(asked, runtime=box))
                 if agent == role:
                     seats[name].trace.info["role"] = role

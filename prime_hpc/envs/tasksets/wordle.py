@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.lazy_runtime import LazyBox
 from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["WordleEnv", "WordleTaskset"]
@@ -153,7 +153,7 @@ class WordleEnv(vf.Env[WordleEnvConfig]):
 
     async def run(self, task: Any, agents: Any) -> None:
         """One game; a reply without a guess of five letters costs one."""
-        async with lazy_box() as box, agents.agent.interaction(task, runtime=box) as game:
+        async with LazyBox() as box, agents.agent.interaction(task, runtime=box) as game:
             marks: list[str] = []
             game.trace.info["marks"] = marks
             segment = await game.turn()

@@ -96,13 +96,7 @@ class VllmBackend:
 
         options = server.parse(argv)
         if start.sock is None:
-            from vllm.entrypoints.cli.serve import run_headless
-
-            from prime_hpc.inference.vllm import engine_words
-
-            engine_words.install()
-            options.api_server_count = 0
-            run_headless(options)
+            server.run_engines(options, device)
             return
 
         def on_ready(facts: dict[str, object]) -> None:

@@ -116,25 +116,56 @@ async def serve(
 def start_engines(args: argparse.Namespace, device: Device) -> AsyncLLM:
     """Start one engine process a data-parallel rank and wait until all hold the model."""
     decorate_logs("APIServer", skip_if_decorated=True)
-    set_ulimit()
-    if device == "cpu":
-        _import_model_class(args.model)
-        if args.enable_return_routed_experts:
-            routing.allow_first_runner()
+    _prepare(args, device)
     context = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=context)
-    engine_words.install()
-    # On CPU vLLM asks for spawn, which imports everything again in every engine (8 s of a core each). Forking is
-    # safe here: this process has started no threads of torch's, and has no device context. vLLM's CUDA command line
-    # spawns, and so do we.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if device == "cpu" else "spawn"
+    _choose_start(device)
     return AsyncLLM.from_vllm_config(
         vllm_config=config,
         usage_context=context,
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
+
+
+def run_engines(args: argparse.Namespace, device: Device) -> None:
+    """Run this node's engines of a group until they end, SIGTERM or SIGINT; its head, on another node, answers.
+
+    vLLM's own command, whose engines start as those of `start_engines` do.
+    """
+    from vllm.entrypoints.cli import serve as command
+
+    _prepare(args, device)
+    make_engines = command.CoreEngineProcManager
+
+    def make(*given: Any, **more: Any) -> Any:
+        _choose_start(device)  # only now: vLLM chooses while it makes the config
+        return make_engines(*given, **more)
+
+    vars(command)["CoreEngineProcManager"] = make
+    args.api_server_count = 0
+    command.run_headless(args)
+
+
+def _prepare(args: argparse.Namespace, device: Device) -> None:
+    """Do what every process does that starts engines."""
+    set_ulimit()
+    engine_words.install()
+    if device == "cpu":
+        _import_model_class(args.model)
+        if args.enable_return_routed_experts:
+            routing.allow_first_runner()
+
+
+def _choose_start(device: Device) -> None:
+    """Fork engines on a CPU, spawn them elsewhere.
+
+    On CPU vLLM asks for spawn, which imports everything again in every engine (8 s of a core each), where vLLM does not
+    know its own build: this process alone has named it (`installed.name_vllm_cpu`). Forking is safe here: this process
+    has started no threads of torch's, and has no device context. vLLM's CUDA command line spawns, and so do we.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if device == "cpu" else "spawn"
 
 
 async def build(
