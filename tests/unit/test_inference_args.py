@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
@@ -148,6 +149,16 @@ def test_figures_are_kept_where_prometheus_reads_them() -> None:
 def test_what_the_tree_states_cannot_be_passed_through(key: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         options({"vllm": {key: 1}})
+
+
+@pytest.mark.parametrize("key", ["kv_transfer_config", "kv-transfer-config"])
+def test_a_connector_is_refused_where_weights_change(key: str) -> None:
+    connector = json.dumps({key: {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}})
+    flags = ["--orchestrator.env", '[{"id": "reverse-text"}]', "--inference.vllm", connector]
+    with pytest.raises(ConfigError, match=f"inference.vllm.{key}.*those of older weights"):
+        load_experiment(flags, "rl", {})
+    found = load_experiment(["--inference.vllm", connector], "inference", {}).experiment  # nothing trains it
+    assert found.inference is not None and key in found.inference.vllm
 
 
 def test_environment(tmp_path: Path) -> None:
