@@ -125,8 +125,8 @@ class LateCopies:
     def to_device(self, leaving):
         self.log.append("come")
         there = torch.full_like(leaving.on_host(), float("nan"))
-        self.there.append(weakref.ref(there))
-        self.most_bytes = max(self.most_bytes, sum(t.nbytes for t in (r() for r in self.there) if t is not None))
+        self.there.append(weakref.ref(there.untyped_storage()))
+        self.most_bytes = max(self.most_bytes, sum(s.nbytes() for s in (r() for r in self.there) if s is not None))
         return LateCopy(there, leaving.on_host)
 
 
