@@ -197,3 +197,19 @@ def test_scripted_servers_answer_what_the_orchestrators_client_reads(
         asyncio.run(ask(first.url))
     with np.load(tmp_path / "servers-0.npz") as log:
         assert len(log["came"]) == len(log["left"]) == 1 and log["left"][0] > log["came"][0]
+
+
+def test_memory_that_is_given_out_again_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = benchmark("rehearse", monkeypatch).Live()
+    totals = []
+    for address, size in (
+        *((1000, 100), (2000, 50), (1000, -100)),
+        (2000, 50),  # what was there must have gone, though nobody saw it
+        (1990, 20),  # over its beginning
+        *((3000, 10), (3010, 10)),  # neighbours
+        (2900, 200),  # over both
+        (5000, -7),  # was there before anybody looked
+    ):
+        live.change(address, size)
+        totals.append(live.total)
+    assert totals == [100, 150, 50, 50, 20, 30, 40, 220, 220]
