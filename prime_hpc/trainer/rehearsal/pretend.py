@@ -109,6 +109,14 @@ def flash_workspace(operator: Any, args: tuple[Any, ...]) -> int:
     return int(size)
 
 
+def gloo_workspace(operator: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that torch's gloo takes for itself in a collective: all that it gathers once more, and a copy of what it
+    adds up before it scatters that (`AsyncAllgatherWork` and `_reduce_scatter_base` of its ProcessGroupGloo)."""
+    if str(operator) == "c10d._allgather_base_.default":
+        return int(args[0].nbytes)
+    return int(args[1].nbytes) if str(operator) == "c10d._reduce_scatter_base_.default" else 0
+
+
 @contextmanager
 def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, folder: Path) -> Iterator[None]:
     """See above.
