@@ -156,7 +156,7 @@ def test_an_offloaded_block_s_input_comes_back_while_the_block_behind_it_is_comp
             copies.log.append(f"compute {index}")
             return forward(*args, **kw)
 
-        block.forward = logged
+        vars(block)["forward"] = logged
         recompute(block, ActivationCheckpointConfig(offload=True))
     x = torch.randn(1, 2, 7, 16)
     for _ in range(2):  # the second micro-batch begins anew
@@ -194,7 +194,7 @@ def test_updates_by_buckets_equal_the_update_at_once(kind):
                 copies.log.append("update")
                 update()
 
-            optimizer.step = logged
+            vars(optimizer)["step"] = logged
             keep_in_host_memory(optimizer, bucket_bytes=limit, copies=copies)
         for step in range(3):
             copies.log.clear()
@@ -253,10 +253,10 @@ def test_copies_of_a_gpu_wait_for_each_other_and_the_host_for_none(monkeypatch):
         def record_stream(self, stream):
             log.append(f"kept for {stream.name}")
 
-        def copy_(self, source, non_blocking=False):
+        def copy_(self, other, non_blocking=False):
             assert non_blocking
             log.append(f"copy on {current[-1].name}")
-            return super().copy_(source)
+            return super().copy_(other)
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(next(names), log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
