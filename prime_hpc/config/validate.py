@@ -116,11 +116,15 @@ def _check_stages(experiment: Experiment, provenance: dict[str, Origin]) -> None
     raise ConfigError(Problem(message, key, origin_of(tuple(key.split(".")), provenance)))
 
 
+_CONNECTORS = ("kv_transfer_config", "kv_offloading_backend")
+"""Arguments of vLLM that name what keeps or moves keys and values; its own offloading (`native`) is emptied."""
+
+
 def _check_connector(experiment: Experiment, provenance: dict[str, Origin]) -> None:
     """Refuse what keeps or moves blocks of the KV cache behind vLLM's back, for engines whose weights change."""
     arguments = experiment.inference.vllm if experiment.inference is not None else {}
-    name = next((name for name in ("kv_transfer_config", "kv-transfer-config") if arguments.get(name)), None)
-    if name is None:
+    name = next((key for key in arguments if key.replace("-", "_") in _CONNECTORS), None)
+    if name is None or arguments[name] in (None, "native"):
         return
     key = f"inference.vllm.{name}"
     message = (

@@ -151,14 +151,21 @@ def test_what_the_tree_states_cannot_be_passed_through(key: str, reason: str) ->
         options({"vllm": {key: 1}})
 
 
-@pytest.mark.parametrize("key", ["kv_transfer_config", "kv-transfer-config"])
-def test_a_connector_is_refused_where_weights_change(key: str) -> None:
-    connector = json.dumps({key: {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}})
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kv_transfer_config", LMCACHE), ("kv-transfer-config", LMCACHE), ("kv-offloading-backend", "lmcache")],
+)
+def test_a_connector_is_refused_where_weights_change(key: str, value: Any) -> None:
+    connector = json.dumps({key: value})
     flags = ["--orchestrator.env", '[{"id": "reverse-text"}]', "--inference.vllm", connector]
     with pytest.raises(ConfigError, match=f"inference.vllm.{key}.*those of older weights"):
         load_experiment(flags, "rl", {})
     found = load_experiment(["--inference.vllm", connector], "inference", {}).experiment  # nothing trains it
     assert found.inference is not None and key in found.inference.vllm
+    load_experiment([*flags[:2], "--inference.vllm", '{"kv_offloading_backend": "native"}'], "rl", {})
 
 
 def test_environment(tmp_path: Path) -> None:
