@@ -3,7 +3,7 @@
 Small models with real weights on 2 and 4 CPU ranks: RL, SFT and LoRA over the layouts. Measured is what torch's CPU
 allocator gave out on rank 0 (the profiler's memory events since start-up, so kernels' own buffers count as well) at the
 peak of a step after the first one; the least of a few such steps, because gloo's threads let go of a collective's
-tensors some time after it, which the profiler does not see (`step_peaks`). Predicted is `prime_hpc.trainer.rehearsal` of
+tensors some time after it, unseen by the profiler (`step_peaks`). Predicted is `prime_hpc.trainer.rehearsal` of
 the same config, which pretends the same CPU.
 In bfloat16 the CPU's kernels take memory for themselves that no tensor shows (64 MiB here), so that case is off; so do
 oneDNN's in float32, which the trainer uses on other makers' CPUs (a copy of one chunk's logits): left out here.
