@@ -86,6 +86,7 @@ def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str
     """Refuse an experiment that lacks what an entrypoint cannot run without. Raises ConfigError."""
     if experiment.trains and entrypoint in ("rl", "sft", "submit", "plan"):
         _check_stages(experiment, provenance)
+        _check_connector(experiment, provenance)
     if experiment.kind == "rl" and entrypoint in ("rl", "submit", "plan", "orchestrator"):
         brings_none = experiment.trainer.max_concurrent_runs > 1 and entrypoint != "orchestrator"  # its runs do
         if not experiment.orchestrator.env and not brings_none:
@@ -113,6 +114,25 @@ def _check_stages(experiment: Experiment, provenance: dict[str, Origin]) -> None
         "parallelism alone; set tensor_parallel_size instead"
     )
     raise ConfigError(Problem(message, key, origin_of(tuple(key.split(".")), provenance)))
+
+
+_CONNECTORS = ("kv_transfer_config", "kv_offloading_backend")
+"""Arguments of vLLM that name what keeps or moves keys and values; its own offloading (`native`) is emptied."""
+
+
+def _check_connector(experiment: Experiment, provenance: dict[str, Origin]) -> None:
+    """Refuse what keeps or moves blocks of the KV cache behind vLLM's back, for engines whose weights change."""
+    arguments = experiment.inference.vllm if experiment.inference is not None else {}
+    name = next((key for key in arguments if key.replace("-", "_") in _CONNECTORS), None)
+    if name is None or arguments[name] in (None, "native"):
+        return
+    key = f"inference.vllm.{name}"
+    message = (
+        "keys and values that a connector keeps, or another server computed, would be those of older weights after an "
+        "update: vLLM 0.32 takes a connector that cannot be emptied (LMCache, NIXL, ...) for an empty one, and cannot "
+        "pause while blocks travel. Leave it out; host memory for the cache is inference.kv_offload_gib"
+    )
+    raise ConfigError(Problem(message, key, origin_of(("inference", "vllm", name), provenance)))
 
 
 def check_secrets(experiment: Experiment, provenance: dict[str, Origin]) -> list[str]:

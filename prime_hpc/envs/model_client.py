@@ -175,6 +175,13 @@ class PolicyClient(Client):
     async def _prompt(self, messages: list[Message], tools: list[Tool], turn: PendingTurn | None) -> tuple[Any, bool]:
         """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens."""
         wire_tools = [tool_to_wire(tool) for tool in tools] or None
+        if wire_tools is not None and not self.renderer.reads_tool_calls:
+            raise RequestRefusedError(
+                f"the environment gives the model tools ({tools[0].name}), and nothing here reads calls as its chat "
+                "template writes them: none would ever be made. Set model.renderer to the one of the `renderers` "
+                "package that fits the model",
+                status_code=400,
+            )
         if turn is not None and turn.prefix_node_ids and _extends_reply(turn.tail):
             previous = turn.previous_renderer_token_ids()
             if previous is not None:

@@ -5,13 +5,14 @@ sample is kept as the ids that the engine returned.
 """
 
 import asyncio
+import copy
+import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from loguru import logger
 from pydantic_core import to_json
 
 from prime_hpc.envs.errors import EnvError
@@ -58,6 +59,8 @@ PROBE_CALL: list[dict[str, Any]] = [
 QWEN_RENDERERS = ("qwen3", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8")
 """For models with `CHATML_TOKENS`: they differ in tools, their calls, and think sections."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
+DATE = re.compile(r"\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\w* \d{4}|\d{4}-\d{2}-\d{2}")
+"""Of today in some templates, of a fixed day in their renderers."""
 
 
 class PromptRenderer:
@@ -68,6 +71,8 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
+        self.reads_tool_calls: bool = getattr(renderer, "supports_tools", True)
+        """False if nothing tells the model's tool calls from its text."""
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
         self._num_cached_tokens = 0
         self._lock = threading.Lock()  # encoding changes a fast tokenizer's state
@@ -201,10 +206,9 @@ def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
         elif name == "default":
             _require_shown(tokenizer, enable_thinking)
             options["enable_thinking"] = enable_thinking  # passed on to the template
-            if "<tool_call>" in tokenizer.get_vocab():
-                options["tool_parser"] = "qwen3"
+            options["tool_parser"] = _tool_parser(tokenizer, enable_thinking)
         return create_renderer(tokenizer, TypeAdapter(RendererConfig).validate_python(options))
-    except (ValidationError, ValueError, AssertionError, TypeError) as error:
+    except (ValidationError, ValueError, AssertionError, TypeError, RuntimeError, OSError) as error:
         text = str(error).splitlines()[0]
         raise EnvError(
             f"renderer {name!r} does not fit this model: {text}. Set model.renderer to another name of the "
@@ -224,19 +228,11 @@ def choose_renderer(tokenizer: Any, enable_thinking: bool) -> Any:
     from renderers.base import MODEL_RENDERER_MAP
 
     known = MODEL_RENDERER_MAP.get(hub_name(tokenizer))
-    vocabulary = tokenizer.get_vocab()
-    if all(token in vocabulary for token in CHATML_TOKENS) and known in (None, *QWEN_RENDERERS):
-        return _agreeing(tokenizer, [known] if known else QWEN_RENDERERS, enable_thinking)
     if known is not None:
-        renderer = make_renderer(tokenizer, known, enable_thinking)
-        if not agrees_with_template(tokenizer, renderer, enable_thinking):
-            logger.warning(
-                "the `{}` renderer of {} and the tokenizer's chat template render a probe differently: supervised "
-                "fine-tuning and RL would see different prompts. Check model.enable_thinking or model.renderer",
-                known,
-                hub_name(tokenizer),
-            )
-        return renderer
+        return _agreeing(tokenizer, [known], enable_thinking)
+    vocabulary = tokenizer.get_vocab()
+    if all(token in vocabulary for token in CHATML_TOKENS):
+        return _agreeing(tokenizer, QWEN_RENDERERS, enable_thinking)
     if getattr(tokenizer, "chat_template", None) is None:
         raise EnvError("the tokenizer has no chat template; set model.renderer to one that fits the model")
     return make_renderer(tokenizer, "default", enable_thinking)
@@ -264,11 +260,11 @@ def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> An
                 return renderer
     if len(unfit) == 2 * len(names):
         raise unfit[0]
+    write = f"the renderers {', '.join(names)} write" if len(names) > 1 else f"the renderer {names[0]} writes"
     raise EnvError(
-        f"the tokenizer's chat template (model.enable_thinking = {enable_thinking}) is none that the renderers "
-        f"{', '.join(names)} write: RL would show the model other prompts or tools than its template. Set "
-        "model.renderer to `default` (the template itself; every turn is then a sample of its own) or to the one that "
-        "you mean"
+        f"the tokenizer's chat template (model.enable_thinking = {enable_thinking}) is none that {write}: RL would "
+        "show the model other prompts or tools than its template. Set model.renderer to `default` (the template "
+        "itself; every turn is then a sample of its own) or to the one that you mean"
     )
 
 
@@ -277,7 +273,8 @@ def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -
 
     Compared are a first prompt, and where the template knows tools, one with tools, and one after a tool call and its
     result. In the past, empty think sections do not count: templates take out or leave what was sampled there, and a
-    renderer that extends the tokens so far must not.
+    renderer that extends the tokens so far must not. Nor do dates: a template that writes today's gives other prompts
+    every day.
     """
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
@@ -289,25 +286,78 @@ def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -
         text = _by_template(tokenizer, messages, tools, enable_thinking)
         expected = tokenizer.encode(text, add_special_tokens=False)
         found = list(renderer.render(messages, tools=tools, add_generation_prompt=True).token_ids)
-        if found != expected and (messages is PROBE or _past(tokenizer, found) != _past(tokenizer, expected)):
+        if found != expected and not _same_but_for(tokenizer, found, expected, past=messages is not PROBE):
             return False
     return True
 
 
+def _same_but_for(tokenizer: Any, found: list[int], expected: list[int], *, past: bool) -> bool:
+    """Return whether two prompts differ in dates alone; with `past` also in empty think sections."""
+    texts = [DATE.sub("<date>", tokenizer.decode(ids, skip_special_tokens=False)) for ids in (found, expected)]
+    dated = "<date>" in texts[0]  # else the same text in other tokens is another prompt
+    if past:
+        texts = [EMPTY_THINK.sub("", text) for text in texts]
+    return (past or dated) and texts[0] == texts[1]
+
+
+def _tool_parser(tokenizer: Any, enable_thinking: bool) -> str | None:
+    """Return the parser of `renderers` that reads a tool call as the chat template writes it; None: none does."""
+    from renderers.parsers import TOOL_PARSERS, get_tool_parser
+
+    if "tool_calls" not in str(getattr(tokenizer, "chat_template", None)):
+        return None
+    try:
+        called = _by_template(tokenizer, [*PROBE, *PROBE_CALL[:1]], PROBE_TOOLS, enable_thinking)
+    except EnvError:  # it speaks of them, and refuses them
+        return None
+    reply = called.rpartition(PROBE[-1]["content"])[2]
+    wanted = PROBE_CALL[0]["tool_calls"][0]["function"]
+    for name in TOOL_PARSERS:
+        try:
+            _, calls = get_tool_parser(name, tokenizer).extract(tokenizer.encode(reply, add_special_tokens=False))
+        except (ValueError, TypeError, KeyError, IndexError):  # it builds on tokens that this tokenizer lacks
+            continue
+        if [(call.name, call.arguments) for call in calls] == [(wanted["name"], wanted["arguments"])]:
+            return name
+    return None
+
+
 def _by_template(tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any] | None, enable_thinking: bool) -> str:
-    """Return a prompt as the tokenizer's chat template writes it. Raises EnvError: the template cannot."""
+    """Return a prompt as the tokenizer's chat template writes it; the arguments of tool calls as objects or, where it
+    takes these, as the JSON text that they are in the API. Raises EnvError: the template cannot."""
     from jinja2 import TemplateError
 
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+    def write(messages: Sequence[Any]) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=messages[-1]["role"] != "assistant",
+            enable_thinking=enable_thinking,
         )
+        return text
+
+    try:
+        try:
+            return write(messages)
+        except (TemplateError, TypeError):
+            if not any("tool_calls" in message for message in messages):
+                raise
+            return write(_with_json_arguments(messages))
     except (TemplateError, TypeError) as error:
         raise EnvError(
             f"the chat template of {hub_name(tokenizer)} cannot write a prompt ({type(error).__name__}: {error}): mend "
             "it (chat_template.jinja or tokenizer_config.json beside the model), or set model.renderer to one of the "
             "`renderers` package that fits the model"
         ) from error
+
+
+def _with_json_arguments(messages: Sequence[Any]) -> list[Any]:
+    changed = copy.deepcopy(list(messages))
+    for message in changed:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return changed
 
 
 def _require_shown(tokenizer: Any, enable_thinking: bool) -> None:
@@ -320,8 +370,3 @@ def _require_shown(tokenizer: Any, enable_thinking: bool) -> None:
             f"the chat template of {hub_name(tokenizer)} leaves out what the user says: it is not this model's, or "
             "damaged (chat_template.jinja or tokenizer_config.json beside the model)"
         )
-
-
-def _past(tokenizer: Any, ids: list[int]) -> str:
-    """Return a conversation's text without empty think sections."""
-    return EMPTY_THINK.sub("", tokenizer.decode(ids, skip_special_tokens=False))

@@ -3,14 +3,21 @@
 import asyncio
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+<<<<<<< HEAD
 from renderers.base import RenderedTokens
+=======
+import renderers
+from verifiers.v1.types import SamplingConfig, Tool, UserMessage
+>>>>>>> findings
 
 from prime_hpc.envs import rendering
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.model_client import PolicyClient, RequestRefusedError
 from prime_hpc.envs.rendering import (
     PROBE,
     PromptRenderer,
@@ -77,6 +84,100 @@ def test_auto_tells_the_families_of_one_vocabulary_apart_by_their_tools(
     tokenizer.chat_template += "{{- 'Be brave.' -}}"
     with pytest.raises(EnvError, match="is none that the renderers qwen3, prime-qwen3.* write"):
         choose_renderer(tokenizer, thinking)
+
+
+LLAMA = "meta-llama/Llama-3.2-1B-Instruct"
+NAMED = {
+    "glm4moe": ("zai-org/GLM-4.5-Air", "glm45"),
+    "llama3_2": (LLAMA, "llama_3"),
+    "nemotron_3_nano": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron3"),
+    "gemma4_v5": ("google/gemma-4-E2B-it", "gemma4"),
+    "qwen3_vl": ("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl"),
+}
+"""Published chat templates -> a model of theirs, the module of its renderer."""
+
+
+def with_template(template: str, module: str) -> Any:
+    """The starter's tokenizer with a published chat template, and the tokens that a renderer is built on."""
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    tokenizer = pytest.importorskip("prime_hpc.starter.tokenizer").build_tokenizer(512)
+    code = (Path(renderers.__file__).parent / f"{module}.py").read_text()
+    tokens = set(re.findall(r"<[^\s\"'<>{}]{2,30}>|\[gMASK\]", code))
+    tokenizer.add_tokens(sorted(tokens))
+    tokenizer.bos_token = next((t for t in ("<|begin_of_text|>", "<bos>") if t in tokens), None)
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", NAMED)
+def test_auto_refuses_a_renderer_whose_model_s_template_writes_something_else(template: str) -> None:
+    name, module = NAMED[template]
+    tokenizer = with_template(template, module)
+    tokenizer.name_or_path = name
+    assert agrees_with_template(tokenizer, choose_renderer(tokenizer, True), True)
+    spoken = tokenizer.chat_template
+    tokenizer.chat_template = spoken + "{{- 'Be brave.' -}}"
+    with pytest.raises(EnvError, match=r"is none that the renderer \S+ writes.*Set model.renderer to `default`"):
+        choose_renderer(tokenizer, True)
+    tokenizer.chat_template = spoken + "{%- if tools -%}{{- ' ' -}}{%- endif -%}"  # where there are tools alone
+    with pytest.raises(EnvError, match="is none that the renderer"):
+        choose_renderer(tokenizer, True)
+
+
+def test_a_template_that_writes_the_day_is_compared_without_it() -> None:
+    tokenizer = with_template("llama3_2", "llama_3")
+    renderer = make_renderer(tokenizer, "llama-3", False)
+    assert "26 Jul 2024" in probe_text(tokenizer, renderer)
+    assert "26 Jul 2024" not in tokenizer.apply_chat_template(PROBE, tokenize=False)
+    assert agrees_with_template(tokenizer, renderer, False)
+    tokenizer.chat_template = tokenizer.chat_template.replace("Cutting Knowledge", "Cutoff")
+    assert not agrees_with_template(tokenizer, renderer, False)
+
+
+CALL = """
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content -}}
+{%- for c in m.tool_calls or [] -%}{{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' -}}
+{{- ARGUMENTS + '}\\n</tool_call>' -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        (CALL.replace("ARGUMENTS", "(c.function.arguments | tojson)"), "qwen3"),
+        (CALL.replace("ARGUMENTS", "c.function.arguments"), "qwen3"),  # takes JSON text, as DeepSeek-V3's does
+        (CALL.replace("ARGUMENTS", "(c.function.arguments | tojson)").replace("tool_call>", "call>"), None),
+        (CALL.replace("ARGUMENTS", "raise_exception('no tools')"), None),
+        (PLAIN, None),
+    ],
+    ids=["objects", "text", "other words", "refused", "no tools"],
+)
+def test_the_template_itself_gets_the_parser_that_reads_its_calls(
+    tokenizer: Any, template: str, parser: str | None
+) -> None:
+    tokenizer.chat_template = template
+    renderer = make_renderer(tokenizer, "default", False)
+    assert renderer.config.tool_parser == parser
+    assert PromptRenderer(tokenizer, renderer).reads_tool_calls == (parser is not None)
+
+
+@pytest.mark.parametrize(("template", "parser"), [("qwen3", "qwen3"), ("qwen3_6", "qwen3.5"), ("glm4moe", "glm")])
+def test_published_templates_get_the_parser_that_reads_their_calls(template: str, parser: str) -> None:
+    tokenizer = with_template(template, "glm45")
+    assert make_renderer(tokenizer, "default", False).config.tool_parser == parser
+
+
+def test_tools_are_refused_where_nothing_reads_their_calls(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    client = PolicyClient(
+        "http://127.0.0.1:9", None, PromptRenderer(tokenizer, make_renderer(tokenizer, "default", False)), 64, 1.0
+    )
+    tools = [Tool(name="add", description="", parameters={})]
+    sampling = SamplingConfig(max_tokens=4)
+    messages: list[Any] = [UserMessage(content="hi")]
+    with pytest.raises(RequestRefusedError, match=r"tools \(add\), and nothing here reads calls"):
+        asyncio.run(client.sample(messages, tools, sampling, "policy", None, None))
 
 
 def test_auto_takes_the_renderer_of_the_model_s_name(tokenizer: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
@@ -148,6 +149,23 @@ def test_figures_are_kept_where_prometheus_reads_them() -> None:
 def test_what_the_tree_states_cannot_be_passed_through(key: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         options({"vllm": {key: 1}})
+
+
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("kv_transfer_config", LMCACHE), ("kv-transfer-config", LMCACHE), ("kv-offloading-backend", "lmcache")],
+)
+def test_a_connector_is_refused_where_weights_change(key: str, value: Any) -> None:
+    connector = json.dumps({key: value})
+    flags = ["--orchestrator.env", '[{"id": "reverse-text"}]', "--inference.vllm", connector]
+    with pytest.raises(ConfigError, match=f"inference.vllm.{key}.*those of older weights"):
+        load_experiment(flags, "rl", {})
+    found = load_experiment(["--inference.vllm", connector], "inference", {}).experiment  # nothing trains it
+    assert found.inference is not None and key in found.inference.vllm
+    load_experiment([*flags[:2], "--inference.vllm", '{"kv_offloading_backend": "native"}'], "rl", {})
 
 
 def test_environment(tmp_path: Path) -> None:

@@ -183,6 +183,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def test_weights_do_not_change_behind_a_connector_that_cannot_be_emptied(tmp_path: Path) -> None:
+    engine: Any = Engine(tmp_path)
+    engine.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="LMCacheMPConnector")
+    service = PolicyService(engine, SimpleNamespace(), None, lambda reason: None)
+    with pytest.raises(BadVersionError, match="LMCacheMPConnector would keep keys and values of other weights"):
+        asyncio.run(service.update(str(tmp_path / "step_000001"), 1))
+    assert engine.said == []
+
+
 def test_versions_come_paused_and_joined_once(world: World) -> None:
     async def go() -> None:
         await world.service.start()

@@ -258,6 +258,46 @@ def test_a_slow_link_is_a_warning() -> None:
     assert named(outcome) == set() and outcome.nodes["c"].warnings and not outcome.nodes["a"].warnings
 
 
+def test_a_gpu_that_its_neighbour_reaches_slowly_is_a_warning() -> None:
+    def result(*speeds: float) -> dict[str, Any]:
+        found = {"backend": "nccl", "gb_per_s": 1.0, "latency_us": 1.0, "gpu_links_gb_per_s": list(speeds)}
+        return {"phase": "done", "result": found}
+
+    outcome = judged({"a": result(150.0, 150.0, 20.0), "b": result(150.0, 148.0, 151.0)})
+    assert named(outcome) == set() and not outcome.nodes["b"].warnings
+    (said,) = outcome.nodes["a"].warnings
+    assert "GPU 2 sends 20 GB/s to its GPU 0, other pairs carry 150" in said
+    assert not judged({"a": result(150.0, 20.0)}).nodes["a"].warnings  # of two, nobody knows which is usual
+    assert not judged({"a": result()}).nodes["a"].warnings
+
+
+def test_each_gpu_s_link_to_the_next_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[tuple[str, str]] = []
+    ones = torch.ones
+
+    class Placed(torch.Tensor):
+        where = ""
+
+        def copy_(self, source: Any, non_blocking: bool = False) -> Any:
+            moves.append((source.where, self.where))
+            return self
+
+    def placed(tensor: torch.Tensor, device: str) -> Placed:
+        found = tensor.as_subclass(Placed)
+        found.where = device
+        return found
+
+    monkeypatch.setattr(allreduce_node, "LINK_BYTES", {"nccl": 64})
+    monkeypatch.setattr(torch, "ones", lambda size, device: placed(ones(size), device))
+    monkeypatch.setattr(torch, "empty_like", lambda x, device: placed(ones(len(x)), device))
+    waited: list[int] = []
+    links = allreduce_node.try_gpu_links(3, waited.append)
+    assert len(links) == 3 and min(links) >= 0
+    assert list(dict.fromkeys(moves)) == [("cuda:0", "cuda:1"), ("cuda:1", "cuda:2"), ("cuda:2", "cuda:0")]
+    assert waited[:4] == [0, 1, 0, 1]  # before a copy and after it
+    assert allreduce_node.try_gpu_links(1, waited.append) == []
+
+
 # ---- the verb
 
 

@@ -17,7 +17,7 @@ from prime_hpc.config.shapes import SHAPES, shape_config  # noqa: E402
 from prime_hpc.launch.estimate.memory import GIB, model_facts, trainer_gib  # noqa: E402
 from prime_hpc.launch.rehearse import rehearsal_text  # noqa: E402
 from prime_hpc.trainer.out_of_memory import explain, held_bytes  # noqa: E402
-from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace  # noqa: E402
+from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace, gloo_workspace  # noqa: E402
 from prime_hpc.trainer.rehearsal.rehearse import rehearse  # noqa: E402
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker  # noqa: E402
 
@@ -100,6 +100,15 @@ def test_flash_attention_s_backward_pass_has_its_own_memory():
     assert flash_workspace(operator, args) == accumulated + 2 * 100 * 8 * 64 * 4
     assert flash_workspace(operator, (None, query, query, query, None, None, starts)) == accumulated
     assert flash_workspace(torch.ops.aten.mm.default, ()) == 0
+
+
+def test_gloo_copies_what_it_gathers_and_what_it_adds_up():
+    whole, part = torch.empty(8), torch.empty(4)
+    collectives = torch.ops.c10d
+    assert gloo_workspace(collectives._allgather_base_.default, (whole, part)) == whole.nbytes
+    assert gloo_workspace(collectives._reduce_scatter_base_.default, (part, whole)) == whole.nbytes
+    assert gloo_workspace(collectives.alltoall_base_.default, (whole, whole)) == 0
+    assert gloo_workspace(collectives.allreduce_.default, ([whole],)) == 0
 
 
 def test_known_shapes_have_the_published_sizes(tmp_path):

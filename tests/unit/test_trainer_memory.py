@@ -1,6 +1,8 @@
 """What saves memory changes no number: recomputed and offloaded activations, optimizer state in host memory."""
 
+import contextlib
 import copy
+import weakref
 
 import pytest
 
@@ -9,6 +11,7 @@ from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from prime_hpc.config.sections.common import ActivationCheckpointConfig  # noqa: E402
+from prime_hpc.trainer.ops import host_copies as host_copies_module  # noqa: E402
 from prime_hpc.trainer.ops.recompute import HostCopy, kept_operators, recompute  # noqa: E402
 from prime_hpc.trainer.optim.offload import keep_in_host_memory  # noqa: E402
 
@@ -80,7 +83,6 @@ def test_kept_operators_are_matrix_products_and_attention():
 
 def test_an_offloaded_input_is_held_by_nobody_else():
     import gc
-    import weakref
 
     torch.manual_seed(0)
     block = Block()
@@ -103,10 +105,81 @@ def test_a_host_copy_does_not_share_the_gradient_s_graph():
     assert not HostCopy(x.detach()).restore().requires_grad
 
 
+class LateCopies:
+    """Copies that happen only when somebody waits for them, between memory that is none of each other's."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.rooms = 0
+        self.there: list[weakref.ref] = []
+        self.most_bytes = 0
+
+    def room(self, like, old):
+        self.rooms += old is None
+        return torch.full_like(like, float("nan")) if old is None else old
+
+    def to_host(self, tensor, into=None):
+        self.log.append("leave")
+        return LateCopy(torch.full_like(tensor, float("nan")) if into is None else into, lambda: tensor)
+
+    def to_device(self, leaving):
+        self.log.append("come")
+        there = torch.full_like(leaving.on_host(), float("nan"))
+        self.there.append(weakref.ref(there.untyped_storage()))
+        self.most_bytes = max(self.most_bytes, sum(s.nbytes() for s in (r() for r in self.there) if s is not None))
+        return LateCopy(there, leaving.on_host)
+
+
+class LateCopy:
+    def __init__(self, target, source) -> None:
+        self._target, self._source = target, source
+
+    def on_host(self):
+        if self._source is not None:
+            self._target.copy_(self._source())
+            self._source = None
+        return self._target
+
+    for_device = on_host
+
+
+def test_an_offloaded_block_s_input_comes_back_while_the_block_behind_it_is_computed(monkeypatch):
+    copies = LateCopies()
+    monkeypatch.setattr("prime_hpc.trainer.ops.recompute.host_copies", lambda _: copies)
+    torch.manual_seed(0)
+    plain = [Block() for _ in range(3)]
+    saving = copy.deepcopy(plain)
+    for index, block in enumerate(saving):
+        forward = block.forward
+
+        def logged(*args, forward=forward, index=index, **kw):
+            copies.log.append(f"compute {index}")
+            return forward(*args, **kw)
+
+        vars(block)["forward"] = logged
+        recompute(block, ActivationCheckpointConfig(offload=True))
+    x = torch.randn(1, 2, 7, 16)
+    for _ in range(2):  # the second micro-batch begins anew
+        copies.log.clear()
+        expected, _ = gradients(plain, x)
+        found, _ = gradients(saving, x)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        forwards = [f"{what}{i}" for i in range(3) for what in ("leave", "compute ")]
+        assert copies.log[:6] == [word.rstrip("012") if word.startswith("leave") else word for word in forwards]
+        assert copies.log[6:] == ["come", "come", "compute 2", "come", "compute 1", "compute 0"]
+    assert copies.most_bytes == 2 * x.nbytes
+    copies.log.clear()
+    with torch.no_grad():  # a reference model: nobody asks for it again
+        saving[0](x)
+    assert copies.log == ["compute 0"]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "signsgd", "muon"])
 def test_updates_by_buckets_equal_the_update_at_once(kind):
     from prime_hpc.config.sections.trainer import OptimConfig
     from prime_hpc.trainer.optim import build_optimizer
+
+    copies, limit = LateCopies(), 8 * 100
 
     def train(offload):
         torch.manual_seed(0)
@@ -114,31 +187,122 @@ def test_updates_by_buckets_equal_the_update_at_once(kind):
         momentum = 0.9 if kind == "signsgd" else None
         config = OptimConfig(type=kind, lr=0.1, max_norm=0, momentum=momentum)
         optimizer = build_optimizer(model, config)
-        moved = {"host": 0, "device": 0, "home": 0}
         if offload:
+            update = optimizer.step
 
-            def to_host(tensor, home):
-                moved["host"] += 1
-                moved["home"] += home is not None
-                return tensor.clone() if home is None else home.copy_(tensor)
+            def logged():
+                copies.log.append("update")
+                update()
 
-            def to_device(tensor, device):
-                moved["device"] += 1
-                return tensor.clone()
-
-            keep_in_host_memory(optimizer, bucket_bytes=8 * 100, to_host=to_host, to_device=to_device)
+            vars(optimizer)["step"] = logged
+            keep_in_host_memory(optimizer, bucket_bytes=limit, copies=copies)
         for step in range(3):
+            copies.log.clear()
             (model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return list(model.parameters()), optimizer, moved
+        return list(model.parameters()), optimizer
 
-    plain, _, _ = train(offload=False)
-    found, optimizer, moved = train(offload=True)
+    plain, reference = train(offload=False)
+    found, optimizer = train(offload=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert [p for group in optimizer.param_groups for p in group["params"]]  # whole again after the step
-    assert moved["home"] == moved["device"]  # what has come from the host goes back into the same memory
-    assert moved["host"] > 0 and 0 < moved["device"] < moved["host"]  # the first step makes its state on the device
+    state = [
+        [s for p in ps for s in opt.state[p].values() if s.dim()]
+        for ps, opt in ((plain, reference), (found, optimizer))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*state, strict=True))  # back in host memory, all of it
+    assert copies.rooms == len(state[1])  # and each time in the same
+    # The next bucket is on its way before a bucket's update is queued, and there are never more than two.
+    updates = [i for i, word in enumerate(copies.log) if word == "update"]
+    assert len(updates) > 2
+    assert all(copies.log[i - 1] == "come" and copies.log[i + 1] == "leave" for i in updates[:-1])
+    assert copies.log[updates[-1] - 1] == "leave"
+    assert 0 < copies.most_bytes <= 2 * limit
+
+
+class FakeStream:
+    """Logs what it is told to wait for."""
+
+    def __init__(self, name, log) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        return f"what {self.name} has"
+
+
+def test_copies_of_a_gpu_wait_for_each_other_and_the_host_for_none(monkeypatch):
+    log: list[str] = []
+    names = iter(["out", "in"])
+    compute = FakeStream("compute", log)
+    current = [compute]
+
+    @contextlib.contextmanager
+    def stream(other):
+        current.append(other)
+        yield
+        current.pop()
+
+    class Tensor(torch.Tensor):
+        def record_stream(self, stream):
+            log.append(f"kept for {stream.name}")
+
+        def copy_(self, other, non_blocking=False):
+            assert non_blocking
+            log.append(f"copy on {current[-1].name}")
+            return super().copy_(other)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(next(names), log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    copies = host_copies_module.StreamCopies(torch.device("cpu"))
+    tensor = torch.arange(6.0).as_subclass(Tensor)
+    leaving = copies.to_host(tensor, torch.empty(6).as_subclass(Tensor))
+    assert log == ["out waits for compute", "copy on out", "kept for out"]
+    log.clear()
+    coming = copies.to_device(leaving)
+    assert log == ["in waits for compute", "in waits for what out has", "copy on in"]
+    log.clear()
+    assert torch.equal(coming.for_device(), torch.arange(6.0))
+    assert log == ["compute waits for what in has"]
+
+
+def test_host_memory_of_the_optimizer_has_its_exact_size_and_is_given_back(monkeypatch):
+    calls: list[tuple] = []
+
+    class Cudart:
+        code = 0
+
+        def cudaHostRegister(self, address, size, flags):
+            calls.append(("register", address, size))
+            return self.code
+
+        def cudaHostUnregister(self, address):
+            calls.append(("unregister", address))
+
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    host = host_copies_module.page_locked(torch.empty(3, 5, dtype=torch.bfloat16))
+    assert host.shape == (3, 5) and host.dtype == torch.bfloat16 and host.untyped_storage().nbytes() == 30
+    address = host.data_ptr()
+    row = host[1]
+    del host
+    assert calls == [("register", address, 30)]
+    del row
+    assert calls[1:] == [("unregister", address)]
+    cudart.code = 2
+    calls.clear()
+    host = host_copies_module.page_locked(torch.ones(4))
+    host.fill_(1)
+    del host
+    assert [call[0] for call in calls] == ["register"]  # pageable, and nothing to take back
+    assert host_copies_module.page_locked(torch.empty(0, 4)).shape == (0, 4)
 
 
 def test_the_estimate_knows_what_saves_memory():

@@ -3,12 +3,13 @@
 Small models with real weights on 2 and 4 CPU ranks: RL, SFT and LoRA over the layouts. Measured is what torch's CPU
 allocator gave out on rank 0 (the profiler's memory events since start-up, so kernels' own buffers count as well) at the
 peak of a step after the first one; the least of a few such steps, because gloo's threads let go of a collective's
-tensors some time after it, and the profiler does not see what they free. Predicted is `prime_hpc.trainer.rehearsal` of
+tensors some time after it, unseen by the profiler (`step_peaks`). Predicted is `prime_hpc.trainer.rehearsal` of
 the same config, which pretends the same CPU.
 In bfloat16 the CPU's kernels take memory for themselves that no tensor shows (64 MiB here), so that case is off; so do
 oneDNN's in float32, which the trainer uses on other makers' CPUs (a copy of one chunk's logits): left out here.
 """
 
+import bisect
 import gc
 import json
 import os
@@ -128,16 +129,58 @@ def measured(case: dict[str, Any], models: Path, rank: int, store: str) -> int:
 
 
 def step_peaks(profiler: Any) -> list[int]:
-    """Bytes at the peak of each step."""
-    events = profiler.profiler.kineto_results.events()
-    steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP)
-    live, peaks = 0, [0] * len(steps)
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes()
+    """Bytes at the peak of each step.
+
+    The profiler does not see what gloo's threads free, and they are often the last to let go of what a collective was
+    given. What is given out again must have been free: it ends what was there before.
+    """
+    from torch._C._profiler import _EventType
+
+    steps: list[tuple[int, int]] = []
+    changes: list[tuple[int, int, int]] = []
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == STEP:
+            steps.append((event.start_time_ns, event.end_time_ns))
+    steps.sort()
+    peaks, live = [0] * len(steps), Live()
+    for time, address, size in sorted(changes, key=lambda change: change[0]):
+        live.change(address, size)
         for index, (begin, end) in enumerate(steps):
-            if begin <= event.start_ns() <= end:
-                peaks[index] = max(peaks[index], live)
+            if begin <= time <= end:
+                peaks[index] = max(peaks[index], live.total)
     return peaks
+
+
+class Live:
+    """Blocks of memory in use."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def change(self, address: int, size: int) -> None:
+        """Take note of a block that is given out, or with a negative size given back."""
+        if size < 0:
+            if address in self._sizes:
+                self._forget(bisect.bisect_left(self._starts, address))
+            return
+        at = bisect.bisect_left(self._starts, address)
+        if at and self._starts[at - 1] + self._sizes[self._starts[at - 1]] > address:
+            at -= 1
+        while at < len(self._starts) and self._starts[at] < address + size:
+            self._forget(at)
+        self._starts.insert(at, address)
+        self._sizes[address] = size
+        self.total += size
+
+    def _forget(self, at: int) -> None:
+        self.total -= self._sizes.pop(self._starts.pop(at))
 
 
 def predicted(case: dict[str, Any], models: Path) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run model code that ships with the weights."""
     renderer: str = "auto"
-    """How messages become tokens: a `renderers` name (`qwen3`, `default`, ...); `auto` looks at the model."""
+    """How messages become tokens: a `renderers` name (`qwen3`, `default`, ...); `auto` looks at the model, and refuses
+    one whose chat template writes other prompts than its renderer."""
     enable_thinking: bool = False
     """Let the chat template open a think section."""
 

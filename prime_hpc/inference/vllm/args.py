@@ -4,6 +4,7 @@ Imports neither torch nor vllm: what is built here can be shown by a plan and te
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
-from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
+from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, Refusal, section
 
 Device = Literal["cpu", "cuda"]
 
@@ -70,7 +71,7 @@ FIXED = {
     "generation_config": "a model's own defaults would change the sampling silently",
     "override_generation_config": "it would change the sampling; orchestrator.sampling states it",
     "logits_processors": "the trainer cannot compute the log-probabilities of what they make of the distribution",
-    "api_server_count": "one process holds the policy version",
+    "api_server_count": "one process holds the policy version; more HTTP processes are more inference.num_replicas",
 }
 """vLLM arguments that cannot be chosen, and why."""
 
@@ -99,7 +100,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         ValueError: `inference.vllm` repeats what the tree states elsewhere or what cannot be chosen.
     """
     config = section(experiment)
-    _check_pass_through(config.vllm)
+    for refusal in not_passed_through(config.vllm):
+        raise ValueError(f"{refusal.key}: {refusal.reason}; {refusal.remedy}")
     model = experiment.model
     options: dict[str, Any] = {
         "model": model.name,
@@ -227,13 +229,14 @@ def _adapter_options(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _check_pass_through(extra: dict[str, Any]) -> None:
+def not_passed_through(extra: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the arguments of `inference.vllm` that the tree states elsewhere, or that cannot be chosen."""
     for key in extra:
         name = key.replace("-", "_")
         if name in OWNED:
-            raise ValueError(f"inference.vllm.{key}: the tree states this as {OWNED[name]}; set it there")
-        if name in FIXED:
-            raise ValueError(f"inference.vllm.{key} cannot be chosen: {FIXED[name]}")
+            yield Refusal(f"inference.vllm.{key}", f"the tree states this as {OWNED[name]}", "set it there")
+        elif name in FIXED:
+            yield Refusal(f"inference.vllm.{key}", f"cannot be chosen: {FIXED[name]}", "leave it out")
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -10,7 +10,7 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import Refusal, Start, section
 from prime_hpc.inference.server_process import die_with_parent
 from prime_hpc.inference.vllm import installed
-from prime_hpc.inference.vllm.args import build_argv, build_env
+from prime_hpc.inference.vllm.args import build_argv, build_env, not_passed_through
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.store.model_config import read_config
@@ -41,6 +41,8 @@ class VllmBackend:
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
         """Yield what vLLM has for GPUs alone, such as some kernels, and what keeps it from recording experts."""
         servers = experiment.inference
+        if servers is not None:
+            yield from not_passed_through(servers.vllm)
         if servers is not None and servers.kv_offload_gib is not None and experiment.device == "cpu":
             yield Refusal(
                 "inference.kv_offload_gib",

@@ -58,6 +58,8 @@ _BLOCKS_IN_USE = "Failed to reset KV cache"
 STAGE_S = 120.0
 """Longest that requests go on while workers bring a version into pinned memory; then the pause waits for the rest."""
 STAGE_LOOK_S = 0.02
+EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Connectors whose blocks of the KV cache go with the cache, and that no other server has a part in."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class PolicyService:
         self._base_path = base_path
         self._on_failure = on_failure
         self._keep_kv_cache = keep_kv_cache
+        self._connector = getattr(getattr(engine.vllm_config, "kv_transfer_config", None), "kv_connector", None)
         self._tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
         self._base_signature: Signature | None = None
         self.adapters = AdapterService(engine, models, lambda: self._base_signature)
@@ -148,6 +151,11 @@ class PolicyService:
             raise BadVersionError(f"{path} is not an absolute path")
         if version == BASE_VERSION:
             raise BadVersionError(f"version {BASE_VERSION} is the base model: use /reload_weights")
+        if self._connector not in EMPTIED:
+            raise BadVersionError(
+                f"{self._connector} would keep keys and values of other weights: serve what is trained without "
+                "inference.vllm.kv_transfer_config and kv_offloading_backend"
+            )
         async with self._lock:
             if self.adapters.served(name) == (version, path):
                 await self._wake()

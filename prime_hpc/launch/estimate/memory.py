@@ -180,6 +180,8 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         of_recomputed += tokens * _product_widths(facts) * width
     activations = (facts.num_layers - recomputed) * of_layer + recomputed * of_recomputed
     activations += of_layer if recomputed else 0  # of the block that is computed again just now
+    if kept is not None and kept.offload:
+        activations += tokens * facts.hidden * width  # the next one's input is on its way back
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
     shares = trainer.num_ranks // dims.dp_replicate
     state = facts.num_params * bytes_per_param / shares

@@ -153,6 +153,7 @@ def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], sto
     for host, result in good.items():
         found[host].facts |= result
     _slow_links(found)
+    _slow_gpu_links(found)
     bad = [host for host in nodes if host not in good]
     if not bad or stopped:
         return AllreduceOutcome(found, ["the all-reduce was interrupted"] if stopped else [])
@@ -215,3 +216,20 @@ def _slow_links(found: dict[str, NodeFindings]) -> None:
         if link["gb_per_s"] < SLOW_SHARE * usual:
             text = f"it sends {link['gb_per_s']:.2f} GB/s to {link['host']}, other links carry {usual:.2f}"
             found[host].warnings.append(text)
+
+
+def _slow_gpu_links(found: dict[str, NodeFindings]) -> None:
+    """Warn of a GPU whose NVLink is down: it is reached over PCIe, at a tenth of the speed, and nothing says so."""
+    links = {
+        (host, index): speed
+        for host, findings in found.items()
+        for index, speed in enumerate(findings.facts.get("gpu_links_gb_per_s", ()))
+    }
+    if len(links) < 3:
+        return
+    usual = statistics.median(links.values())
+    for (host, index), speed in links.items():
+        if speed < SLOW_SHARE * usual:
+            after = (index + 1) % len(found[host].facts["gpu_links_gb_per_s"])
+            text = f"its GPU {index} sends {speed:.0f} GB/s to its GPU {after}, other pairs carry {usual:.0f}"
+            found[host].warnings.append(f"{text}: look at `nvidia-smi nvlink --status` and `nvidia-smi topo -m`")

@@ -42,7 +42,8 @@ BEAT_S = 1.0
 BEYOND_S = 10.0
 """A process that hangs ends itself so long after its deadline."""
 CONNECT_TIMEOUT_S = 3.0
-LINK_BYTES = 8 << 20
+LINK_BYTES = {"gloo": 8 << 20, "nccl": 64 << 20}
+"""Sent to the next rank; between a node's GPUs as much as by NCCL."""
 SIZES = {"gloo": (4 << 10, 1 << 20, 16 << 20), "nccl": (4 << 10, 16 << 20, 256 << 20)}
 """Bytes a rank."""
 REPEATS = 5
@@ -191,6 +192,32 @@ def try_device(gpus: int | None) -> int:
     return count
 
 
+def try_gpu_links(count: int, sync: Callable[[int], None]) -> list[float]:
+    """Copy from each of a node's GPUs to the next one, as roles with several GPUs do all the time: GB/s of each.
+
+    Args:
+        count: GPUs of this node.
+        sync: waits until a GPU has done what was asked of it.
+    """
+    import torch
+
+    found = []
+    for index in range(count if count > 1 else 0):
+        after = (index + 1) % count
+        data = torch.ones(LINK_BYTES["nccl"] // 4, device=f"cuda:{index}")
+        there = torch.empty_like(data, device=f"cuda:{after}")
+
+        def once(data: "torch.Tensor" = data, there: "torch.Tensor" = there) -> None:
+            there.copy_(data, non_blocking=True)
+
+        def both(index: int = index, after: int = after) -> None:
+            sync(index)
+            sync(after)
+
+        found.append(round(LINK_BYTES["nccl"] / timed(once, REPEATS, both) / 1e9, 1))
+    return found
+
+
 def fastest_port(root: Path = Path("/sys/class/infiniband")) -> tuple[str, float] | None:
     """Return the InfiniBand or RoCE port in use with the highest rate, and that rate in GB/s; None where there is
     none."""
@@ -219,12 +246,13 @@ def timed(call: Callable[[], None], repeats: int, sync: Callable[[], None]) -> f
     return statistics.median(spans)
 
 
-def try_links(rank: int, world: int, device: "torch.device", sync: Callable[[], None]) -> float:
+def try_links(backend: str, rank: int, world: int, device: "torch.device", sync: Callable[[], None]) -> float:
     """Send to the next rank of the ring while receiving from the previous one: GB/s out of this node."""
     import torch
     import torch.distributed as dist
 
-    data = torch.full((LINK_BYTES // 4,), float(rank), device=device)
+    size = LINK_BYTES[backend]
+    data = torch.full((size // 4,), float(rank), device=device)
     got = torch.empty_like(data)
 
     def once() -> None:
@@ -236,7 +264,7 @@ def try_links(rank: int, world: int, device: "torch.device", sync: Callable[[], 
     seconds = timed(once, REPEATS, sync)
     if float(got[-1]) != float((rank - 1) % world):
         raise RuntimeError("what arrived from its neighbour is not what was sent")
-    return LINK_BYTES / seconds / 1e9
+    return size / seconds / 1e9
 
 
 def try_allreduce(
@@ -322,12 +350,13 @@ def measure(
     if world > 1:
         found["to_next"] = {
             "host": spec["hosts"][(rank + 1) % world],
-            "gb_per_s": round(try_links(rank, world, device, sync), 3),
+            "gb_per_s": round(try_links(backend, rank, world, device, sync), 3),
         }
     progress.reach("tried its links")
     found |= try_allreduce(backend, rank, world, device, sync)
     if cuda:
         found |= {"transport": transport(Path(os.environ["NCCL_DEBUG_FILE"])), "num_gpus": num_gpus}
+        found["gpu_links_gb_per_s"] = try_gpu_links(num_gpus, torch.cuda.synchronize)
         if (port := fastest_port()) is not None:
             found |= {"ports": port[0], "fastest_port_gb_per_s": round(port[1], 1)}
     store.set(f"over/{rank}", "1")

@@ -2,9 +2,11 @@
 
 Forward pass and the gradient to the input run in float8 e4m3 with one scale a row, computed from the row as it is
 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, per-tensor there; a row's own scale loses
-less to outliers). The gradient to the weight stays in the compute dtype: it sums over tokens and is what training is
-most sensitive to. Parameters, their gradients and the optimizer know nothing of it. The output head and routers stay in
-the compute dtype: log-probabilities are compared to the engine's.
+less to outliers). Both multiply by one float8 weight: the scales of its rows stand along the sum of the second product,
+where they go over to the gradient before that is converted. So a weight is converted once for the two, and the gradient
+is that of the function that was computed. The gradient to the weight stays in the compute dtype: it sums over tokens
+and is what training is most sensitive to. Parameters, their gradients and the optimizer know nothing of it. The output
+head and routers stay in the compute dtype: log-probabilities are compared to the engine's.
 
 Runs on GPUs of compute capability 8.9 and above (Ada, Hopper, Blackwell); on CPU it is emulated, for tests.
 """
@@ -27,10 +29,22 @@ def quantize_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (tensor.float() / scale).clamp(-_LARGEST, _LARGEST).to(DTYPE), scale
 
 
-def scaled_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `a @ b.T` in float8: a `[m, k]`, b `[n, k]`, result `[m, n]` in `dtype`."""
-    (left, left_scale), (right, right_scale) = quantize_rows(a), quantize_rows(b)
-    return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=dtype)
+def forward_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `x @ weight.T` in float8: x `[m, k]`, weight `[n, k]`, result `[m, n]` in the dtype of `x`."""
+    (left, left_scale), (right, right_scale) = quantize_rows(x), quantize_rows(weight)
+    return torch._scaled_mm(
+        left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=x.dtype, use_fast_accum=True
+    )
+
+
+def backward_product(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `grad @ weight` in float8 of the forward product's weight: grad `[m, n]`, weight `[n, k]`, result
+    `[m, k]` in the dtype of `grad`."""
+    right, right_scale = quantize_rows(weight)
+    left, left_scale = quantize_rows(grad.float() * right_scale.t())
+    ones = torch.ones((1, right.shape[1]), dtype=torch.float32, device=right.device)
+    columns = right.t().contiguous().t()  # the kernel wants its second factor by columns
+    return torch._scaled_mm(left, columns, scale_a=left_scale, scale_b=ones, out_dtype=grad.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -40,7 +54,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         flat = x.reshape(-1, x.shape[-1])
-        return scaled_product(flat, weight, x.dtype).view(*x.shape[:-1], weight.shape[0])
+        return forward_product(flat, weight).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -48,7 +62,7 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = scaled_product(flat, weight.t().contiguous(), x.dtype).view(x.shape)
+            grad_x = backward_product(flat, weight).view(x.shape)
         if ctx.needs_input_grad[1]:
             grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])
         return grad_x, grad_weight

@@ -3,7 +3,8 @@
 - `full`: only the block's input is kept.
 - `selective`: the results of matrix products and attention are kept as well; norms, rotations, activations and other
   element-wise work, cheap to compute and as large to keep, are done again.
-- `offload`: the block's input waits in host memory between the two passes.
+- `offload`: the block's input waits in host memory between the two passes; it leaves and comes back while other blocks
+  are computed.
 
 Nothing random runs in a block (no pass has dropout), so the state of the random number generators is not kept for it.
 Around a compiled block (`model.compile`) its graphs are computed again whole: `selective` then keeps what is between
@@ -15,6 +16,7 @@ Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from prime_hpc.config.sections.common import ActivationCheckpointConfig
+from prime_hpc.trainer.ops.host_copies import Copy, host_copies
 
 _KEPT = (
     ("aten", ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")),
@@ -57,31 +60,40 @@ def kept_operators() -> tuple[Any, ...]:
 
 
 class HostCopy:
-    """A tensor in host memory (pinned, copied beside the device's other work)."""
+    """A block's input in host memory between the forward and the backward pass.
+
+    Blocks come back in the opposite order: `restore` of one begins to bring the one before it, whose copy then travels
+    while this block is computed again and its gradients are.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._device, self._requires_grad = tensor.device, tensor.requires_grad
-        source = tensor.detach()
-        if tensor.device.type != "cuda":
-            self._host, self._stream = source.cpu(), None
-            return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._stream = _copy_stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
-            self._host.copy_(source, non_blocking=True)
-        source.record_stream(self._stream)  # its memory is not used again before the copy is done
+        self._requires_grad = tensor.requires_grad
+        self._copies = host_copies(tensor.device)
+        self._leaving = self._copies.to_host(tensor.detach())
+        self._coming: Copy | None = None
+        self._is_back = False
+        self._before = _newest.get(tensor.device)
+        _newest[tensor.device] = weakref.ref(self)
+
+    def bring(self) -> None:
+        """Begin to bring it back, unless that has begun."""
+        if self._coming is None and not self._is_back:
+            self._coming = self._copies.to_device(self._leaving)
 
     def restore(self) -> torch.Tensor:
         """Put the tensor on its device again, a leaf that requires a gradient where the original did."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return self._host.to(self._device, non_blocking=True).requires_grad_(self._requires_grad)
+        self.bring()
+        assert self._coming is not None, "a block's input is wanted once"
+        tensor = self._coming.for_device().detach()
+        self._coming, self._is_back = None, True
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.bring()
+        return tensor.requires_grad_(self._requires_grad)
 
 
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_newest: dict[torch.device, "weakref.ref[HostCopy]"] = {}
+"""The last block that was offloaded; of an earlier micro-batch it is gone, or back."""
 
 
 def recompute(block: nn.Module, config: ActivationCheckpointConfig) -> None:
@@ -109,6 +121,8 @@ def _offloaded(
     original: Callable[..., Any], run: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kw: Any
 ) -> Any:
     """Run the checkpointed block on `hidden`, which nobody holds on the device after the forward pass."""
+    if not torch.is_grad_enabled():  # no backward pass will ask for it
+        return original(hidden, *args, **kw)
     copy = HostCopy(hidden)
     first = [hidden]
 

@@ -35,6 +35,7 @@ from prime_hpc.trainer.lora.slots import Adapters
 from prime_hpc.trainer.model import policy, reference
 from prime_hpc.trainer.model.conversions import WeightMap
 from prime_hpc.trainer.ops import attention, cpu_matmul, fused_head, recompute
+from prime_hpc.trainer.ops.host_copies import Copy, at_home
 from prime_hpc.trainer.optim import offload
 from prime_hpc.trainer.parallel import distribute, expert
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker
@@ -106,6 +107,14 @@ def flash_workspace(operator: Any, args: tuple[Any, ...]) -> int:
     if key.shape[1] != heads:
         size += 2 * key.shape[0] * heads * width * key.element_size()
     return int(size)
+
+
+def gloo_workspace(operator: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that torch's gloo takes for itself in a collective: all that it gathers once more, and a copy of what it
+    adds up before it scatters that (`AsyncAllgatherWork` and `_reduce_scatter_base` of its ProcessGroupGloo)."""
+    if str(operator) == "c10d._allgather_base_.default":
+        return int(args[0].nbytes)
+    return int(args[1].nbytes) if str(operator) == "c10d._reduce_scatter_base_.default" else 0
 
 
 @contextmanager
@@ -241,19 +250,23 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
     change(distribute, "use_elementwise", lambda _: (0, 0, 0))
     change(policy, "check_device", lambda _: None)
 
-    class HostCopy:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self._requires_grad = tensor.requires_grad
-            with tracker.kind(HOST):
-                self._host = torch.empty_like(tensor.detach())
+    copies = _PretendedCopies(tracker)
+    change(recompute, "host_copies", lambda _: copies)
+    change(offload, "host_copies", lambda _: copies)
 
-        def restore(self) -> torch.Tensor:
-            return torch.empty_like(self._host).requires_grad_(self._requires_grad)
 
-    def to_host(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
-        with tracker.kind(HOST):
-            return torch.empty_like(tensor) if home is None else home
+class _PretendedCopies:
+    """Copies to host memory that is not counted, and back."""
 
-    change(recompute, "HostCopy", HostCopy)
-    change(offload, "_to_host", to_host)
-    change(offload, "_to_device", lambda tensor, _: torch.empty_like(tensor))
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+
+    def room(self, like: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+        return self.to_host(like).on_host() if old is None else old
+
+    def to_host(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
+        with self._tracker.kind(HOST):
+            return at_home(torch.empty_like(tensor) if into is None else into)
+
+    def to_device(self, leaving: Copy) -> Copy:
+        return at_home(torch.empty_like(leaving.on_host()))

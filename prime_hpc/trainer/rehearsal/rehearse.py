@@ -15,7 +15,7 @@ from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
-from prime_hpc.trainer.rehearsal.pretend import flash_workspace, pretended, start_fake_process_group
+from prime_hpc.trainer.rehearsal.pretend import flash_workspace, gloo_workspace, pretended, start_fake_process_group
 from prime_hpc.trainer.rehearsal.tracker import MemoryTracker
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.trainer import Base, build_train_step, load_base
@@ -71,7 +71,9 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
 
 def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTracker, Base]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else None)
+    tracker = MemoryTracker(
+        granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else gloo_workspace
+    )
     with pretended(tracker, fake, on_gpu=on_gpu, folder=folder):
         tracker.phase = "loading"
         base = load_base(experiment, CPU)
