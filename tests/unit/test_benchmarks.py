@@ -199,7 +199,6 @@ def test_scripted_servers_answer_what_the_orchestrators_client_reads(
         assert len(log["came"]) == len(log["left"]) == 1 and log["left"][0] > log["came"][0]
 
 
-<<<<<<< HEAD
 def test_one_slow_round_of_eval_s_benchmark_changes_no_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bench = benchmark("eval", monkeypatch)
     bare, ours = iter([0.0, 100.0, 400.0, 100.0, 100.0, 1.0]), iter([80.0, 3.0, 80.0, 80.0, 900.0])
@@ -227,7 +226,8 @@ def test_a_process_s_cpu_time_is_counted_with_its_children_s(monkeypatch: pytest
     while time.process_time() < end:
         pass
     assert benchmark("eval", monkeypatch)._cpu_s(os.getpid()) >= before + 0.05
-=======
+
+
 def test_memory_that_is_given_out_again_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
     live = benchmark("rehearse", monkeypatch).Live()
     totals = []
@@ -242,4 +242,3 @@ def test_memory_that_is_given_out_again_was_free(monkeypatch: pytest.MonkeyPatch
         live.change(address, size)
         totals.append(live.total)
     assert totals == [100, 150, 50, 50, 20, 30, 40, 220, 220]
->>>>>>> findings

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD
-from renderers.base import RenderedTokens
-=======
 import renderers
+from renderers.base import RenderedTokens
 from verifiers.v1.types import SamplingConfig, Tool, UserMessage
->>>>>>> findings
 
 from prime_hpc.envs import rendering
 from prime_hpc.envs.errors import EnvError
