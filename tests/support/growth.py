@@ -123,7 +123,7 @@ def main() -> None:
         if growth.found is not None:
             Path(out).write_text(json.dumps(growth.found))
 
-    MetricsWriter.log = logged  # type: ignore[method-assign]
+    MetricsWriter.log = logged  # type: ignore[method-assign, assignment]
     leave(role.main())
 
 

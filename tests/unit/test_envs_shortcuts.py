@@ -230,7 +230,8 @@ def test_a_scope_says_whose_failure_an_error_is_as_verifiers_does(raised: BaseEx
                 raise raised
 
     async def both() -> list[BaseException | None]:
-        return await asyncio.gather(leave(rollout.boundary), leave(errors.boundary), return_exceptions=True)
+        scopes = (rollout.boundary, errors.boundary)
+        return list(await asyncio.gather(*map(leave, scopes), return_exceptions=True))
 
     assert rollout.boundary is not errors.boundary
     own, theirs = asyncio.run(both())
@@ -265,7 +266,7 @@ def test_scopes_of_a_rollout_are_the_interception_s_own_and_no_tools_are_none() 
 def test_objects_that_are_made_without_a_look_at_each_field_are_pydantic_s(model: type[BaseModel]) -> None:
     patch_verifiers()
     required = {name: None for name, info in model.model_fields.items() if info.is_required()}
-    plain = BaseModel.model_construct.__func__
+    plain = BaseModel.model_construct.__func__  # type: ignore[attr-defined]
     some = next(name for name, info in model.model_fields.items() if not info.is_required())
     for values in (required, required | {some: [7]}, required | {"unknown": 1}):
         own, theirs = model.model_construct(**values), plain(model, **values)
@@ -288,7 +289,8 @@ def test_replies_are_decoded_as_transformers_does(fast: Any) -> None:
     patch_verifiers()
     text = "Say \u00e9 hi , 1 + 1 .<think>\n</think><|im_end|>"
     ids = fast.encode(text, add_special_tokens=False)
-    for some in (ids, ids[3:], ids[::-1], ids[:1], []):
+    pieces: list[list[int]] = [ids, ids[3:], ids[::-1], ids[:1], []]
+    for some in pieces:
         assert parsing._decode(fast, some) == (fast.decode(some, skip_special_tokens=False) if some else "")
     assert verifiers_patches._decoders[fast] is not None
 

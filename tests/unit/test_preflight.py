@@ -276,7 +276,7 @@ def test_each_gpu_s_link_to_the_next_one_is_measured(monkeypatch: pytest.MonkeyP
     ones = torch.ones
 
     class Placed(torch.Tensor):
-        where = ""
+        where = ""  # type: ignore[assignment]
 
         def copy_(self, source: Any, non_blocking: bool = False) -> Any:
             moves.append((source.where, self.where))

@@ -2,7 +2,9 @@
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +116,10 @@ def test_the_address_of_a_service_that_is_gone_is_forgotten(tmp_path: Path) -> N
         assert not (tmp_path / TINKER_URL).exists()
 
 
+def _with_sampler(index: Index, save: Any) -> Index:
+    return index.with_save("sampler_weights", "unnamed-1", save)
+
+
 def test_a_session_that_is_over_leaves_nothing_behind(shelf: Shelf) -> None:
     tree = {"model": {"lora": {"rank": 4}}, "trainer": {"tinker": {}, "max_concurrent_runs": 2}}
     service = Service(Experiment.model_validate(tree), shelf, None, "base", 100)
@@ -123,11 +129,12 @@ def test_a_session_that_is_over_leaves_nothing_behind(shelf: Shelf) -> None:
         service._sessions[session_id].models.append(model_id)
         shelf.write(model_id, Index(Shape("base", 4, 1)))
         save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=None)
-        shelf.change(model_id, lambda index, save=save: index.with_save("sampler_weights", "unnamed-1", save))
+        shelf.change(model_id, partial(_with_sampler, save=save))
         path = tinker_path(model_id, "sampler_weights", "unnamed-1")
-        payload = {"sampler": f"{session_id}:sample:0", "follows": True}
+        sampler = f"{session_id}:sample:0"
+        payload = {"sampler": sampler, "follows": True}
         service._finish(Operation(Kinds.PUBLISH, model_id, f"{model_id}:1", payload), {"path": path, "type": "t"})
-        assert service.describe_sampler(payload["sampler"])["model_path"] == path
+        assert service.describe_sampler(sampler)["model_path"] == path
         service.finish(session_id)
     kept = (service._sessions, service._models, service._lines, service._samplers, service._published)
     assert not any(kept)

@@ -249,7 +249,7 @@ def test_copies_of_a_gpu_wait_for_each_other_and_the_host_for_none(monkeypatch):
         yield
         current.pop()
 
-    class Tensor(torch.Tensor):
+    class Tensor(torch.Tensor):  # type: ignore[name-defined]
         def record_stream(self, stream):
             log.append(f"kept for {stream.name}")
 
