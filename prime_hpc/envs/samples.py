@@ -97,7 +97,7 @@ class EpisodeResult:
     """Class of the failure, e.g. `TaskError` (the environment), `ProviderError` (the inference server)."""
     samples: list[Sample] = field(default_factory=list)
     """Empty unless usable."""
-    versions: Sequence[int] = ()
+    versions: list[int] = field(default_factory=list)
     """Oldest and newest policy version of its sampled tokens, where nobody makes samples of them; else empty."""
     reward: float = 0.0
     """Mean over the trained traces (there is one in single-agent environments)."""
@@ -296,7 +296,7 @@ def episode_result(
         reason=problem.reason if problem else "",
         error_type=problem.error_type if problem else "",
         samples=[] if problem else samples,
-        versions=versions,
+        versions=list(versions),
         reward=sum(rewards) / len(rewards) if rewards and all(map(math.isfinite, rewards)) else 0.0,
         metrics=_metrics(traces),
         truncated=any(trace.is_truncated for trace in traces),

@@ -107,7 +107,7 @@ def _begins(run_dir: Path) -> list[tuple[float, int]]:
 
 
 def _shared_by(children: Sequence[Path], attempts: Sequence[AttemptRow]) -> list[AttemptSums]:
-    """What the engines did in each attempt of the parent, told by the orchestrators of its runs."""
+    """Return the work of the engines in each attempt of the parent, as the orchestrators of its runs tell it."""
     each = []
     for child in children:
         phases = Phases(ORCHESTRATOR, attempts, role="orchestrator")

@@ -161,10 +161,11 @@ def test_the_place_of_a_reply_is_taken_by_the_request_that_follows_all_in_flight
 
 def test_the_slope_of_memory_is_that_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     flight = benchmark("flight", monkeypatch)
-    rows = [(float(t), min(t, 50) * 2**20 + max(0, t - 50) * 2**10, 0) for t in range(101)]
-    found = flight.memory(rows)
-    assert found["rss_slope_mib_per_hour"] == pytest.approx(3600 / 1024, rel=0.05)
+    rows = [(7.0 + t, min(t, 50) * 2**20 + max(0, t - 50) * 2**10, 0, t) for t in range(101)]
+    found = flight.memory(rows, 7.0)
+    assert found["rss_growth_mib_per_minute"] == pytest.approx(60 / 1024, rel=0.05)
     assert found["rss_workers_gib"] == 0.0
+    assert (found["rss_mib_by_minute"], found["held_by_minute"]) == ([0, 50], [0, 60])
 
 
 def test_scripted_servers_answer_what_the_orchestrators_client_reads(

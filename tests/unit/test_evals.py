@@ -139,7 +139,7 @@ def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None
     ],
 )
 def test_an_episode_counts_with_its_versions_tokens_alone(versions: tuple[int, ...], is_api: bool, error: str) -> None:
-    result = EpisodeResult(EpisodeState.COMPLETED, usable=False, versions=versions)
+    result = EpisodeResult(EpisodeState.COMPLETED, usable=False, versions=list(versions))
     found, reason = _judge(result, Version(3, Path("w")), is_api)
     assert found == error and bool(reason) == bool(error)
 
