@@ -140,6 +140,9 @@ def run_role(loaded: Loaded, role: str) -> int:
 
     The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
     share a run directory without overwriting each other's.
+
+    Raises:
+        ConfigError: the experiment cannot run here.
     """
     from prime_hpc.launch.checks import check
     from prime_hpc.supervisor.roles import ports
@@ -150,6 +153,9 @@ def run_role(loaded: Loaded, role: str) -> int:
     check(loaded, role)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
+    if role == "inference" and experiment.inference is not None and experiment.inference.headless:
+        # it begins together with its head, on a file system that both may see
+        own /= f"rank_{experiment.inference.data_parallel_start_rank or 0}"
     write(loaded, own)
     gpus = [] if role == "orchestrator" else role_gpus(experiment, role, usable_gpus(experiment, os.environ))
     within = Network.of(experiment.network.model_dump()).ports
