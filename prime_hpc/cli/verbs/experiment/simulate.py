@@ -4,6 +4,7 @@ Exit codes: 0 predicted; 1 nothing was measured by which it could be (it says wh
 2 a wrong config, shape or run.
 """
 
+import gc
 import socket
 import sys
 from pathlib import Path
@@ -47,7 +48,12 @@ def run(argv: list[str], program: str) -> int:
         from prime_hpc.config.site import load_site
 
         site = load_site(experiment.slurm.site)
-    checks, rows = check(calibration), predict(experiment, calibration, shapes, site)
+    checks = check(calibration)
+    gc.disable()  # a tenth of the time: a simulation makes hundreds of thousands of events, and no cycles
+    try:
+        rows = predict(experiment, calibration, shapes, site)
+    finally:
+        gc.enable()
     notes = caveats(experiment, calibration, socket.gethostname())
     if "--json" in given:
         print_json(prediction_tree(experiment, calibration, checks, rows, notes))
