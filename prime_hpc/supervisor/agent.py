@@ -386,11 +386,12 @@ class Agent:
         trains = self._label.split("[")[0] == "trainer"
         environment |= gpu_environment(self._task_gpus(order), environment, trains=trains)
         self._output.write_line(f"[{self._host}] $ {' '.join(command)}")
-        reader, writer = os.pipe()
         # deaf to Slurm's SIGTERM until it has a handler of its own
+        command = tied(command, environment, deaf_to=[signal.SIGTERM])
+        reader, writer = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._child = subprocess.Popen(
-            tied(command, environment, deaf_to=[signal.SIGTERM]),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=writer,
             stderr=writer,
