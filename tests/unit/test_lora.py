@@ -19,6 +19,7 @@ from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.io import files
 from prime_hpc.store.model_fingerprint import model_identity, weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
@@ -264,6 +265,22 @@ def test_a_version_is_a_peft_directory(model: Path, tmp_path: Path) -> None:
         load_slot(policy, 0, {n: t for n, t in stored.items() if "q_proj.lora_A" not in n})
     with pytest.raises(ValueError, match="holds no adapter"):
         read_adapter(model)
+
+
+def test_a_full_disk_is_said_of_a_version_and_nothing_of_it_stays(model: Path, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    publisher = build_publisher(
+        lora_policy(model), model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)
+    )
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and path.name == "adapter_model.safetensors":
+            raise OSError(28, "No space left on device", str(path))
+
+    with files.observe_operations(full), pytest.raises(StoreError, match="disk full"):
+        publisher.publish(1)
+    assert list(paths.weights.iterdir()) == []
+    assert publisher.publish(1) is not None  # the disk has room again
 
 
 def test_peft_itself_agrees(model: Path, tmp_path: Path) -> None:

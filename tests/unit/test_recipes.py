@@ -148,5 +148,8 @@ def test_the_engine_comes_first_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_
     from prime_hpc.supervisor.roles.start_order import one_after_another
 
     shared = recipe(ROOT / "configs" / "reasoning_gym" / "rl_0.6b.yaml", monkeypatch, tmp_path)
+    assert shared.inference is not None
+    server = shared.inference.server.model_copy(update={"port": 0})  # a stated one is promised until this process ends
+    shared = shared.model_copy(update={"inference": shared.inference.model_copy(update={"server": server})})
     specs = one_after_another(place(shared, tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})[0])
     assert {spec.label: spec.after for spec in specs}["trainer"] == ("inference[0]",)

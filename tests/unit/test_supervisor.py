@@ -46,8 +46,10 @@ def test_too_few_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         split_gpus(experiment(tmp_path, inference={}, trainer={"num_ranks": 2}), ["0"])
 
 
+FREE: dict[str, Any] = {"server": {"port": 0}}
+"""A stated port is promised to one process until it ends: tests beside this one would be refused it."""
 TAUGHT: dict[str, Any] = {
-    "inference": {"data_parallel_size": 2, "api_key": "p"},
+    "inference": {"data_parallel_size": 2, "api_key": "p", **FREE},
     "teacher_inference": {"num_replicas": 2, "tensor_parallel_size": 2},
     "orchestrator": {"env": [{"id": "reverse-text"}], "advantage": {"type": "opd"}, "teacher": {"model": "o/teacher"}},
 }
@@ -77,19 +79,21 @@ def test_a_teachers_servers_are_a_group_of_their_own(tmp_path: Path) -> None:
     assert command[command.index("--role") + 1] == "teacher" and command[command.index("--replica") + 1] == "1"
     assert urls["teacher"][1].startswith((specs[2].health_url or "").removesuffix("/health"))
     assert specs[2].max_restarts == 3 and "--role" not in specs[0].command
-    ports_of_both = {"inference": {"server": {"port": 8000}}, "teacher_inference": {"server": {"port": 8000}}}
-    with pytest.raises(ConfigError, match="teacher_inference.server.port.*another group of engines listens on 8000"):
+    (free,) = ports.choose(1, ports.run_base(tmp_path))
+    ports_of_both = {"inference": {"server": {"port": free}}, "teacher_inference": {"server": {"port": free}}}
+    with pytest.raises(ConfigError, match=f"teacher_inference.server.port.*another group of engines listens on {free}"):
         place(experiment(tmp_path, **{**TAUGHT, **ports_of_both}), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_only_who_shares_a_gpu_waits(tmp_path: Path) -> None:
-    shared = experiment(tmp_path, inference={"num_replicas": 2}, trainer_gpu_ids=[0], inference_gpu_ids=[0, 1])
+    two = {"num_replicas": 2, **FREE}
+    shared = experiment(tmp_path, inference=two, trainer_gpu_ids=[0], inference_gpu_ids=[0, 1])
     specs = one_after_another(place(shared, tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"})[0])
     assert {spec.label: spec.after for spec in specs} == {
         "inference[0]": (), "inference[1]": (), "orchestrator": (), "trainer": ("inference[0]",),
     }  # fmt: skip
     for visible in ("0,1,2", ""):  # GPUs of their own, or none at all
-        apart = experiment(tmp_path, inference={"num_replicas": 2})
+        apart = experiment(tmp_path, inference=two)
         specs = one_after_another(place(apart, tmp_path, {"CUDA_VISIBLE_DEVICES": visible})[0])
         assert not any(spec.after for spec in specs)
     hosts = {"hosts": ("a", "b"), "gpus": (0, 1)}

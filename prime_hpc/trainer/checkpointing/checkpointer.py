@@ -274,7 +274,7 @@ class Checkpointer:
         """Write this rank's part; on rank 0 commit when all have. All ranks learn how it went.
 
         Raises:
-            StoreError: some rank failed (on that rank: what it failed with).
+            StoreError: some rank failed.
         """
         assert self._side is not None
         try:
@@ -303,7 +303,7 @@ class Checkpointer:
             verdict = self._side.broadcast(verdict)
             save.ended = time.perf_counter()
             if failure is not None:
-                raise failure
+                raise failure if isinstance(failure, StoreError) else StoreError(_error_text(failure)) from failure
             if verdict is not None:
                 raise StoreError(verdict)
         except BaseException:

@@ -137,7 +137,10 @@ class Child:
             trainer.finish_saves()
         except (RunFailed, StoreError) as failure:
             trouble = str(failure)
-        call_collectively(trainer.close)
+        try:
+            call_collectively(trainer.close)
+        except RunFailed as failure:
+            trouble = "; ".join(filter(None, [trouble, str(failure)]))
         trainer.saver.checkpointer.close()
         for parameter in slot_parameters(trainer.train_step.policy, trainer.train_step.slot):
             parameter.grad = None

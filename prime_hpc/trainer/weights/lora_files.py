@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from prime_hpc.config.sections.lora import LoraConfig
-from prime_hpc.store.artifact import Manifest, commit_stage, fenced_stage, hash_files, prepare_stage, stage_dir
+from prime_hpc.store.artifact import Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.model_fingerprint import weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora.slots import slot_weights
 from prime_hpc.trainer.weights.aux_files import AuxFiles
+from prime_hpc.trainer.weights.safetensors_layout import write_tensors
 
 if TYPE_CHECKING:
     from prime_hpc.trainer.model.policy import Policy
@@ -120,15 +120,14 @@ class AdapterPublisher:
         try:
             with fenced_stage(stage, self._paths, self._incarnation):
                 prepare_stage(final, self._incarnation, run=self._paths)
-                with disk_errors(final):
-                    save_file({k: v.contiguous() for k, v in tensors.items()}, stage / WEIGHTS_FILE, {"format": "pt"})
+                entry = write_tensors(stage / WEIGHTS_FILE, tensors)
                 manifest = Manifest(
                     kind="weights",
                     step=version,
                     version=version,
                     writer="trainer",
                     incarnation=self._incarnation,
-                    files=hash_files(stage, [WEIGHTS_FILE]) | self._aux_files.put(stage),
+                    files={WEIGHTS_FILE: entry} | self._aux_files.put(stage),
                     meta={
                         "model": self._model_name,
                         "dtype": "float32",

@@ -24,6 +24,7 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.weights.lora_files import CONFIG_FILE, read_adapter
+from prime_hpc.trainer.weights.safetensors_layout import write_tensors
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _OWN = {"manifest.json", ".gitattributes", "README.md"}
@@ -63,7 +64,6 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
         StoreError: `output` exists, disk full.
     """
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     tensors = read_adapter(adapter)
     scale = adapter_scale(json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")))
@@ -88,8 +88,7 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
                             tensor = merged_weight(tensor, tensors[f"{key}A.weight"], tensors[f"{key}B.weight"], scale)
                             left.discard(module)
                         whole[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-                save_file(whole, stage / source.name, metadata={"format": "pt"})
-                (stage / source.name).chmod(0o644)
+                write_tensors(stage / source.name, whole)
             if left:
                 raise ValueError(f"{base} is not this adapter's base model: it has no {sorted(left)[0]}.weight")
             _copy_rest(base, stage, dtype)

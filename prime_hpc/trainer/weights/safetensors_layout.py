@@ -1,17 +1,22 @@
 """The form of a safetensors file: header and places of the tensors.
 
-The library's own `save_file` wants all tensors at once, in one process's memory. Here every rank writes what it holds
-of a tensor to its place.
+The library's own `save_file` wants all tensors at once, in one process's memory, and says a full disk with an error of
+its own. Here every rank writes what it holds of a tensor to its place, through the store.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from prime_hpc.store.artifact import FileEntry
+from prime_hpc.store.io import files as store_files
 
 _NAMES = {
     torch.float64: "F64",
@@ -96,3 +101,15 @@ class SafetensorsLayout:
 def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return a tensor's values as a file holds them; its own memory where that is the host's and contiguous."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write whole tensors to a new file, durably; its entry.
+
+    Raises:
+        StoreError: disk full, not writable, I/O error.
+        ValueError: a dtype that the format does not know.
+    """
+    specs = in_file_order([TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
+    values = (host_bytes(tensors[spec.name]) for spec in specs)
+    return store_files.write_file(path, itertools.chain([header(specs)], values))
