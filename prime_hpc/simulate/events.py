@@ -20,6 +20,8 @@ from prime_hpc.simulate.setting import Setting
 
 MOST_ROLLOUTS = 8_000
 """Simulated of one shape."""
+ROUGH_ROLLOUTS = 3_000
+"""The same where a bound is all that is asked for."""
 MOST_STEPS = 40
 LEAST_STEPS = 6
 NEVER = 1 << 40
@@ -89,13 +91,13 @@ class _Server:
 class Simulation:
     """One shape, from its first step on."""
 
-    def __init__(self, setting: Setting, costs: Costs, seed: int) -> None:
+    def __init__(self, setting: Setting, costs: Costs, seed: int, most_rollouts: int = MOST_ROLLOUTS) -> None:
         """Set the run up; `costs` are of a calibration."""
         self.setting, self.costs, self.rng = setting, costs, random.Random(seed)
         self.warm = 3 + setting.async_level
         per_step = setting.num_prompts * setting.group_size
-        self.num_steps = max(LEAST_STEPS, min(MOST_STEPS, MOST_ROLLOUTS // per_step - self.warm))
-        most = max(1, MOST_ROLLOUTS // ((self.warm + self.num_steps) * setting.group_size))
+        self.num_steps = max(LEAST_STEPS, min(MOST_STEPS, most_rollouts // per_step - self.warm))
+        most = max(1, most_rollouts // ((self.warm + self.num_steps) * setting.group_size))
         self.num_prompts = min(setting.num_prompts, most)
         self.part = setting.num_prompts / self.num_prompts
         num_servers = max(1, round(setting.servers / self.part))
@@ -371,6 +373,6 @@ class Simulation:
         self._after_change()
 
 
-def simulate(setting: Setting, costs: Costs, seed: int) -> Outcome:
+def simulate(setting: Setting, costs: Costs, seed: int, most_rollouts: int = MOST_ROLLOUTS) -> Outcome:
     """Return how a run of this shape goes, by the calibrated costs."""
-    return Simulation(setting, costs, seed).run()
+    return Simulation(setting, costs, seed, most_rollouts).run()

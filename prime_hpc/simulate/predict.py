@@ -11,7 +11,7 @@ from prime_hpc.launch.estimate.memory import engine_memory, read_model, trainer_
 from prime_hpc.launch.estimate.step_time import Pace
 from prime_hpc.launch.plan.interval import interval_facts
 from prime_hpc.simulate.calibration import Calibration, differences, shortened
-from prime_hpc.simulate.events import Outcome, simulate
+from prime_hpc.simulate.events import ROUGH_ROLLOUTS, Outcome, simulate
 from prime_hpc.simulate.setting import Setting, other_shapes, reshaped, setting_of, shape_text
 
 
@@ -125,7 +125,7 @@ def predict_step(
     if curve.covers(outcome.in_flight / max(1e-9, 1 - outcome.engines_idle)):
         return outcome, None, cut
     extremes = [replace(costs, token_s=a, shared_token_s=b) for a, b in curve.bounds()]
-    steps = sorted([outcome.step_s, *(simulate(setting, one, seed).step_s for one in extremes)])
+    steps = sorted([outcome.step_s, *(simulate(setting, one, seed, ROUGH_ROLLOUTS).step_s for one in extremes)])
     return outcome, (steps[0], steps[-1]), cut
 
 
