@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -138,8 +139,8 @@ def end_local(run_dir: Path, controller: int) -> None:
 def run_role(loaded: Loaded, role: str) -> int:
     """Run one role in the foreground, by hand: this process becomes the role's.
 
-    The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
-    share a run directory without overwriting each other's.
+    The role keeps its own config in `<run>/roles/<role>/`, servers one below it each, so that what is started from
+    different files, on several machines at once, shares a run directory without overwriting each other's.
 
     Raises:
         ConfigError: the experiment cannot run here.
@@ -153,10 +154,6 @@ def run_role(loaded: Loaded, role: str) -> int:
     check(loaded, role)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
-    if role == "inference" and experiment.inference is not None and experiment.inference.headless:
-        # it begins together with its head, on a file system that both may see
-        own /= f"rank_{experiment.inference.data_parallel_start_rank or 0}"
-    write(loaded, own)
     gpus = [] if role == "orchestrator" else role_gpus(experiment, role, usable_gpus(experiment, os.environ))
     within = Network.of(experiment.network.model_dump()).ports
     base = ports.run_base(run_dir, within=within or ports.BUILT_IN)
@@ -174,6 +171,9 @@ def run_role(loaded: Loaded, role: str) -> int:
         port = port or ports.choose(1, base, server.host, within or ports.BUILT_IN)[0]
         engines_port = ports.for_engines(within, base)
         spec = inference_spec(experiment, run_dir, 0, port, gpus, engines_port=engines_port)
+        first = experiment.inference.data_parallel_start_rank or 0
+        own /= f"rank_{first}" if experiment.inference.headless else f"{socket.gethostname()}_{port}"
+    write(loaded, own)
     os.environ.update(node_caches(os.environ))
     os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / RUN_YAML)})
     sys.stdout.flush()

@@ -214,8 +214,6 @@ def _run_dir(arguments: Sequence[str]) -> tuple[Path, Experiment | None]:
         ConfigError: that experiment cannot run.
     """
     if is_by_hand(arguments):
-        if "LOCAL_RANK" in os.environ:
-            die_with_parent()  # a torchrun that is killed would leave its ranks behind, to write beside the next ones
         experiment = resolve(arguments)
         os.environ.update(collectives_interface())
         return experiment.run_dir.resolve(), experiment
@@ -227,6 +225,8 @@ def _run_dir(arguments: Sequence[str]) -> tuple[Path, Experiment | None]:
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, report; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # a torchrun that is killed would leave its ranks behind, to write beside the next ones
     try:
         run_dir, stated = _run_dir(arguments)
     except ConfigError as error:

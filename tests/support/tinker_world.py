@@ -8,6 +8,7 @@ import numpy as np
 import tinker
 from tinker import types
 
+from prime_hpc.runtime import process_tree
 from tests.support import forked
 from tests.support.many_runs import log_of, make_parent, start_trainer
 from tests.support.runs import free_port, wait_until
@@ -55,9 +56,12 @@ class TinkerWorld:
         return client
 
     def kill(self) -> None:
+        """SIGKILL; ranks of a torchrun end with it."""
         if self.process is not None:
+            ranks = process_tree.family(self.process.pid)[1:]
             self.process.kill()
             self.process.wait(60)
+            wait_until(lambda: not process_tree.alive(ranks), 60, "the ranks are gone")
 
     def close(self) -> None:
         """End the service, and its clients' threads, which would ask for it as long as this process lives."""

@@ -300,16 +300,20 @@ def test_a_role_by_hand_becomes_its_process(
 def test_engines_of_a_further_node_leave_their_heads_config_alone(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both begin at once and see the same files: each reads what it was told itself."""
+    """They begin at once and see the same files: each reads what it was told itself, as do servers side by side."""
     monkeypatch.setattr(os, "execv", lambda *_: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     config = tmp_path / "e.yaml"
     config.write_text(f"name: x\noutput_dir: {tmp_path / 'out'}\nmodel: {{name: {model}}}\ninference: {{}}\n")
     words = ["inference", "@", str(config), "--data-parallel-size", "2", "--data-parallel-size-local", "1"]
     monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "127.0.0.1")
-    for more in ([], ["--data-parallel-start-rank", "1", "--headless"]):
+    found = []
+    for more in (["--server.port", "0"], ["--data-parallel-start-rank", "1", "--headless"], ["--server.port", "0"]):
         monkeypatch.setattr("sys.argv", [*words, *more])
         cli.inference()
-    roles = tmp_path / "out" / "x" / "roles" / "inference"
-    assert "headless: true" in (roles / "rank_1" / "run.yaml").read_text()
-    assert "headless: true" not in (roles / "run.yaml").read_text()
+        found.append(Path(os.environ["PRIMEHPC_RUN_YAML"]))
+    assert len(set(found)) == 3 and {path.parent.parent for path in found} == {
+        tmp_path / "out" / "x" / "roles" / "inference"
+    }
+    assert found[1].parent.name == "rank_1"
+    assert ["headless: true" in path.read_text() for path in found] == [False, True, False]
