@@ -67,7 +67,7 @@ def trained_names(experiment: Experiment) -> dict[str, str]:
 
 
 def trained_models(experiment: Experiment) -> list[Problem]:
-    """Why the weights of a model that the trainer would load cannot be: they are quantised, or not their config's."""
+    """Why the weights of a model that the trainer would load cannot be: broken off, quantised, not their config's."""
     problems = []
     for key, name in trained_names(experiment).items():
         config = find_config(name)
@@ -75,8 +75,10 @@ def trained_models(experiment: Experiment) -> list[Problem]:
             continue
         try:
             tensors = stored_tensors(config.parent)
-        except ValueError:  # not all here (yet): the config can be read all the same
+        except ValueError as error:  # of a hub's name they may not all be here yet: the config can be read all the same
             tensors = {}
+            if is_local_path(name):
+                problems.append(Problem(str(error), key))
         wrong = (quantised(config.parent, tensors), other_vocabulary(config.parent, tensors))
         problems += [Problem(message, key) for message in wrong if message]
     return problems

@@ -6,6 +6,7 @@ loads anything.
 """
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # the format's own limit
+_LFS = b"version https://git-lfs"
 _QUANTISED_CONFIG = ("quantization_config", "compression_config")
 _QUANTISED_NAMES = (
     ".weight_scale_inv",
@@ -66,18 +68,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file.
 
     Raises:
-        ValueError: it cannot be read, or is no safetensors file.
+        ValueError: it cannot be read, is no safetensors file, or ends before its tensors do.
     """
     try:
         with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
+            start = file.read(8)
+            if start == _LFS[:8] and start + file.read(len(_LFS) - 8) == _LFS:
+                raise ValueError("a pointer of Git LFS, not the file: git lfs pull fetches it")
+            (size,) = struct.unpack("<Q", start)
             if size > _MAX_HEADER:
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
+            there = os.fstat(file.fileno()).st_size
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        needed = 8 + size + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        if there < needed:
+            raise ValueError(f"it ends after {there} of {needed} bytes; did its download break off? Fetch it again")
         return {name: StoredTensor(path, str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is no readable safetensors file ({type(error).__name__}: {error})") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no readable safetensors file ({said})") from error
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -24,7 +24,7 @@ def folder(cluster: Cluster) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="shapes", dir=cluster.shared))
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
-    (folder / "model" / "model.safetensors").write_bytes(b"x" * 1000)
+    (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 990)
     make_measured(folder / "measured")
     cluster.wait_idle()
     taken = cluster.sbatch("sleep 600", "-p", "gpu", "-N4", "--exclusive", "--time=10")

@@ -29,7 +29,7 @@ def config(folder: Path) -> Path:
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"x" * 1000)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 990)
     (folder / "site.yaml").write_text("name: test\nscratch: /\n")
     options = {"partition": "all", "time": "00:10:00", "cpus_per_task": 1, "gpus_per_node": 0, "mem": "100M"}
     tree = {

@@ -34,7 +34,7 @@ def write_config(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"x" * 1000)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 990)
     (tmp_path / "site.yaml").write_text(f"scratch: {tmp_path}\ndevice: cpu\n")
     path = tmp_path / "exp.yaml"
     tree = {

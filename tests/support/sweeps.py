@@ -13,7 +13,7 @@ def make_experiment(folder: Path, slurm: str = "") -> Path:
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 512, "model_type": "x"}')
-    (model / "model.safetensors").write_bytes(b"x" * 100)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 90)
     (folder / "exp.yaml").write_text(
         f"kind: sft\noutput_dir: {folder / 'out'}\nmax_steps: 4\nseq_len: 64\n"
         f"model: {{name: {model}, dtype: float32}}\nsft: {{data: {{type: fake, batch_size: 8}}}}\n"

@@ -20,7 +20,7 @@ def config(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen3"}')
-    (model / "model.safetensors").touch()  # nobody loads it
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # nobody loads it
     path = tmp_path / "e.yaml"
     path.write_text(f"name: x\noutput_dir: {tmp_path / 'out'}\nseq_len: 64\nmodel: {{name: {model}, dtype: float32}}\n")
     return path

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"x" * 1000)
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 990)
     return folder
 
 

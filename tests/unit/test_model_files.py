@@ -88,6 +88,14 @@ def test_masks_and_counters_are_not_quantised(tmp_path: Path) -> None:
     assert quantised(tmp_path, stored_tensors(tmp_path)) is None
 
 
+def test_weights_that_broke_off_are_said_before_the_queue(group: None, model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for message in (refusal(model), *linted(model)):
+        assert "model.safetensors is no readable safetensors file (it ends after" in message
+    assert len(linted(model)) == 1
+
+
 def test_another_vocabulary(group: None, model: Path) -> None:
     edit_config(model, vocab_size=VOCAB + 12)
     for message in (refusal(model), *linted(model)):
@@ -104,6 +112,17 @@ def test_files_that_are_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match=r"model\.safetensors is no readable safetensors file"):
         read_header(tmp_path / "model.safetensors")
+    save_file({"a": torch.ones(100)}, tmp_path / "whole.safetensors")
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    for content, said in (
+        (whole[:-1], f"it ends after {len(whole) - 1} of {len(whole)} bytes"),
+        (whole[:30], "JSONDecodeError"),
+        (b"", "buffer of 8 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    ):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"model\.safetensors is no readable .*{said}"):
+            read_header(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match=r"index\.json is no index"):
         stored_tensors(tmp_path)

@@ -30,7 +30,7 @@ def write(tmp_path: Path, shapes: Any, partition: dict[str, Any] | None = None, 
     model = tmp_path / "out" / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"x" * 1000)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x" * 990)
     site: dict[str, Any] = {"scratch": str(tmp_path), "startup_s": 60}
     site["partitions"] = {"gpu": {"nodes": 2, "gpus_per_node": 4, **(partition or {})}}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
