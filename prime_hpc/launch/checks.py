@@ -40,7 +40,8 @@ def check(loaded: Loaded, role: str | None = None) -> None:
         *_space(experiment),
     ]
     if problems:
-        raise ConfigError(Problem(p.message, p.key, loaded.provenance.get(p.key or "", p.origin)) for p in problems)
+        once = {(p.key, p.message): p for p in problems}.values()  # trainer and engines load the same model
+        raise ConfigError(Problem(p.message, p.key, loaded.provenance.get(p.key or "", p.origin)) for p in once)
 
 
 def _samples(experiment: Experiment, role: str | None) -> bool:
@@ -53,7 +54,8 @@ def _model(experiment: Experiment) -> list[Problem]:
     if not is_local_path(name):
         return []
     folder = Path(name)
-    if problems := _folder(name, "model.name"):
+    is_loaded = experiment.trains or experiment.inference is not None
+    if problems := _folder(name, "model.name", is_loaded=is_loaded):
         return problems
     wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
     return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
@@ -84,8 +86,8 @@ def trained_models(experiment: Experiment) -> list[Problem]:
     return problems
 
 
-def _folder(name: str, key: str) -> list[Problem]:
-    """List what a local model's directory lacks."""
+def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:
+    """List what a local model's directory lacks; whether its weights are whole, where this run loads them."""
     folder = Path(name)
     if not folder.is_dir():
         return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)]
@@ -98,6 +100,15 @@ def _folder(name: str, key: str) -> list[Problem]:
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", key)]
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
         return [Problem(f"{name} holds a config but no weights (*.safetensors)", key)]
+    return _broken(folder, key) if is_loaded else []
+
+
+def _broken(folder: Path, key: str) -> list[Problem]:
+    """Say that a directory's weights are not whole, from their headers."""
+    try:
+        stored_tensors(folder)
+    except ValueError as error:
+        return [Problem(str(error), key)]
     return []
 
 

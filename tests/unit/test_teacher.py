@@ -276,7 +276,7 @@ def test_a_started_teacher_must_be_whole_and_hold_a_sample_and_one_token(tmp_pat
 
     [(key, message)] = problems()
     assert key == "orchestrator.teacher.model" and "no weights" in message
-    (tmp_path / "teacher" / "model.safetensors").touch()
+    (tmp_path / "teacher" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert problems() == []
     (tmp_path / "teacher" / "config.json").write_text('{"max_position_embeddings": 64}')
     [(key, message)] = problems()
