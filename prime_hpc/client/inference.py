@@ -59,12 +59,22 @@ def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.n
         InferenceError: they are of other tokens, or of another number.
         VersionSpanError: the version spans do not cover the tokens.
     """
-    ids = choice.get("token_ids") or []
+    ids, versions = read_tokens(choice)
     logprobs = _logprobs_of(choice, ids)
     for token_id, logprob in zip(ids, logprobs, strict=True):
         if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob == NO_LOGPROB:
             raise LogprobError(f"the server sent the log-probability {logprob!r} for token {token_id}")
-    return ids, logprobs, versions_from_spans(choice.get("weight_versions"), len(ids))
+    return ids, logprobs, versions
+
+
+def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], np.ndarray]:
+    """Token ids and policy versions (int32) of a choice whose log-probabilities nobody asked for.
+
+    Raises:
+        VersionSpanError: the version spans do not cover the tokens.
+    """
+    ids = choice.get("token_ids") or []
+    return ids, versions_from_spans(choice.get("weight_versions"), len(ids))
 
 
 def _logprobs_of(choice: Mapping[str, Any], ids: list[int]) -> list[Any]:

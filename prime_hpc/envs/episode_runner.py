@@ -179,7 +179,8 @@ class EpisodeRunner:
             if target.chat is not None:
                 return ChatClient(url, target.api_key, target.chat, target.patience_s)
             assert renderer is not None
-            return PolicyClient(url, target.api_key, renderer, target.max_model_len, target.patience_s)
+            reach = (target.max_model_len, target.patience_s)
+            return PolicyClient(url, target.api_key, renderer, *reach, with_logprobs=target.keep_samples)
 
         self._policies = {url: client(url) for url in target.urls}
         self._sources = {index: SourceRunner(sources[index], target, self._policies) for index in own}

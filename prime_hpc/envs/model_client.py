@@ -22,7 +22,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from prime_hpc.client.http import HttpClient, NoAnswerError
-from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice
+from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice, read_tokens
 from prime_hpc.client.versions import VersionSpanError
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.routing import RoutingError, parse_routing
@@ -53,7 +53,7 @@ class SampledTurn:
     """Facts from the engine about one reply that the message graph has no place for."""
 
     logprobs: list[float]
-    """The very list that the reply's graph node holds: it tells which node this is."""
+    """The very list that the reply's graph node holds: it tells which node this is. Empty: not asked for."""
     versions: np.ndarray
     """int32 [num sampled tokens]."""
     routed: np.ndarray | None = None
@@ -64,7 +64,14 @@ class PolicyClient(Client):
     """One inference server. Lives on the event loop that first uses it; `close` ends its connections."""
 
     def __init__(
-        self, base_url: str, api_key: str | None, renderer: PromptRenderer, max_model_len: int, patience_s: float
+        self,
+        base_url: str,
+        api_key: str | None,
+        renderer: PromptRenderer,
+        max_model_len: int,
+        patience_s: float,
+        *,
+        with_logprobs: bool = True,
     ) -> None:
         """Make a client; opens no connection yet.
 
@@ -74,11 +81,13 @@ class PolicyClient(Client):
             renderer: turns messages into prompt tokens.
             max_model_len: prompt and completion tokens together, at most.
             patience_s: how long an unreachable server (being restarted) is asked again before a turn fails.
+            with_logprobs: ask for them: what trains needs them; a fifth of a small model's server is spent on them.
         """
         self._http = HttpClient(base_url.rstrip("/").removesuffix("/v1"), api_key)
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.patience_s = patience_s
+        self._with_logprobs = with_logprobs
         self._turns: dict[str, list[SampledTurn]] = {}
 
     @property
@@ -123,7 +132,7 @@ class PolicyClient(Client):
         session_id: str | None,
         turn: PendingTurn | None,
     ) -> Response:
-        """One reply with its tokens and log-probabilities; its versions are kept for `take_turns`.
+        """One reply with its tokens and, where asked for, log-probabilities; its versions are kept for `take_turns`.
 
         Raises:
             ContextFullError: no room for another token.
@@ -139,10 +148,12 @@ class PolicyClient(Client):
             )
         params = sampling.model_dump(exclude_none=True)
         params["max_tokens"] = min(params.get("max_tokens", room), room)
-        params |= {"stop_token_ids": self.renderer.stop_token_ids, "logprobs": 0, "skip_special_tokens": False}
+        params |= {"stop_token_ids": self.renderer.stop_token_ids, "skip_special_tokens": False}
+        if self._with_logprobs:
+            params["logprobs"] = 0
         body = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
         choice = await self._generate(body, session_id)
-        completion_ids, logprobs, versions = parse_choice(choice)
+        completion_ids, logprobs, versions = parse_choice(choice, self._with_logprobs)
         if session_id is not None:
             turn_facts = SampledTurn(logprobs, versions, _routing_of(choice, len(prompt_ids) + len(completion_ids)))
             self._turns.setdefault(session_id, []).append(turn_facts)
@@ -216,15 +227,19 @@ class PolicyClient(Client):
             attempt += 1
 
 
-def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.ndarray]:
-    """Token ids, log-probabilities and policy versions (int32) of one `choices[]` entry, all of one length.
+def parse_choice(choice: Mapping[str, Any], with_logprobs: bool = True) -> tuple[list[int], list[float], np.ndarray]:
+    """Token ids, log-probabilities and policy versions (int32) of one `choices[]` entry, all of one length; no
+    log-probabilities where they were not asked for.
 
     Raises:
         UnusableAnswerError: a log-probability is missing or not finite.
         ProviderError: they disagree, or a version is missing: this is no server of ours.
     """
     try:
-        return read_choice(choice)
+        if with_logprobs:
+            return read_choice(choice)
+        ids, versions = read_tokens(choice)
+        return ids, [], versions
     except LogprobError as error:
         raise UnusableAnswerError(str(error)) from error
     except (InferenceError, VersionSpanError) as error:

@@ -98,6 +98,8 @@ def test_episodes_that_nobody_trains_on_bring_the_versions_of_their_tokens_alone
     assert all(getattr(result, name) == getattr(whole, name) for name in alike)
     (of_worker,) = world.play(EnvConfig(id="reverse-text", workers=1), keep_samples=False)
     assert list(of_worker.versions) == [3, 4] and of_worker.samples == []
+    asked = ["logprobs" in request["sampling_params"] for request in world.server.requests]
+    assert asked == [False, True, False], "the server works for each log-probability"
 
 
 def guesser(prompt: str, number: int) -> str:

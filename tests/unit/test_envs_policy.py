@@ -43,6 +43,13 @@ def test_log_probabilities_may_come_as_bare_numbers() -> None:
     assert (ids, logprobs, versions.tolist()) == ([5, 6, 7], [-0.5, -0.6, -0.7], [3, 3, 4])
 
 
+def test_log_probabilities_that_nobody_asked_for_are_not_missed() -> None:
+    ids, logprobs, versions = parse_choice(choice(logprobs=None), with_logprobs=False)
+    assert (ids, logprobs, versions.tolist()) == ([5, 6, 7], [], [3, 3, 4])
+    with pytest.raises(ProviderError):
+        parse_choice(choice(logprobs=None, weight_versions=None), with_logprobs=False)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

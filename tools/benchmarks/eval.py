@@ -3,8 +3,9 @@
 One vLLM server with the starter model. The bare side posts the prompts as token ids over as many connections as `eval`
 has episodes in flight and looks at nothing; ours is the `eval` command, attached to that server: environment, message
 graph, scoring, episodes on disk, from the start of the first episode to the end of the last. Both sample 24 tokens a
-reply, no more and no fewer. The sides take turns; `ratio_to_engine` is the median of ours over the median of the bare
-runs. Without start-up times; what follows the last episode (bootstrap intervals, the summary) is `summary_s`.
+reply, no more and no fewer, without log-probabilities. The sides take turns; `ratio_to_engine` is the median of ours
+over the median of the bare runs. Without start-up times; what follows the last episode (bootstrap intervals, the
+summary) is `summary_s`.
 
 Where server and client share all cores, which these runs keep busy, CPU time says the same with less noise:
 `cpu_ms` is what one request or episode costs the client (`bare`, `eval`) and the server (`bare_server`,
@@ -30,7 +31,7 @@ REPLY_TOKENS = 24
 CONCURRENCY = 128
 ROUNDS = 5
 READY_S, RUN_S = 300.0, 600.0
-SAMPLING = {"temperature": 1.0, "max_tokens": REPLY_TOKENS, "min_tokens": REPLY_TOKENS, "logprobs": 0}
+SAMPLING = {"temperature": 1.0, "max_tokens": REPLY_TOKENS, "min_tokens": REPLY_TOKENS}
 
 
 def run() -> dict[str, Any]:
