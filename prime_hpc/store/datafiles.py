@@ -45,6 +45,8 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
         if not found:
             raise ValueError(f"{path} {'matches no file' if glob.has_magic(path) else 'does not exist'}")
         files += found
+    if not any(path.is_dir() or path.stat().st_size for path in files):
+        raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {path} are empty")
     if source.type == "hub" or (files[0].is_dir() and (files[0] / SAVED_BY_DATASETS).exists()):
         return DataFiles("hub", files)
     kind: Kind = source.type if source.type != "auto" else _kind(files)

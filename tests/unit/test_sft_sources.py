@@ -110,6 +110,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             find_data(SFTDataConfig(path=path))
     with pytest.raises(ValueError, match="names no file"):
         find_data(SFTDataConfig())
+    (tmp_path / "rows").mkdir()
+    for count, words in ((1, "0.jsonl is empty$"), (2, "all 2 files of .*rows are empty")):
+        (tmp_path / "rows" / f"{count - 1}.jsonl").touch()
+        with pytest.raises(ValueError, match=words):
+            find_data(SFTDataConfig(path=tmp_path / "rows"))
+    (tmp_path / "rows" / "1.jsonl").write_bytes(lines(rows_of(1)))
+    assert len(find_data(SFTDataConfig(path=tmp_path / "rows")).files) == 2
     with pytest.raises(ValueError, match="two sources"):
         SFTDataConfig(path="a.jsonl", name="owner/name")
     (tmp_path / "array.json").write_text('[{"prompt": "a", "completion": "b"}]')
