@@ -15,6 +15,7 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.lora_shapes import adapter_problems
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
 from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
@@ -226,8 +227,6 @@ def _data(experiment: Experiment) -> list[Problem]:
 
 
 def _compression(experiment: Experiment) -> list[Problem]:
-    from prime_hpc.store.io import zstd
-
     if experiment.kind != "rl" or not experiment.orchestrator.compress_rollouts or zstd.is_there():
         return []
     return [Problem("needs pyarrow: pip install 'prime-hpc[export]'", "orchestrator.compress_rollouts")]

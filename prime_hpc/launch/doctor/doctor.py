@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.site import GENERIC, list_sites, load_site
 from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
 from prime_hpc.runtime.gpus import run_command
@@ -205,9 +207,6 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _check_site(environ: Mapping[str, str]) -> Iterator[Finding]:
-    from prime_hpc.config.errors import ConfigError
-    from prime_hpc.config.site import GENERIC, list_sites, load_site
-
     try:
         site = load_site(None, environ)
     except ConfigError as error:

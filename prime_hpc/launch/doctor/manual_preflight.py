@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prime_hpc.supervisor.preflight.run import PreflightPlan, Report
     from prime_hpc.supervisor.roles.slurm_step import StepContext
 
-"""What an allocation's shell carries and a step over all its nodes must not inherit."""
-
 
 def check_here(folder: Path, config: "PreflightConfig", environ: Mapping[str, str] = os.environ) -> "Report":
     """Check the nodes of this allocation, or, outside one, this machine as one node.
