@@ -14,8 +14,8 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.store.attempts import begin, read_attempts
 from prime_hpc.supervisor.roles import save_first
+from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.spec import RoleSpec
-from prime_hpc.supervisor.roles.start_order import one_after_another
 from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.runs import free_port
 

@@ -11,6 +11,8 @@ from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.slurm.containers import split_mount, stated_paths
 from prime_hpc.slurm.packed_env.facts import PackFacts, environment_hash
 
+_AGAIN = "`prime-hpc env pack` makes it anew"
+
 
 def image(subject: Subject) -> Iterator[Finding]:
     """Check the image, or the environment definition."""
@@ -61,9 +63,6 @@ def paths(subject: Subject) -> Iterator[Finding]:
                 f"{path}: in the container {over[1]} is the host's {over[0]}, so that the path means something else",
                 f"mount {over[0]} at its own path too, or state a path that no mount covers",
             )
-
-
-_AGAIN = "`prime-hpc env pack` makes it anew"
 
 
 def packed_environment(subject: Subject) -> Iterator[Finding]:

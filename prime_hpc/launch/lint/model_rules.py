@@ -10,6 +10,11 @@ from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.model_config import find_config, is_local_path, read_config
 
+REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
+OTHER_ROUTERS = frozenset({"deepseek_v4", "phimoe", "zaya"})
+"""model_type of those whose routers do not choose by one `topk` over all experts (`tests/unit/test_router_families.py`
+tries every family of the installed transformers)."""
+
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """vLLM refuses to split heads and vocabulary unevenly, after minutes of start-up."""
@@ -259,12 +264,6 @@ def layout(subject: Subject) -> Iterator[Finding]:
                 "completions it, not the GPUs, is what limits them",
                 f"{group.section}.num_replicas: {total} and data_parallel_size: 1: each engine gets its own server",
             )
-
-
-REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
-OTHER_ROUTERS = frozenset({"deepseek_v4", "phimoe", "zaya"})
-"""model_type of those whose routers do not choose by one `topk` over all experts (`tests/unit/test_router_families.py`
-tries every family of the installed transformers)."""
 
 
 def router_dtype(subject: Subject) -> Iterator[Finding]:

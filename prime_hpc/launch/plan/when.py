@@ -15,9 +15,9 @@ from typing import Any, Literal
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_run
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.load import load_experiment
-from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.monitor.run_progress import tail_rows
+from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.launch.submission import uses_slurm
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.table import align
