@@ -17,12 +17,12 @@ from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
 from prime_hpc.launch.prepare import prepare_run, write
 from prime_hpc.runtime.role_context import RESUME_STEP
-from prime_hpc.slurm.submission_record import new_token, open_record, read_record, submitting
+from prime_hpc.slurm.submission_record import new_token, open_record, submitting
 from prime_hpc.store.attempts import is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.network import Network
-from prime_hpc.store.run_dirs import read_json
+from prime_hpc.store.run_dirs import read_json, read_record
 from prime_hpc.supervisor.attempt.start import run_paths
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import node_caches

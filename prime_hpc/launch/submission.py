@@ -31,8 +31,8 @@ from prime_hpc.slurm.queue import (
     send,
 )
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
-from prime_hpc.slurm.submission_record import cluster_of, read_record, submitting, write_record
-from prime_hpc.store.run_dirs import read_json
+from prime_hpc.slurm.submission_record import cluster_of, submitting, write_record
+from prime_hpc.store.run_dirs import read_json, read_record
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0

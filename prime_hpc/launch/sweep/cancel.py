@@ -20,7 +20,8 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, jobs
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import LOCK, read_record, submitting, write_record
+from prime_hpc.slurm.submission_record import LOCK, submitting, write_record
+from prime_hpc.store.run_dirs import read_record
 
 POLL_S, LONGEST_POLL_S = 1.0, 15.0
 ASK_EVERY_S = 5.0
