@@ -77,7 +77,6 @@ def commit_checkpoint(
     run: RunPaths,
     incarnation: int = 0,
     meta: Mapping[str, Any] | None = None,
-    writer: str = "trainer",
 ) -> Manifest:
     """Join both halves and commit them as one checkpoint. Trainer rank 0, after all ranks wrote and summed.
 
@@ -90,7 +89,6 @@ def commit_checkpoint(
         run: the run whose incarnations fence it.
         incarnation: number of the run's attempt.
         meta: plain JSON, e.g. world size and model name.
-        writer: for people.
 
     Raises:
         ArtifactError: batch n or its state is broken.
@@ -108,7 +106,7 @@ def commit_checkpoint(
         kind=KIND,
         step=step,
         version=step,
-        writer=writer,
+        writer=TRAINER,
         incarnation=incarnation,
         files=entries,
         meta=dict(meta or {}),
