@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from prime_hpc.config.engine_groups import MODELS, sampling_role
 from prime_hpc.config.families import family_of, rotary_problem
-from prime_hpc.launch.checks import trained_models, trained_names
-from prime_hpc.launch.estimate.lora_shapes import adapter_problems
+from prime_hpc.launch.checks import adapter_problems, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.model_config import find_config, is_local_path, read_config
