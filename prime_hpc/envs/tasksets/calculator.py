@@ -9,10 +9,9 @@ from collections.abc import Iterable
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.harness import InProcessConfig, InProcessHarness
+from prime_hpc.envs.harness import InProcessConfig, InProcessHarness, local_tool
 from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import IntegerData, IntegerToolTask
-from prime_hpc.envs.tools import local_tool
 
 __all__ = ["CalculatorHarness", "CalculatorTaskset"]
 

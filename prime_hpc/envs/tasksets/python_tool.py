@@ -11,11 +11,10 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.harness import InProcessConfig, InProcessHarness
+from prime_hpc.envs.harness import InProcessConfig, InProcessHarness, LocalTool, local_tool
 from prime_hpc.envs.sandbox.sandbox_runtime import SandboxRuntime, explain
 from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import IntegerData, IntegerToolTask
-from prime_hpc.envs.tools import LocalTool, local_tool
 
 __all__ = ["PythonToolHarness", "PythonToolTaskset"]
 
