@@ -17,7 +17,6 @@ from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, a
 from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
 from prime_hpc.launch.purge import purge_warning
 from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
-from prime_hpc.slurm.jobs import history, jobs
 from prime_hpc.store.run_dirs import run_name
 
 _THREADS = 16
@@ -32,6 +31,7 @@ def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
     """One squeue call (see `Ask`); trouble is part of the answer, never an exception."""
     if not wanted and not by_token:
         return Queue()
+    from prime_hpc.slurm.jobs import jobs
 
     asked = time.time()
     try:
@@ -136,5 +136,7 @@ def _ask_about(evidence: list[Evidence], ask: Ask) -> dict[str | None, Queue]:
 
 def _from_accounting(job_id: str) -> str:
     """Say what sacct knows of a job that left the queue, as the end of a sentence; empty without accounting."""
+    from prime_hpc.slurm.jobs import history
+
     runs = history(job_id)
     return f"; the accounting says {runs[-1].state}, exit code {runs[-1].exit_code}" if runs else ""

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.common import load, parse, print_json
-from prime_hpc.config import Loaded, load_experiment
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.site import load_site
-from prime_hpc.launch.lint.lint import lint
-from prime_hpc.launch.lint.lint_finding import Finding
+
+if TYPE_CHECKING:
+    from prime_hpc.config import Loaded
+    from prime_hpc.launch.lint.lint_finding import Finding
 
 CLEAN, WRONG = 0, 2
 
@@ -36,9 +36,14 @@ def _split(rest: list[str]) -> tuple[list[str], list[str]]:
 
 def _lint_one(file: str, overrides: list[str], program: str) -> dict[str, Any]:
     """One file's findings; a config that does not resolve is one finding a problem."""
+    from prime_hpc.launch.lint.lint_finding import Finding
+
     words = [*([file] if file else []), *overrides]
     try:
         loaded = load(words, "plan", program)
+        from prime_hpc.config.site import load_site
+        from prime_hpc.launch.lint.lint import lint
+
         site = load_site(loaded.experiment.slurm.site)
         found = lint(loaded.experiment, site)
         found += _of_shapes(words, loaded, found)
@@ -52,8 +57,12 @@ def _lint_one(file: str, overrides: list[str], program: str) -> dict[str, Any]:
     return {"file": file or None, "site": name, "findings": [f.as_dict() for f in found], "lines": lines}
 
 
-def _of_shapes(words: list[str], loaded: Loaded, known: list[Finding]) -> list[Finding]:
+def _of_shapes(words: list[str], loaded: "Loaded", known: list["Finding"]) -> list["Finding"]:
     """Return what is found in a shape of `slurm.shapes` and not in the experiment as it stands."""
+    from prime_hpc.config import load_experiment
+    from prime_hpc.config.site import load_site
+    from prime_hpc.launch.lint.lint import lint
+
     found = []
     stated = loaded.experiment.slurm.shapes
     for shape in stated if isinstance(stated, list) else []:  # those of `auto` are asked about when they are derived
