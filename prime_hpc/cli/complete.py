@@ -13,9 +13,6 @@ from pathlib import Path
 
 from prime_hpc.cli.verb_table import VERBS, Verb
 
-PROGRAM = "prime-hpc"
-CONFIGS = "yaml,yml,toml"
-
 
 @dataclass
 class Offer:

@@ -2,12 +2,16 @@
 row each.
 
 A row says where the code is (`module:attribute`, imported by the role that runs it) and the facts about it that the
-config, lint and the other rooms must know without importing it. To add one, write its file and a row here.
+config, lint and the other rooms must know without importing it. To add one, write its file and a row here. Code of a
+user's own is named by its import path.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
+
+from prime_hpc.config.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,19 @@ NAMES: dict[str, Collection[str]] = {
     "TransportName": TRANSPORTS,
 }
 """Type of a key in the schema -> the names that it takes besides an import path."""
+
+
+def import_object(name: str, key: str) -> Any:
+    """Import the function or class at `module:attribute`.
+
+    Raises:
+        ConfigError: the import fails, or what is there cannot be called; names the key.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(Problem(f"cannot import {name!r}: {error}", key)) from error
+    if not callable(found):
+        raise ConfigError(Problem(f"{name!r} is a {type(found).__name__}, not a function or class", key))
+    return found

@@ -2,24 +2,70 @@
 
 verifiers finds it as `prime_hpc_in_process` (see `prime_hpc.envs.env_config`). Its built-in harnesses start a Python
 process per rollout; this one only awaits the model.
+
+Local tools are plain Python functions shown to the model, which run in this process. A taskset with such tools exports
+a harness of its own: see `prime_hpc.envs.tasksets.calculator`.
 """
 
+import inspect
+import json
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import TypeAdapter, ValidationError, validate_call
 from verifiers.v1.dialects import parse_message
 from verifiers.v1.harness import HarnessSession, ProgramResult
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.types import Message, Request, SystemMessage, Tool, ToolCall, ToolMessage, UserMessage
 
 from prime_hpc.envs.interception import TurnRefused, interception_of
-from prime_hpc.envs.tools import LocalTool
 
 __all__ = ["InProcessHarness"]
 
 HARNESS_ID = "prime_hpc_in_process"
 DONE = ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+@dataclass(frozen=True)
+class LocalTool:
+    """One function that the model may call."""
+
+    declaration: Tool
+    """Name, description and JSON schema of the arguments, as the model sees them."""
+    function: Callable[..., Any]
+    """Takes validated arguments; what it returns is shown to the model as text."""
+
+    async def call(self, arguments: str) -> str:
+        """Run it on the model's raw JSON arguments; what goes wrong is told to the model, not raised."""
+        try:
+            values = json.loads(arguments or "{}")
+            if not isinstance(values, dict):
+                return "error: the arguments must be a JSON object"
+            result = self.function(**values)
+            return str(await result if inspect.isawaitable(result) else result)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            return f"error: {problems}"
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return f"error: {type(error).__name__}: {error}"
+
+
+def local_tool(function: Callable[..., Any]) -> LocalTool:
+    """Return a tool from a function: its name, its docstring, its annotated parameters."""
+    typed: Any = function
+    schema = TypeAdapter(typed).json_schema()
+    parameters = {
+        "type": "object",
+        "properties": {name: {"type": spec["type"]} for name, spec in schema["properties"].items()},
+        "required": schema.get("required", []),
+    }
+    declaration = Tool(
+        name=function.__name__, description=inspect.getdoc(function) or "", parameters=parameters, strict=None
+    )
+    return LocalTool(declaration, validate_call(function))
 
 
 class InProcessConfig(vf.HarnessConfig):
@@ -126,8 +172,6 @@ class InProcessSession(HarnessSession):
 
     async def _call_mcp(self, call: ToolCall) -> Any:
         """Run a tool of an MCP server; its failures go back to the model."""
-        import json
-
         try:
             arguments = json.loads(call.arguments or "{}")
         except ValueError as error:

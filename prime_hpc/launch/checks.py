@@ -3,18 +3,20 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
+from prime_hpc.config.sections.lora import HEADS, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
-from prime_hpc.launch.estimate.lora_shapes import adapter_problems
+from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
 from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
@@ -239,8 +241,6 @@ def _data(experiment: Experiment) -> list[Problem]:
 
 
 def _compression(experiment: Experiment) -> list[Problem]:
-    from prime_hpc.store.io import zstd
-
     if experiment.kind != "rl" or not experiment.orchestrator.compress_rollouts or zstd.is_there():
         return []
     return [Problem("needs pyarrow: pip install 'prime-hpc[export]'", "orchestrator.compress_rollouts")]
@@ -300,3 +300,33 @@ def _weights_bytes(experiment: Experiment) -> int:
     if index.exists():
         return int(json.loads(index.read_text())["metadata"]["total_size"])
     return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+
+
+def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Name -> (out, in) of the modules that an adapter may be put on: matrices outside token tables and experts (which
+    the trainer holds stacked).
+
+    Args:
+        shapes: of a model's stored tensors.
+    """
+    found = {n.removesuffix(".weight"): s for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
+    return {n: (s[0], s[1]) for n, s in found.items() if n.rsplit(".", 1)[-1] not in HEADS and ".experts." not in n}
+
+
+def adapter_problems(experiment: Experiment) -> list[Problem]:
+    """Targets that match nothing, and a rank that exceeds a target's dimensions; [] where there are no adapters, or the
+    weights are not here to be looked at. Reads their headers alone."""
+    lora, config = experiment.model.lora, find_config(experiment.model.name)
+    shapes = stored_shapes(config.parent) if lora is not None and config is not None else None
+    if lora is None or shapes is None:
+        return []
+    modules = linear_modules(shapes)
+    try:
+        chosen = select_modules(lora, list(modules))
+    except ValueError as error:
+        return [Problem(str(error).removeprefix("model.lora.target_modules: "), "model.lora.target_modules")]
+    narrow = min(chosen, key=lambda name: min(modules[name]))
+    if lora.rank > min(modules[narrow]):
+        shape = " x ".join(map(str, modules[narrow]))
+        return [Problem(f"{lora.rank} exceeds {narrow}, which is {shape}: lower it", "model.lora.rank")]
+    return []

@@ -12,18 +12,22 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
+from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
 from prime_hpc.launch.prepare import prepare_run, write
 from prime_hpc.runtime.role_context import RESUME_STEP
-from prime_hpc.slurm.submission_record import new_token, open_record, read_record, submitting
+from prime_hpc.slurm.submission_record import new_token, open_record, submitting
 from prime_hpc.store.attempts import is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.network import Network
-from prime_hpc.store.run_dirs import read_json
+from prime_hpc.store.run_dirs import read_json, read_record
 from prime_hpc.supervisor.attempt.start import run_paths
+from prime_hpc.supervisor.roles import ports
+from prime_hpc.supervisor.roles.caches import node_caches
+from prime_hpc.supervisor.roles.spec import inference_spec, orchestrator_spec, role_gpus, trainer_spec, usable_gpus
 
 POLL_S = 0.3
 END_TIMEOUT_S = 30.0
@@ -145,11 +149,6 @@ def run_role(loaded: Loaded, role: str) -> int:
     Raises:
         ConfigError: the experiment cannot run here.
     """
-    from prime_hpc.launch.checks import check
-    from prime_hpc.supervisor.roles import ports
-    from prime_hpc.supervisor.roles.caches import node_caches
-    from prime_hpc.supervisor.roles.spec import inference_spec, orchestrator_spec, role_gpus, trainer_spec, usable_gpus
-
     experiment = loaded.experiment
     check(loaded, role)
     run_dir = experiment.run_dir.resolve()

@@ -1,4 +1,4 @@
-"""The run directory before a run: refuse to overwrite, write the snapshot."""
+"""Before a run: what of an evaluation follows from files, and the run directory, which never takes in a second run."""
 
 import os
 import shutil
@@ -9,17 +9,19 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
+from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.settings import refuse_others
+from prime_hpc.evals.versions import adapter_rank, find_versions
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
-from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.launch.lint.attention_rules import REMEDY, flash_problem
 from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.model_config import read_config
 from prime_hpc.store.run_paths import refuse_other_owner
 
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
@@ -144,3 +146,30 @@ def _delete(run_dir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def for_evaluation(loaded: Loaded) -> Loaded:
+    """Return the experiment with what follows from its files; other kinds pass through unchanged.
+
+    Called before anything is checked, planned or written.
+
+    `seq_len`, where nobody states it, is at most the model's own context; `model.lora` has the rank of the adapters in
+    `eval.weights_dir`, so that the engines have room for them.
+
+    Raises:
+        ConfigError: versions that are asked for are not there.
+    """
+    experiment = loaded.experiment
+    if experiment.trains:
+        return loaded
+    versions = find_versions(experiment.eval)
+    changes: dict[str, object] = {}
+    rank = adapter_rank(versions)
+    if rank is not None and experiment.model.lora is None and experiment.eval.client is None:
+        changes["model"] = experiment.model.model_copy(update={"lora": LoraConfig(rank=rank)})
+    limit = (read_config(experiment.model.name) or {}).get("max_position_embeddings")
+    if "seq_len" not in loaded.provenance and isinstance(limit, int) and limit < experiment.seq_len:
+        changes["seq_len"] = limit
+    if not changes:
+        return loaded
+    return replace(loaded, experiment=experiment.model_copy(update=changes))

@@ -48,13 +48,12 @@ def warn_s(site: SiteConfig) -> float:
     return min(SOON_DAYS, (site.purge_days or 0.0) / 2) * DAY_S
 
 
-def first_purge(folder: Path, site: SiteConfig, *, most: int = MOST_FILES) -> Purge | None:
+def first_purge(folder: Path, site: SiteConfig) -> Purge | None:
     """Return what would be purged first of a directory or file; None where nothing ever is.
 
     Args:
         folder: it, and all that lies below it.
         site: says whether, and by which time.
-        most: look at so many files at most.
     """
     if site.purge_days is None or not _is_on_scratch(folder, site):
         return None
@@ -64,7 +63,7 @@ def first_purge(folder: Path, site: SiteConfig, *, most: int = MOST_FILES) -> Pu
         if then < oldest:
             oldest, first = then, Path(path)
         count += 1
-        if count >= most:
+        if count >= MOST_FILES:
             break
     if not count:
         return None

@@ -20,10 +20,10 @@ from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
-from prime_hpc.slurm.submission_record import cluster_of, local_controller, read_record, write_record
+from prime_hpc.slurm.submission_record import cluster_of, local_controller, write_record
 from prime_hpc.store.attempts import is_held, read_attempts
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_rows
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record, read_rows
 from prime_hpc.store.tinker_files import adapters_root
 
 if TYPE_CHECKING:

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
 from prime_hpc.config.secret import masked_command
-from prime_hpc.launch.evaluation import for_evaluation
+from prime_hpc.config.site import write_site
+from prime_hpc.launch.checks import check
+from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.job import local_job
+from prime_hpc.launch.prepare import claim_directory, for_evaluation, write
+from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
+from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.jobs import ENDED, JobInfo, jobs
 from prime_hpc.slurm.queue import (
     Submission,
@@ -24,6 +31,8 @@ from prime_hpc.slurm.queue import (
     send,
 )
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
+from prime_hpc.slurm.submission_record import cluster_of, submitting, write_record
+from prime_hpc.store.run_dirs import read_json, read_record
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
@@ -71,9 +80,6 @@ def submit(
 
         show_dry_run(made.experiment, slurm_plan(made.experiment, made.site), made.text, as_json)
         return 0
-    from prime_hpc.launch.checks import check
-    from prime_hpc.slurm.gpu_split import refuse_cpu_builds
-    from prime_hpc.slurm.submission_record import cluster_of
 
     check(loaded)
     # without a container the job runs in this very environment
@@ -154,15 +160,6 @@ def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/m
 
 def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
-    from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
-    from prime_hpc.config.site import write_site
-    from prime_hpc.launch.estimate.micro_batch import with_micro_batch
-    from prime_hpc.launch.job import local_job
-    from prime_hpc.launch.prepare import claim_directory, write
-    from prime_hpc.runtime.atomic_write import write_atomic
-    from prime_hpc.slurm.submission_record import submitting, write_record
-    from prime_hpc.store.run_dirs import read_json
-
     run_dir = made.experiment.run_dir.resolve()
     is_new = not run_dir.exists()
     with submitting(run_dir):
@@ -240,8 +237,6 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
 
 def describe(run_dir: Path, log: Path, info: JobInfo | None, *, adopted: bool) -> dict[str, Any]:
     """Return the submit record with what Slurm says, for JSON."""
-    from prime_hpc.slurm.submission_record import read_record
-
     return {
         **(read_record(run_dir) or {}),
         "run_dir": str(run_dir),

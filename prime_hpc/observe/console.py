@@ -50,6 +50,22 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
+def time_left(seconds: float) -> str:
+    """Return a length of time as `h:mm:ss`, very long ones in days."""
+    if not math.isfinite(seconds):
+        return "?"
+    return duration(seconds) if seconds < 360_000 else f"{seconds / 86_400:.1f} d"
+
+
+def local_time(epoch: float) -> str:
+    """Return local time; with the date where it is not today's."""
+    try:
+        moment, today = time.localtime(epoch), time.localtime()
+    except (OverflowError, ValueError, OSError):  # no time at all
+        return "?"
+    return time.strftime("%H:%M" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
+
+
 class Tail:
     """New whole lines of a JSON-lines file since the last look."""
 

@@ -39,9 +39,9 @@ def gauge(text: str, *labels: str, of: str | Mapping[str, str] = "", scale: floa
     return Family("gauge", text, labels, _metrics(of), scale)
 
 
-def counter(text: str, *labels: str, of: str | Mapping[str, str] = "", scale: float = 1.0) -> Family:
+def counter(text: str, *labels: str, of: str | Mapping[str, str] = "") -> Family:
     """Declare what only grows: the rows' values are added up. Arguments as for `gauge`."""
-    return Family("counter", text, labels, _metrics(of), scale)
+    return Family("counter", text, labels, _metrics(of))
 
 
 def _metrics(of: str | Mapping[str, str]) -> dict[str, tuple[str, ...]]:

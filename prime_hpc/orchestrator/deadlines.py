@@ -1,4 +1,9 @@
-"""How long the loop waits for servers, weights and the end of any episode before the run ends with the reason."""
+"""The loop's waits for servers, weights and the end of any episode: how long, before the run ends with the reason, and
+what for, when somebody asks why nothing goes on (`runtime.activity.explain`)."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
 
 from prime_hpc.config import Experiment
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -8,6 +13,7 @@ from prime_hpc.orchestrator.weight_sync import WeightSync
 
 STALL_SLACK_S = 120.0
 """No episode ended for twice the longest episode deadline plus this: something is stuck."""
+MOST_EPISODES = 8
 
 
 class Deadlines:
@@ -54,3 +60,13 @@ class Deadlines:
                 f"{self._dispatcher.num_running} episodes run and none ended for {self._no_end_s:.0f} s, though each "
                 "has a deadline: an environment ignores cancellation"
             )
+
+
+def explain(dispatcher: Dispatcher, weights: WeightSync, env_names: Sequence[str]) -> dict[str, Any]:
+    """Describe the episodes that run for the longest, and the servers. Another thread may ask; nothing changes."""
+    now = time.time()
+    oldest = [
+        {"env": env_names[source], "task": task, "server": server, "seconds": round(now - began, 1)}
+        for source, task, server, began in dispatcher.oldest(MOST_EPISODES)
+    ]
+    return {"running": dispatcher.num_running, "oldest": oldest, **weights.facts()}

@@ -27,7 +27,6 @@ from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.algorithms.sources import load_scorers, make_scorers, scorers_state
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
-from prime_hpc.orchestrator.awaited import explain
 from prime_hpc.orchestrator.batching.batch_builder import (
     ScoredGroup,
     build_ranks,
@@ -39,7 +38,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
 from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
-from prime_hpc.orchestrator.deadlines import Deadlines
+from prime_hpc.orchestrator.deadlines import Deadlines, explain
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
 from prime_hpc.orchestrator.metrics import (

@@ -4,7 +4,7 @@ Of each attempt the trainer's time is split into start-up, training, waiting, pu
 attempt did again, and the end; the engines' into start-up, sampling, loading weights, tails of batches, and idling.
 Times the devices of each role these are device-hours; devices that the job held without a role are named too, so that
 the sum is that of the allocation. Effective training time is training that lasted, over all the time from the first
-submission to the end.
+submission to the end. The idle shares suggest another split of the run's GPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from prime_hpc.report.phases import AttemptSums
 from prime_hpc.report.series import number_of
 from prime_hpc.report.spans import Held, held_spans
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from prime_hpc.supervisor.attempt.device_split import best_split
 
 TRAINER_PARTS = ("start", "train", "lost", "wait", "publish", "save", "other", "end")
 ENGINE_PARTS = ("start", "sample", "load", "tail", "idle", "end")
@@ -246,4 +247,45 @@ def _slurm(
         "without_attempt": idle,
         "difference": (held + idle) / charged - 1 if charged else None,
         "lives": len(lives),
+    }
+
+
+def suggest_split(config: Mapping[str, Any], spent: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the split for the page and its JSON form; None where a run has not both sides, or no step yet.
+
+    Args:
+        config: the resolved tree, of this version or an older one.
+        spent: of `accounting.account`.
+    """
+    trainer, engines = int(spent["trainer_devices"]), int(spent["engine_devices"])
+    total = spent["total"]
+    running = total["wall"] - total["trainer"]["start"] - total["trainer"]["end"]
+    serving = total["wall"] - total["engines"]["start"] - total["engines"]["end"]
+    if config.get("kind") != "rl" or config.get("teacher_inference") or not trainer or not engines:
+        return None
+    if not total["steps"] or running <= 0 or serving <= 0:
+        return None
+    level = number_of(config.get("async_level"))
+    inference = config.get("inference")
+    widths = inference if isinstance(inference, Mapping) else {}
+    unit = 1
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        unit *= int(number_of(widths.get(key)) or 1)
+    idle = {
+        "trainer_idle": min(1.0, total["trainer"]["wait"] / running),
+        "engines_idle": min(1.0, sum(total["engines"][part] for part in ("tail", "idle", "load")) / serving),
+    }
+    tail = min(1.0, total["engines"]["tail"] / serving)
+    overlap = level is None or level > 0
+    best = best_split(trainer, engines, overlap=overlap, unit=max(1, unit), tail=tail, **idle)
+    return {
+        **{name: round(share, 4) for name, share in idle.items()},
+        "tail": round(tail, 4),
+        "trainer": trainer,
+        "engines": engines,
+        "suggested_trainer": best[0],
+        "suggested_engines": best[1],
+        "step_gain": round(best[2], 4),
+        "overlap": overlap,
+        "unit": spent["unit"],
     }

@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.runtime.atomic_write import write_atomic
+
 SCRIPTS = ("uPlot.iife.min.js", "basics.js", "charts.js", "timeline.js", "rollouts.js", "compare.js", "views.js")
 STYLES = ("uPlot.min.css", "page.css")
 
@@ -81,6 +83,4 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         OSError: the directory does not exist or is not writable, or the disk is full.
     """
-    from prime_hpc.runtime.atomic_write import write_atomic
-
     write_atomic(path, text)

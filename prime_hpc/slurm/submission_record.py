@@ -20,7 +20,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
-from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, read_json, read_submission
+from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, read_json, read_record
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
 """In a job's environment: its token, a space, its run directory."""
@@ -36,11 +36,6 @@ class SubmissionUnderWay(ConfigError):
 def new_token() -> str:
     """Return the name of one submission."""
     return uuid.uuid4().hex
-
-
-def read_record(run_dir: Path) -> SubmissionRecord | None:
-    """Return the record of a run's newest submission, None where there is none."""
-    return read_submission(run_dir)
 
 
 def cluster_of(run_dir: Path) -> str | None:

@@ -73,3 +73,10 @@ class WaitCancelled(StoreError):
 
 class FencedError(StoreError):
     """A newer attempt of this run has begun: this process must write nothing more and end."""
+
+
+def failed_read(error: OSError, path: Path, expected: str) -> ArtifactError | Unreadable:
+    """Return what a failed read proves: something only where the file system answered."""
+    if error.errno in PROOFS:
+        return ArtifactError(path, expected, error.strerror or str(error))
+    return Unreadable.of(error, path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from prime_hpc.store.errors import PROOFS, ArtifactError, Unreadable
+from prime_hpc.store.errors import ArtifactError, failed_read
 from prime_hpc.store.io import files
 from prime_hpc.store.io.files import FileEntry
 
@@ -129,7 +129,7 @@ def read_manifest(directory: Path, *, deadline_s: float = 0.0) -> Manifest:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise _said(error, path, "a manifest") from error
+            raise failed_read(error, path, "a manifest") from error
         return Manifest.from_bytes(data, path)
 
     return files.retry_read(read, deadline_s=deadline_s, parent=directory.parent)
@@ -177,11 +177,4 @@ def check_file(path: Path, entry: FileEntry, *, deep: bool) -> None:
             if found != entry:
                 raise ArtifactError(path, f"xxh3 {entry.xxh3}", f"xxh3 {found.xxh3} ({found.size} bytes)")
     except OSError as error:
-        raise _said(error, path, f"{entry.size} bytes") from error
-
-
-def _said(error: OSError, path: Path, expected: str) -> ArtifactError | Unreadable:
-    """Tell what a failed read proves: something only where the file system answered."""
-    if error.errno in PROOFS:
-        return ArtifactError(path, expected, error.strerror or str(error))
-    return Unreadable.of(error, path)
+        raise failed_read(error, path, f"{entry.size} bytes") from error

@@ -179,7 +179,7 @@ def parse_attempts(content: bytes) -> list[AttemptRow]:
     return [rows[number] for number in sorted(rows)]
 
 
-def read_submission(path: Path | str) -> SubmissionRecord | None:
+def read_record(path: Path | str) -> SubmissionRecord | None:
     """Return the record of a run's newest submission: the client's words and the job's, the later one of each field."""
     record = read_json(f"{path}/{SUBMIT_JSON}")
     if record is None:
@@ -195,7 +195,7 @@ def read_submission(path: Path | str) -> SubmissionRecord | None:
 
 def job_ids(path: Path) -> set[str]:
     """Every Slurm job that a run ever was."""
-    record = read_submission(path) or SubmissionRecord()
+    record = read_record(path) or SubmissionRecord()
     ids = {record.get("job_id"), record.get("successor")} if record.get("state") != "local" else set()
     ids |= {row.get("job_id") for row in read_rows(path / ATTEMPTS_JSONL)}
     return {str(number) for number in ids if number}

@@ -33,8 +33,7 @@ from prime_hpc.store.artifact import (
     read_manifest,
     verify_artifact,
 )
-from prime_hpc.store.checkpoint.retention import oldest_of_newest_whole
-from prime_hpc.store.checkpoint.saved import read_saved
+from prime_hpc.store.checkpoint.checkpoints import oldest_of_newest_whole, read_saved
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
 

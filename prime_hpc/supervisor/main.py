@@ -62,6 +62,7 @@ from prime_hpc.supervisor.attempt.successor import require_successor
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
+from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs, spare_hosts
 from prime_hpc.supervisor.roles.slurm_step import StepContext
 from prime_hpc.supervisor.roles.spec import (
@@ -74,7 +75,6 @@ from prime_hpc.supervisor.roles.spec import (
     usable_gpus,
 )
 from prime_hpc.supervisor.roles.srun_environment import for_srun
-from prime_hpc.supervisor.roles.start_order import one_after_another
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 from prime_hpc.supervisor.supervisor import Supervisor
 

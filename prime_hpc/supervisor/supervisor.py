@@ -28,17 +28,14 @@ from prime_hpc.supervisor.heartbeat import Pulse
 from prime_hpc.supervisor.hub import Hubs
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.reaper import Reaper
+from prime_hpc.supervisor.roles.at_crash import Hold, SaveFirst, may_outlive
 from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
-from prime_hpc.supervisor.roles.ending import end_roles, reap_roles
 from prime_hpc.supervisor.roles.health import HealthChecks
-from prime_hpc.supervisor.roles.hold import Hold, may_outlive
 from prime_hpc.supervisor.roles.kept_roles import KeptRoles, keep_servers
-from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.process import Role, end_roles, may_start, reap_roles
 from prime_hpc.supervisor.roles.replicas import Replicas
-from prime_hpc.supervisor.roles.save_first import SaveFirst
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
-from prime_hpc.supervisor.roles.start_order import may_start
 from prime_hpc.supervisor.run_watch import RunWatch
 from prime_hpc.supervisor.status_file import LiveStatus
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest

@@ -24,7 +24,7 @@ import numpy as np
 from loguru import logger
 
 from prime_hpc.store.artifact import Manifest, hash_files, verify_artifact
-from prime_hpc.store.errors import PROOFS, ArtifactError, StoreError, Unreadable
+from prime_hpc.store.errors import ArtifactError, StoreError, failed_read
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.weights import link_of, read_chain
@@ -196,18 +196,11 @@ def _open(path: Path, flags: int, size: int | None = None) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
-        raise _said(error, path, "a file" if size is None else f"{size} bytes") from error
+        raise failed_read(error, path, "a file" if size is None else f"{size} bytes") from error
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _said(error, path, "changes of a weight version") from error
-
-
-def _said(error: OSError, path: Path, expected: str) -> StoreError:
-    """Tell what a failed read proves: something only where the file system answered."""
-    if error.errno in PROOFS:
-        return ArtifactError(path, expected, error.strerror or str(error))
-    return Unreadable.of(error, path)
+        raise failed_read(error, path, "changes of a weight version") from error

@@ -13,9 +13,9 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.store.attempts import begin, read_attempts
-from prime_hpc.supervisor.roles import save_first
+from prime_hpc.supervisor.roles import at_crash
+from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.spec import RoleSpec
-from prime_hpc.supervisor.roles.start_order import one_after_another
 from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.runs import free_port
 
@@ -197,7 +197,7 @@ def test_a_trainer_that_is_well_saves_before_another_crash_ends_the_attempt(run_
 def test_one_that_crashed_itself_or_does_not_answer_is_not_waited_for(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_first, "LEAST_S", 1.0)
+    monkeypatch.setattr(at_crash, "LEAST_S", 1.0)
     go = run_dir / "go"
     ends = [f"touch:{go}", "sleep:300"]
     fails = ["ready", f"await:{go}", "sleep:1", "fail:a bug"]

@@ -19,7 +19,8 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.slurm.executors import HetSlurmExecutor, PackedSlurmExecutor, RunJob
 from prime_hpc.slurm.jobs import find_by_token, job
 from prime_hpc.slurm.queue import queue_successor
-from prime_hpc.slurm.submission_record import new_token, open_record, read_record, write_record
+from prime_hpc.slurm.submission_record import new_token, open_record, write_record
+from prime_hpc.store.run_dirs import read_record
 
 RESULT = """import json, os, pathlib, sys
 name = os.environ["SLURM_JOB_ID"]

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_hpc.slurm.submission_record import read_record
+from prime_hpc.store.run_dirs import read_record
 from tests.support.runs import rows
 from tests.support.slurm import Cluster, start_or_skip
 from tests.support.small_jobs import CLI, attempts, make_folder, submit, wait_for_step

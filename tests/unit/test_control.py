@@ -14,6 +14,7 @@ from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import drop_successor, queue_successor
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
 
@@ -34,7 +35,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
     submit(load(config, "--slurm.restart.how", "successor"))
     first, second = fake.jobs()
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
     assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
     assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
@@ -43,7 +44,7 @@ def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> 
     fake.change(second["id"], state="RUNNING", nodes="n1")
     inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
     assert submission_record.check_in(run_dir(config), inside) is None
-    assert submission_record.read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
+    assert read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
     third = queue_successor(run_dir(config), second["id"])
     assert queue_successor(run_dir(config), second["id"]) == third
     assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
@@ -56,7 +57,7 @@ def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Pat
     (run_dir(config) / "submit.json").unlink()
     fake.change("100", comment="prime-hpc", state="RUNNING")
     successor = queue_successor(run_dir(config), "100")
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and record["successor"] == successor and record["job_id"] == "100"
     assert queue_successor(run_dir(config), "100") == successor
 
@@ -134,7 +135,7 @@ def test_there_too_a_lost_answer_makes_no_second_job(fake: FakeSlurm, config: Pa
     submission_record.write_record(run_dir(config), state="sending", job_id=None, successor=None)
     submit(load(config, "--slurm.restart.how", "successor"))
     assert len(fake.jobs()) == 2
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and (record["job_id"], record["successor"]) == ("100", "101")
     assert queue_successor(run_dir(config), "100") == "101", "the one that waits is kept"
     assert cancel(config).outcome == "pending"
@@ -160,7 +161,7 @@ def test_a_run_on_another_cluster_of_the_site_is_asked_about_and_ended_there(
         monkeypatch.setenv("SLURM_CLUSTERS", "other")
     submit(load(config, *(["--slurm.cluster", "other"] if by == "config" else [])))
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and (record["job_id"], record["other_cluster"], record["cluster"]) == (
         "100",
         "other",

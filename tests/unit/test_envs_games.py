@@ -14,7 +14,7 @@ from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets import countdown, tic_tac_toe, wordle
 from prime_hpc.envs.tasksets.integers import last_integer
 from prime_hpc.envs.tasksets.long_tail import count_score, draw_count
-from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tasksets.reverse_text_data import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
 from prime_hpc.starter.data import demonstrations
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from verifiers.v1.errors import ProviderError
 
+from prime_hpc.envs.harness import local_tool
 from prime_hpc.envs.model_client import PolicyClient, parse_choice
-from prime_hpc.envs.tools import local_tool
 from prime_hpc.orchestrator.rollouts.episodes import is_retryable, is_server_error
 from tests.support.episodes import failed_result
 from tests.support.scripted_server import Reply, ScriptedServer

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from prime_hpc.envs import task_sources
-from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score
-from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score, split_of
 
 
 def test_texts_are_deterministic_and_within_bounds() -> None:

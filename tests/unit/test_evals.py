@@ -18,9 +18,9 @@ from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
 from prime_hpc.evals.versions import Version, adapter_rank, find_versions
 from prime_hpc.launch.checks import check
-from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.slurm_plan import plan_text, slurm_plan
+from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation

@@ -145,7 +145,7 @@ def test_a_stated_cache_counts_instead_of_the_share(
 
 def test_the_engine_comes_first_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from prime_hpc.supervisor.main import place
-    from prime_hpc.supervisor.roles.start_order import one_after_another
+    from prime_hpc.supervisor.roles.process import one_after_another
 
     shared = recipe(ROOT / "configs" / "reasoning_gym" / "rl_0.6b.yaml", monkeypatch, tmp_path)
     assert shared.inference is not None

@@ -17,12 +17,11 @@ from prime_hpc.slurm.submission_record import (
     SUBMISSION_VARIABLE,
     check_in,
     open_record,
-    read_record,
     submission_environment,
     submitting,
     write_record,
 )
-from prime_hpc.store.run_dirs import SubmissionRecord, job_ids
+from prime_hpc.store.run_dirs import SubmissionRecord, job_ids, read_record
 
 
 def opened(run_dir: Path, token: str = "t") -> SubmissionRecord:

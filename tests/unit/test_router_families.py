@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prime_hpc.config.families import family_of
-from prime_hpc.launch.lint.router_rules import OTHER_ROUTERS
+from prime_hpc.launch.lint.model_rules import OTHER_ROUTERS
 from prime_hpc.moe import replay
 from prime_hpc.moe.routers import moe_layers, use_float32_routers
 from tests.support.every_family import CannotBuildError, family_names, tiny_config, tiny_model

@@ -20,6 +20,7 @@ from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
 from prime_hpc.slurm import client, queue, sbatch_errors, submission_record
 from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import (
     cancel,
@@ -52,7 +53,7 @@ def test_a_job_is_sent_with_all_that_belongs_to_it(
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None
     assert (record["state"], record["job_id"], record["layout"]) == ("sent", job["id"], "packed")
     assert record["cluster"] == "fake" and record["successor"] is None
@@ -126,7 +127,7 @@ def test_what_sbatch_refuses_is_said_and_leaves_the_way_free(
     (problem,) = caught.value.problems
     assert caught.value.exit_code == 3 and problem.key == key and advice in problem.message
     assert words.rpartition(": ")[2].split(" (")[0] in problem.message
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and record["state"] == "failed" and record["error"]
     fake.behave("sbatch")
     assert submit(load(config)) == 0
@@ -181,7 +182,7 @@ def test_a_hanging_sbatch_that_took_the_job(
     fake.behave("sbatch", hang="after")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and record["job_id"] == job["id"] and record["state"] == "sent"
     assert "answer was lost" in capsys.readouterr().err
 
@@ -195,10 +196,10 @@ def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
     fake.behave("squeue", **down)
     with pytest.raises(SlurmRefused, match="Whether the job was queued is not known: give the same command again"):
         submit(load(config))
-    before = submission_record.read_record(run_dir(config))
+    before = read_record(run_dir(config))
     with pytest.raises(SlurmRefused, match="nothing was changed"):
         submit(load(config))
-    assert submission_record.read_record(run_dir(config)) == before
+    assert read_record(run_dir(config)) == before
     fake.behave("sbatch")
     fake.behave("squeue")
     capsys.readouterr()
@@ -229,7 +230,7 @@ def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict
     fake.behave("sbatch", **how)
     client = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch") and len(fake.jobs()) >= jobs_at_kill)
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and record["state"] == "sending" and record["job_id"] is None
     client.send_signal(signal.SIGKILL)
     client.communicate(timeout=280)
@@ -238,7 +239,7 @@ def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict
     fake.behave("sbatch")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None and record["state"] == "sent" and record["job_id"] == job["id"]
     if jobs_at_kill:
         assert len(fake.calls("sbatch")) == 1, "the job that was there was found, none was sent"
@@ -277,7 +278,7 @@ def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm
     fake.behave("sbatch")
     assert submit(load(config)) == 0
     wait_for(lambda: len(fake.jobs()) == 2)
-    record = submission_record.read_record(run_dir(config))
+    record = read_record(run_dir(config))
     assert record is not None
     for job in fake.jobs():
         verdict = submission_record.check_in(run_dir(config), {**job["environ"], "SLURM_JOB_ID": job["id"]})
@@ -318,7 +319,7 @@ def test_killed_at_every_write_of_submit(fake: FakeSlurm, config: Path) -> None:
         had = len(fake.jobs())
         assert submit_again(config) == 0
         (job,) = fake.jobs()
-        record = submission_record.read_record(run_dir(config))
+        record = read_record(run_dir(config))
         assert record is not None and (record["state"], record["job_id"]) == ("sent", job["id"])
         assert had in (0, 1)
         fake.forget(job["id"])

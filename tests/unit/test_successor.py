@@ -16,8 +16,9 @@ from prime_hpc.observe.metric_names import is_known
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.queue import queue_successor
-from prime_hpc.slurm.submission_record import read_record, write_record
+from prime_hpc.slurm.submission_record import write_record
 from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.run_dirs import read_record
 from prime_hpc.supervisor.alarms import alarm_watch
 from prime_hpc.supervisor.alarms.rules import BUILT_IN, Watcher
 from prime_hpc.supervisor.attempt import successor

@@ -16,9 +16,9 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from prime_hpc.supervisor.main import place
 from prime_hpc.supervisor.roles import ports
+from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.slurm_step import StepSpec
 from prime_hpc.supervisor.roles.spec import split_gpus
-from prime_hpc.supervisor.roles.start_order import one_after_another
 
 
 def experiment(tmp_path: Path, **values: object) -> Experiment:

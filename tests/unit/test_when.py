@@ -18,7 +18,7 @@ from prime_hpc.launch.plan import when
 from prime_hpc.launch.plan.when import ask_when, best_shape
 from prime_hpc.launch.stop_resume import load_to_resume
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import read_record
+from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import load, run_dir, use_fake_slurm, write_config
 

@@ -1,5 +1,8 @@
 """Base of every section of the experiment tree: the strict pydantic base class."""
 
+from pathlib import Path
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -9,3 +12,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), hide_input_in_errors=True
     )
+
+
+def from_here(value: Any) -> Any:
+    """Paths are meant from where the command was typed; roles run elsewhere."""
+    return value.expanduser().absolute() if isinstance(value, Path) else value

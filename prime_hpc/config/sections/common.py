@@ -1,11 +1,11 @@
 """Shared sections: the model, checkpoints, W&B, logging. Each is stated once, at the tree's root."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.base import Section, from_here
 from prime_hpc.config.sections.lora import LoraConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -60,11 +60,6 @@ class ModelConfig(Section):
     """Let the chat template open a think section."""
 
 
-def _absolute(value: Any) -> Any:
-    """Paths are meant from where the command was typed; roles run elsewhere."""
-    return value.expanduser().absolute() if isinstance(value, Path) else value
-
-
 class CkptConfig(Section):
     """Checkpoints. Off unless `--ckpt` (or any `--ckpt.*`) is given."""
 
@@ -87,10 +82,7 @@ class CkptConfig(Section):
     timeout_s: float = Field(3600, gt=0)
     """Deadline of writing one checkpoint."""
 
-    @field_validator("staging_dir", "path", "resume_step")
-    @classmethod
-    def _from_here(cls, value: Any) -> Any:
-        return _absolute(value)
+    _from_here = field_validator("staging_dir", "path", "resume_step")(from_here)
 
     @field_validator("interval")
     @classmethod
@@ -125,10 +117,7 @@ class PrometheusConfig(Section):
     every_s: float = Field(15.0, ge=1)
     """Seconds between two collections."""
 
-    @field_validator("folder")
-    @classmethod
-    def _from_here(cls, value: Any) -> Any:
-        return _absolute(value)
+    _from_here = field_validator("folder")(from_here)
 
     @model_validator(mode="after")
     def _does_something(self) -> "PrometheusConfig":

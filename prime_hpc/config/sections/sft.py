@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.base import Section, from_here
 
 COLUMNS = ("messages", "prompt", "completion", "tools")
 """The parts that a row may hold, by the product's names."""
@@ -103,10 +103,7 @@ class SFTDataConfig(SFTSourceConfig):
     on_change: Literal["error", "restart"] = "error"
     """Treatment of a resume with other data or another order than the checkpoint's: `restart` begins an epoch."""
 
-    @field_validator("cache_dir")
-    @classmethod
-    def _cache_from_here(cls, value: Path | None) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
+    _cache_from_here = field_validator("cache_dir")(from_here)
 
     @model_validator(mode="after")
     def _padding_needs_rows(self) -> "SFTDataConfig":

@@ -205,10 +205,7 @@ class SlurmConfig(SlurmOptions):
     preflight: PreflightConfig = PreflightConfig()
     """Checks before the roles start."""
 
-    @field_validator("setup", "srun_args")
-    @classmethod
-    def _in_nobodys_sight(cls, value: list[str]) -> list[str]:
-        return _refuse_plain_secrets(value)
+    _in_nobodys_sight = field_validator("setup", "srun_args")(_refuse_plain_secrets)
 
 
 class SitePartition(Section):
@@ -261,10 +258,7 @@ class ContainerConfig(Section):
                 raise ValueError(f"{mount!r} is not host:container with absolute paths, one pair an entry")
         return mounts
 
-    @field_validator("args")
-    @classmethod
-    def _in_nobodys_sight(cls, value: list[str]) -> list[str]:
-        return _refuse_plain_secrets(value)
+    _in_nobodys_sight = field_validator("args")(_refuse_plain_secrets)
 
 
 class SiteConfig(Section):
@@ -328,7 +322,4 @@ class SiteConfig(Section):
     srun_args: list[str] = ["--mpi=none"]
     """Arguments of every srun."""
 
-    @field_validator("setup", "srun_args")
-    @classmethod
-    def _in_nobodys_sight(cls, value: list[str]) -> list[str]:
-        return _refuse_plain_secrets(value)
+    _in_nobodys_sight = field_validator("setup", "srun_args")(_refuse_plain_secrets)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.base import Section, from_here
 from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
 from prime_hpc.config.sections.sampling import SamplingConfig, SamplingOverride, SamplingSection
 
@@ -119,10 +119,7 @@ class StandaloneEvalConfig(EpisodesConfig):
     num_resamples: int = Field(10_000, ge=100)
     """Bootstrap resamples of the tasks."""
 
-    @field_validator("weights_dir")
-    @classmethod
-    def _from_here(cls, value: Path | None) -> Path | None:
-        return value.expanduser().absolute() if value is not None else None
+    _from_here = field_validator("weights_dir")(from_here)
 
     @field_validator("steps")
     @classmethod

@@ -15,8 +15,6 @@ from prime_hpc.config.sources.flags import ALIASES, REPLACED, Entry
 from prime_hpc.config.sources.interpolate import interpolate
 from prime_hpc.config.validate import validate
 
-Segments = tuple[str, ...]
-
 
 class Tree:
     """The tree while the sources are laid over each other, lowest precedence first."""

@@ -5,13 +5,13 @@ The environment plays the user. Each turn is answered with the whole list so far
 
 import random
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import LazyBox
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS
-from prime_hpc.envs.tasksets.splitting import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
 
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]
@@ -39,13 +39,9 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
         return float(sum(score == 1.0 for score in trace.info.get("scores", ())))
 
 
-class AlphabetSortConfig(vf.TasksetConfig):
+class AlphabetSortConfig(GeneratedConfig):
     """Arguments of `alphabet-sort`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of conversations; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's conversations, and its order."""
     num_tasks: int = 2000
     """How many."""
     num_turns: int = 3
@@ -64,15 +60,13 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
         config = self.config
         if config.num_turns < 1 or not 2 <= config.max_words <= len(WORDS) // config.num_turns:
             raise ValueError("alphabet-sort needs num_turns >= 1 and 2 <= max_words <= the words there are a turn")
-        rng = random.Random(f"alphabet-sort:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
+
+        def draw(rng: random.Random) -> tuple[str, list[list[str]]]:
             sizes = [rng.randint(1 if turn else 2, config.max_words) for turn in range(config.num_turns)]
             words = rng.sample(WORDS, sum(sizes))
-            if split_of(" ".join(words)) != config.split:
-                continue
-            count += 1
-            turns = [[words.pop() for _ in range(size)] for size in sizes]
+            return " ".join(words), [[words.pop() for _ in range(size)] for size in sizes]
+
+        for turns in drawn("alphabet-sort", config, draw):
             data = AlphabetSortData(
                 prompt=f"Sort: {' '.join(turns[0])}", system_prompt=config.instructions, turns=turns
             )

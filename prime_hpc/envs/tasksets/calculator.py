@@ -6,14 +6,12 @@ Tools are declared in the prompt in Qwen3's (Hermes') format; a call is `<tool_c
 
 import random
 from collections.abc import Iterable
-from typing import Literal
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.harness import InProcessConfig, InProcessHarness
+from prime_hpc.envs.harness import InProcessConfig, InProcessHarness, local_tool
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import IntegerData, IntegerToolTask
-from prime_hpc.envs.tasksets.splitting import split_of
-from prime_hpc.envs.tools import local_tool
 
 __all__ = ["CalculatorHarness", "CalculatorTaskset"]
 
@@ -37,15 +35,9 @@ def _checked(value: int) -> int:
     return value
 
 
-class CalculatorConfig(vf.TasksetConfig):
+class CalculatorConfig(GeneratedConfig):
     """Arguments of `calculator`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of expressions; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's expressions, and its order."""
-    num_tasks: int = 1000
-    """How many."""
     max_number: int = 99
     """Largest number in an expression."""
 
@@ -58,16 +50,13 @@ class CalculatorTaskset(vf.Taskset[IntegerToolTask, CalculatorConfig]):
         config = self.config
         if config.max_number < 3:
             raise ValueError("calculator needs max_number >= 3")
-        rng = random.Random(f"calculator:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
+
+        def draw(rng: random.Random) -> tuple[str, tuple[str, int]]:
             a, b, c = (rng.randint(1, config.max_number) for _ in range(3))
-            expression, answer = rng.choice(
-                [(f"{a} + {b}", a + b), (f"{a} * {b}", a * b), (f"{a} * {b} + {c}", a * b + c)]
-            )
-            if split_of(expression) != config.split:
-                continue
-            count += 1
+            chosen = rng.choice([(f"{a} + {b}", a + b), (f"{a} * {b}", a * b), (f"{a} * {b} + {c}", a * b + c)])
+            return chosen[0], chosen
+
+        for expression, answer in drawn("calculator", config, draw):
             yield IntegerToolTask(IntegerData(prompt=f"What is {expression}?", answer=answer), config.task)
 
 

@@ -9,12 +9,12 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.reasoning_gym import extract_answer
-from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["CountdownTaskset"]
 
@@ -82,13 +82,9 @@ class CountdownTask(vf.Task[CountdownData]):
         return float(score(trace.last_reply, self.data.numbers, self.data.target) == 1.0)
 
 
-class CountdownConfig(vf.TasksetConfig):
+class CountdownConfig(GeneratedConfig):
     """Arguments of `countdown`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of puzzles; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's puzzles, and its order."""
     num_tasks: int = 10000
     """How many."""
     min_numbers: int = 3
@@ -111,17 +107,16 @@ class CountdownTaskset(vf.Taskset[CountdownTask, CountdownConfig]):
         config = self.config
         if not 2 <= config.min_numbers <= config.max_numbers <= 8 or config.max_number < 2 or config.max_target < 10:
             raise ValueError("countdown needs 2 <= min_numbers <= max_numbers <= 8, max_number >= 2, max_target >= 10")
-        rng = random.Random(f"countdown:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
-            numbers = [
-                rng.randint(1, config.max_number) for _ in range(rng.randint(config.min_numbers, config.max_numbers))
-            ]
+
+        def draw(rng: random.Random) -> tuple[str, tuple[list[int], int]] | None:
+            count = rng.randint(config.min_numbers, config.max_numbers)
+            numbers = [rng.randint(1, config.max_number) for _ in range(count)]
             target = _combine(rng, numbers)
-            text = f"{sorted(numbers)} {target}"
-            if not 1 <= target <= config.max_target or target in numbers or split_of(text) != config.split:
-                continue
-            count += 1
+            if not 1 <= target <= config.max_target or target in numbers:
+                return None
+            return f"{sorted(numbers)} {target}", (numbers, target)
+
+        for numbers, target in drawn("countdown", config, draw):
             prompt = (
                 f"Make {target} from the numbers {', '.join(map(str, numbers))} with + - * / and parentheses. "
                 "Use each number exactly once."

@@ -5,13 +5,13 @@ The environment plays the user, so one episode is one conversation, and one trai
 
 import random
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import LazyBox
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import last_integer
-from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["GuessNumberEnv", "GuessNumberTaskset"]
 
@@ -42,15 +42,9 @@ class GuessNumberTask(vf.Task[GuessNumberData]):
         return float(trace.info.get("guesses_to_find") is not None)
 
 
-class GuessNumberConfig(vf.TasksetConfig):
+class GuessNumberConfig(GeneratedConfig):
     """Arguments of `guess-number`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of games (range and number together)."""
-    seed: int = 0
-    """Selection from the split's games, and its order."""
-    num_tasks: int = 1000
-    """How many."""
     max_number: int = 100
     """Ranges lie within 1..max_number."""
     max_guesses: int = 7
@@ -65,14 +59,13 @@ class GuessNumberTaskset(vf.Taskset[GuessNumberTask, GuessNumberConfig]):
         config = self.config
         if config.max_number < 3 or config.max_guesses < 1:
             raise ValueError("guess-number needs max_number >= 3 and max_guesses >= 1")
-        rng = random.Random(f"guess-number:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
+
+        def draw(rng: random.Random) -> tuple[str, tuple[int, int, int]]:
             low, high = sorted(rng.sample(range(1, config.max_number + 1), 2))
             secret = rng.randint(low, high)
-            if split_of(f"{low} {high} {secret}") != config.split:
-                continue
-            count += 1
+            return f"{low} {high} {secret}", (low, high, secret)
+
+        for low, high, secret in drawn("guess-number", config, draw):
             prompt = f"Guess my number from {low} to {high}. Answer with a number."
             data = GuessNumberData(prompt=prompt, low=low, high=high, secret=secret, max_guesses=config.max_guesses)
             yield GuessNumberTask(data, config.task)

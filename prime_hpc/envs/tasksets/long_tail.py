@@ -8,11 +8,10 @@ the 99th percentile is `p99_ratio` times the median.
 import math
 import random
 from collections.abc import Iterable
-from typing import Literal
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 
 __all__ = ["LongTailTaskset"]
 
@@ -59,13 +58,9 @@ class LongTailTask(vf.Task[LongTailData]):
         return float(count_score(trace.last_reply, self.data.first, self.data.last) == 1.0)
 
 
-class LongTailConfig(vf.TasksetConfig):
+class LongTailConfig(GeneratedConfig):
     """Arguments of `long-tail`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of counts; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's counts, and its order."""
     num_tasks: int = 5000
     """How many."""
     median_numbers: float = 8.0
@@ -88,14 +83,13 @@ class LongTailTaskset(vf.Taskset[LongTailTask, LongTailConfig]):
             raise ValueError(f"long-tail needs 2 <= median_numbers <= max_numbers <= {HIGHEST - LOWEST + 1}")
         if not 1 <= config.p99_ratio < math.inf:
             raise ValueError("long-tail needs a finite p99_ratio of 1 or more")
-        rng = random.Random(f"long-tail:{config.split}:{config.seed}")
-        made = 0
-        while made < config.num_tasks:
+
+        def draw(rng: random.Random) -> tuple[str, tuple[int, int]]:
             count = draw_count(rng, config.median_numbers, config.p99_ratio, config.max_numbers)
             first = rng.randint(LOWEST, HIGHEST + 1 - count)
             last = first + count - 1
-            if split_of(f"{first} {last}") != config.split:
-                continue
-            made += 1
+            return f"{first} {last}", (first, last)
+
+        for first, last in drawn("long-tail", config, draw):
             data = LongTailData(prompt=f"{first} {last}", system_prompt=config.instructions, first=first, last=last)
             yield LongTailTask(data, config.task)

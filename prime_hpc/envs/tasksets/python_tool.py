@@ -7,15 +7,14 @@ written are there for the next. The reward is for the right last number of the f
 import math
 import random
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.harness import InProcessConfig, InProcessHarness
+from prime_hpc.envs.harness import InProcessConfig, InProcessHarness, LocalTool, local_tool
 from prime_hpc.envs.sandbox.sandbox_runtime import SandboxRuntime, explain
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import IntegerData, IntegerToolTask
-from prime_hpc.envs.tasksets.splitting import split_of
-from prime_hpc.envs.tools import LocalTool, local_tool
 
 __all__ = ["PythonToolHarness", "PythonToolTaskset"]
 
@@ -49,15 +48,8 @@ def _coprime(rng: random.Random) -> tuple[str, int]:
 _KINDS: tuple[Callable[[random.Random], tuple[str, int]], ...] = (_digit_sum, _remainder, _divisors, _coprime)
 
 
-class PythonToolConfig(vf.TasksetConfig):
+class PythonToolConfig(GeneratedConfig):
     """Arguments of `python-tool`."""
-
-    split: Literal["train", "eval"] = "train"
-    """The set of questions; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's questions, and its order."""
-    num_tasks: int = 1000
-    """How many."""
 
 
 class PythonToolTaskset(vf.Taskset[IntegerToolTask, PythonToolConfig]):
@@ -66,14 +58,14 @@ class PythonToolTaskset(vf.Taskset[IntegerToolTask, PythonToolConfig]):
     def load(self) -> Iterable[IntegerToolTask]:
         """Return the split's questions, in the seed's order; the same one may come twice."""
         config = self.config
-        rng = random.Random(f"python-tool:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
-            question, answer = rng.choice(_KINDS)(rng)
-            if split_of(question) == config.split:
-                count += 1
-                data = IntegerData(prompt=f"What is {question}?", system_prompt=SYSTEM, answer=answer)
-                yield IntegerToolTask(data, config.task)
+
+        def draw(rng: random.Random) -> tuple[str, tuple[str, int]]:
+            asked = rng.choice(_KINDS)(rng)
+            return asked[0], asked
+
+        for question, answer in drawn("python-tool", config, draw):
+            data = IntegerData(prompt=f"What is {question}?", system_prompt=SYSTEM, answer=answer)
+            yield IntegerToolTask(data, config.task)
 
 
 class PythonToolHarness(InProcessHarness, vf.Harness[InProcessConfig]):

@@ -9,11 +9,12 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tasksets.generated import GeneratedConfig
+from prime_hpc.envs.tasksets.reverse_text_data import split_of
 
 __all__ = ["ReasoningGymTaskset"]
 
@@ -53,17 +54,11 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
         return float(_ANSWER.search(trace.last_reply) is not None)
 
 
-class ReasoningGymConfig(vf.TasksetConfig):
+class ReasoningGymConfig(GeneratedConfig):
     """Arguments of `reasoning-gym`."""
 
     generators: dict[str, dict[str, Any]] | list[str] = ["basic_arithmetic"]
     """Generators, by name, with their own parameters; tasks take turns between them."""
-    split: Literal["train", "eval"] = "train"
-    """The set of questions; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's questions, and its order."""
-    num_tasks: int = 1000
-    """How many."""
     instructions: str | None = SYSTEM_PROMPT
     """The system prompt."""
 

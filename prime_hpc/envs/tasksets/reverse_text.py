@@ -5,10 +5,10 @@ construction (a text belongs to one of them, whatever the seed).
 """
 
 from collections.abc import Iterable
-from typing import Literal
 
 import verifiers.v1 as vf
 
+from prime_hpc.envs.tasksets.generated import GeneratedConfig
 from prime_hpc.envs.tasksets.reverse_text_data import answer_of, build_prompt, make_texts, score
 
 __all__ = ["ReverseTextTaskset"]
@@ -34,13 +34,9 @@ class ReverseTextTask(vf.Task[ReverseTextData]):
         return float(trace.last_reply.strip() == answer_of(self.data.text))
 
 
-class ReverseTextConfig(vf.TasksetConfig):
+class ReverseTextConfig(GeneratedConfig):
     """Arguments of `reverse-text`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of texts; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's texts, and its order."""
     num_tasks: int = 5000
     """How many."""
     min_chars: int = 6

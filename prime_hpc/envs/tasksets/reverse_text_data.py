@@ -1,15 +1,19 @@
-"""The reverse-text task itself: texts, prompts and scores, without verifiers.
+"""The reverse-text task itself: texts, prompts and scores, without verifiers; and the split of a text, a fixed property
+of it, which all tasksets share that make their tasks.
 
 `prime_hpc.envs.tasksets.reverse_text` wraps it for verifiers; the starter tool makes warm-up demonstrations from
 the `train` texts. Everything is a pure function of its arguments, the same on every machine.
 """
 
+import hashlib
 import random
 from difflib import SequenceMatcher
+from typing import Literal
 
-from prime_hpc.envs.tasksets.splitting import Split, split_of
-
+Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
+EVAL_SHARE = 5
+"""One text in so many belongs to the eval split."""
 
 _WORD_LIST = """
 able acid also area army away baby back ball band bank base bath bear beat bell belt best bike bird blue boat
@@ -32,6 +36,12 @@ tiny tool town train tree turn two use vase very view village voice wait walk wa
 week west wheat wheel white wide wild wind wine wing winter wolf wood wool word work world yard year yellow zoo
 """
 WORDS: tuple[str, ...] = tuple(_WORD_LIST.split())
+
+
+def split_of(text: str) -> Split:
+    """Return the split of a text, whatever the seed that drew it."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"
 
 
 def make_texts(

@@ -2,26 +2,21 @@
 
 import random
 from collections.abc import Iterable
-from typing import Literal
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.tasksets.countdown import evaluate
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import IntegerData, IntegerTask
-from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["SimpleMathTaskset"]
 
 INSTRUCTIONS = "Work it out step by step and end with the answer as a number."
 
 
-class SimpleMathConfig(vf.TasksetConfig):
+class SimpleMathConfig(GeneratedConfig):
     """Arguments of `simple-math`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of questions; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's questions, and its order."""
     num_tasks: int = 5000
     """How many."""
     min_terms: int = 2
@@ -50,15 +45,14 @@ class SimpleMathTaskset(vf.Taskset[IntegerTask, SimpleMathConfig]):
             raise ValueError(f"simple-math knows the operations + - *, not {config.operations!r}")
         if config.question.count("{}") != 1:
             raise ValueError(f"simple-math needs one {{}} in `question`, for the expression, not {config.question!r}")
-        rng = random.Random(f"simple-math:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
+
+        def draw(rng: random.Random) -> tuple[str, str]:
             expression = str(rng.randint(1, config.max_number))
             for _ in range(rng.randint(config.min_terms, config.max_terms) - 1):
                 expression += f" {rng.choice(config.operations)} {rng.randint(1, config.max_number)}"
-            if split_of(expression) != config.split:
-                continue
-            count += 1
+            return expression, expression
+
+        for expression in drawn("simple-math", config, draw):
             found = evaluate(expression)
             assert found is not None
             data = IntegerData(

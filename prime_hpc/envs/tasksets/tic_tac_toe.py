@@ -12,13 +12,14 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import model_validator
 
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tasksets.generated import GeneratedConfig
+from prime_hpc.envs.tasksets.reverse_text_data import split_of
 
 __all__ = ["TicTacToeEnv", "TicTacToeTaskset"]
 
@@ -99,13 +100,9 @@ class TicTacToeTask(vf.Task[TicTacToeData]):
         return {f"as_{role}": float(trace.info.get("result", 0.0))} if role else {}
 
 
-class TicTacToeConfig(vf.TasksetConfig):
-    """Arguments of `tic-tac-toe`."""
+class TicTacToeConfig(GeneratedConfig):
+    """Arguments of `tic-tac-toe`; of the openings the empty board alone is in both splits."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of openings; the two sets have none in common (but the empty board's)."""
-    seed: int = 0
-    """In what order."""
     num_tasks: int = 2000
     """How many games."""
     max_opening: int = 4

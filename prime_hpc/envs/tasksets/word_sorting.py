@@ -2,12 +2,11 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import verifiers.v1 as vf
 
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS
-from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["WordSortingTaskset"]
 
@@ -41,13 +40,9 @@ class WordSortingTask(vf.Task[WordSortingData]):
         return float(trace.last_reply.split() == sorted(self.data.words))
 
 
-class WordSortingConfig(vf.TasksetConfig):
+class WordSortingConfig(GeneratedConfig):
     """Arguments of `word-sorting`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of lists; the two sets have none in common."""
-    seed: int = 0
-    """Selection from the split's lists, and its order."""
     num_tasks: int = 5000
     """How many."""
     min_words: int = 3
@@ -66,12 +61,11 @@ class WordSortingTaskset(vf.Taskset[WordSortingTask, WordSortingConfig]):
         config = self.config
         if not 2 <= config.min_words <= config.max_words <= len(WORDS):
             raise ValueError(f"word-sorting needs 2 <= min_words <= max_words <= {len(WORDS)}")
-        rng = random.Random(f"word-sorting:{config.split}:{config.seed}")
-        count = 0
-        while count < config.num_tasks:
+
+        def draw(rng: random.Random) -> tuple[str, list[str]]:
             words = rng.sample(WORDS, rng.randint(config.min_words, config.max_words))
-            if split_of(" ".join(sorted(words))) != config.split:
-                continue
-            count += 1
+            return " ".join(sorted(words)), words
+
+        for words in drawn("word-sorting", config, draw):
             data = WordSortingData(prompt=" ".join(words), system_prompt=config.instructions, words=words)
             yield WordSortingTask(data, config.task)

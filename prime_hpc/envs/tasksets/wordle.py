@@ -8,12 +8,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tasksets.generated import GeneratedConfig
+from prime_hpc.envs.tasksets.reverse_text_data import split_of
 
 __all__ = ["WordleEnv", "WordleTaskset"]
 
@@ -106,13 +107,9 @@ class WordleTask(vf.Task[WordleData]):
         return float(trace.info.get("guesses_to_find") is not None)
 
 
-class WordleConfig(vf.TasksetConfig):
+class WordleConfig(GeneratedConfig):
     """Arguments of `wordle`."""
 
-    split: Literal["train", "eval"] = "train"
-    """The set of words; the two sets have none in common."""
-    seed: int = 0
-    """In what order."""
     num_tasks: int = 2000
     """How many games; a word may come again."""
     max_guesses: int = 6

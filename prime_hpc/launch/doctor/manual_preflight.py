@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.secret import revealed
+from prime_hpc.store.run_dirs import read_json
 
 if TYPE_CHECKING:
     from prime_hpc.config.sections.slurm import PreflightConfig
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from prime_hpc.supervisor.preflight.launcher import RunStep
     from prime_hpc.supervisor.preflight.run import PreflightPlan, Report
     from prime_hpc.supervisor.roles.slurm_step import StepContext
-
-"""What an allocation's shell carries and a step over all its nodes must not inherit."""
 
 
 def check_here(folder: Path, config: "PreflightConfig", environ: Mapping[str, str] = os.environ) -> "Report":
@@ -117,16 +116,8 @@ def newest_report(run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none (preflight was off, or no attempt came so far).
     """
-    import json
-
-    found = []
-    for path in run_dir.glob("logs/*/preflight/report.json"):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # being written, or torn by a full disk
-        if isinstance(data, dict) and "verdicts" in data:
-            found.append(data)
+    read = map(read_json, run_dir.glob("logs/*/preflight/report.json"))  # None: being written, or torn by a full disk
+    found = [data for data in read if data is not None and "verdicts" in data]
     if not found:
         raise ConfigError(
             f"{run_dir} holds no preflight report: no attempt came so far, or slurm.preflight.enabled is off"

@@ -1,11 +1,10 @@
 """Lint of the trainer's attention kernel and of its dtype against the device."""
 
 from collections.abc import Iterator
-from importlib import metadata
 
 from prime_hpc.config import Experiment
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.runtime.gpus import torch_build
+from prime_hpc.runtime.gpus import installed_version, torch_build
 
 REMEDY = "model.attn = auto takes torch's own kernel, which is FlashAttention 2 as well"
 FLASH_PACKAGES = ("flash-attn", "flash-attn-3")
@@ -36,7 +35,7 @@ def flash_problem(experiment: Experiment, *, is_here: bool) -> str:
         return "flash computes in bfloat16, and model.dtype is float32"
     if experiment.device == "cpu":
         return "flash needs GPUs, and device is cpu"
-    if is_here and torch_build() is not None and not any(map(_has, FLASH_PACKAGES)):
+    if is_here and torch_build() is not None and not any(map(installed_version, FLASH_PACKAGES)):
         return "flash-attn is not installed in this environment"
     return ""
 
@@ -52,14 +51,6 @@ def float32_on_gpus(subject: Subject) -> Iterator[Finding]:
             "its log-probabilities differ from the trainer's",
             "bfloat16, unless the run compares with one on the CPU",
         )
-
-
-def _has(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 CHECKS = (attention_kernel, float32_on_gpus)

@@ -11,18 +11,14 @@ from prime_hpc.launch.estimate.memory import read_model
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint import (
-    alarm_rules,
     attention_rules,
     backend_rules,
     container_rules,
     env_rules,
+    file_rules,
     model_rules,
     network_rules,
-    offline_rules,
-    pack_rules,
     parallel_rules,
-    purge_rules,
-    router_rules,
     run_rules,
     sharing_rules,
     slurm_rules,
@@ -41,20 +37,16 @@ _ANYWHERE: tuple[Check, ...] = (
     *model_rules.CHECKS,
     *attention_rules.CHECKS,
     *parallel_rules.CHECKS,
-    *router_rules.CHECKS,
     *run_rules.CHECKS,
     *env_rules.CHECKS,
     *sharing_rules.CHECKS,
-    *alarm_rules.CHECKS,
 )
 _ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS)
 _SLURM_ALONE: tuple[Check, ...] = (
     *slurm_rules.CHECKS,
     *container_rules.CHECKS,
     *network_rules.CHECKS,
-    *offline_rules.CHECKS,
-    *purge_rules.CHECKS,
-    *pack_rules.CHECKS,
+    *file_rules.CHECKS,
 )
 """Of a job that trains nothing, like the one above: what is said of steps, batches and checkpoints is not for it."""
 _SLURM: tuple[Check, ...] = (*_SLURM_ALONE, *time_rules.CHECKS)

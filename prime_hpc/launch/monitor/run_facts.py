@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_rows, read_submission
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record, read_rows
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -147,7 +147,7 @@ def read_evidence(path: Path) -> Evidence:
     base = os.fspath(path)
     return Evidence(
         path,
-        read_submission(base),
+        read_record(base),
         read_rows(f"{base}/{ATTEMPTS_JSONL}"),
         read_json(f"{base}/{STATUS_JSON}"),
     )

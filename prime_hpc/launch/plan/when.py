@@ -15,9 +15,9 @@ from typing import Any, Literal
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_run
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.load import load_experiment
-from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.monitor.run_progress import tail_rows
+from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.launch.submission import uses_slurm
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.table import align
@@ -281,19 +281,9 @@ def refuse_without_slurm(experiment: Experiment, flag: str) -> None:
 
 
 def best_shape(
-    argv: Sequence[str],
-    loaded: Loaded,
-    *,
-    timeout_s: float = ASK_TIMEOUT_S,
-    step_of: StepOf | None = None,
-    notes: Sequence[str] = (),
+    argv: Sequence[str], loaded: Loaded, *, step_of: StepOf | None = None, notes: Sequence[str] = ()
 ) -> tuple[ShapeRow, Ranking]:
-    """Return the first of the ranking, for `submit --best`.
-
-    Args:
-        argv: as of `ask_when`.
-        loaded: as of `ask_when`.
-        timeout_s, step_of, notes: as of `ask_when`.
+    """Return the first of the ranking, for `submit --best`. Arguments as of `ask_when`.
 
     Raises:
         ConfigError: there is nothing to choose from.
@@ -303,7 +293,7 @@ def best_shape(
     if not slurm.shapes:
         words = f"slurm.shape = {slurm.shape} is chosen already" if slurm.shape else "slurm.shapes states none"
         raise ConfigError(Problem(f"--best chooses among the shapes of the experiment, and {words}", "slurm.shapes"))
-    ranking = ask_when(argv, loaded, timeout_s=timeout_s, step_of=step_of, notes=notes)
+    ranking = ask_when(argv, loaded, step_of=step_of, notes=notes)
     best = ranking.best
     if best is None:
         said = "; ".join(f"{row.name}: {row.answer.word}: {row.answer.why}" for row in ranking.rows)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from prime_hpc.config.errors import Problem
 from prime_hpc.config.run_files import STOP
 from prime_hpc.launch.monitor.status import PatientAsk
-from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S
+from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, cancel_run
 from prime_hpc.launch.sweep.progress import PointView, ask_strictly, look
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
 from prime_hpc.runtime.backoff import Backoff
@@ -20,7 +20,8 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, jobs
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import LOCK, read_record, submitting, write_record
+from prime_hpc.slurm.submission_record import LOCK, submitting, write_record
+from prime_hpc.store.run_dirs import read_record
 
 POLL_S, LONGEST_POLL_S = 1.0, 15.0
 ASK_EVERY_S = 5.0
@@ -95,8 +96,6 @@ def _runs_here(sweep: Sweep) -> bool:
 
 def _cancel_here(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Cancelled:
     """Ask the command that runs the points to end them; it starts no other."""
-    from prime_hpc.launch.stop_resume import cancel_run
-
     before = [view for view in look(sweep) if view.is_under_way]
     (sweep.dir / STOP).touch()
     say(f"asked the command that runs {sweep.dir} to end it")

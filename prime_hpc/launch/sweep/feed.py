@@ -29,7 +29,8 @@ from prime_hpc.slurm.queue_facts.submit_limits import (
 )
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import restart_mode
-from prime_hpc.slurm.submission_record import SubmissionUnderWay, read_record
+from prime_hpc.slurm.submission_record import SubmissionUnderWay
+from prime_hpc.store.run_dirs import read_record
 
 EVERY_S = 30.0
 """Between two looks at the queue."""

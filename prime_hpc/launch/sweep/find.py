@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from pathlib import Path
 
-from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.errors import ConfigError, missing_file_message
 from prime_hpc.config.sources.files import SUFFIXES
 from prime_hpc.launch.sweep.resolve import load_base
 from prime_hpc.launch.sweep.spec import is_sweep_file
@@ -56,8 +56,6 @@ def find_sweep(word: str, argv: list[str] | None = None) -> Path:
         if candidate.is_dir() and is_sweep(candidate):
             return candidate.resolve()
     if path.suffix in SUFFIXES:
-        from prime_hpc.config.errors import missing_file_message
-
         raise ConfigError(f"{path}: {missing_file_message(path)}")
     names = sorted(entry.name for entry in folder.iterdir() if is_sweep(entry)) if folder.is_dir() else []
     near = get_close_matches(word, names, n=3, cutoff=0.4)

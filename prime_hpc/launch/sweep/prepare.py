@@ -16,6 +16,7 @@ from prime_hpc.config.site import write_site
 from prime_hpc.config.snapshot import Shared, share
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.sweep.resolve import Point
 from prime_hpc.launch.sweep.state import PointRow, Sweep
 
@@ -61,8 +62,6 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
     Returns:
         the good ones, and lint's warnings about them, each once.
     """
-    from prime_hpc.launch.lint.lint import lint
-
     good: list[Job] = []
     warnings: Counter[str] = Counter()
     for job in jobs:

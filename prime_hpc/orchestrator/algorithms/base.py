@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.config.import_path import import_object
-from prime_hpc.config.named_code import ALGORITHMS
+from prime_hpc.config.named_code import ALGORITHMS, import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import AdvantageConfig

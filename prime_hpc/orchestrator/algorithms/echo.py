@@ -14,7 +14,7 @@ branches of a trace counts in the first alone. Groups that do not train (equal r
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.import_path import import_object
+from prime_hpc.config.named_code import import_object
 from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import ROLES, Sample
 from prime_hpc.orchestrator.errors import OrchestratorError

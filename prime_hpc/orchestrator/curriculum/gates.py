@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_hpc.config.import_path import import_object
+from prime_hpc.config.named_code import import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import GateConfig
 from prime_hpc.orchestrator.algorithms.base import RewardGroup, centered, has_roles, score_by_role

@@ -6,7 +6,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config.import_path import import_object
+from prime_hpc.config.named_code import import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import SamplerConfig
 from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, make_object

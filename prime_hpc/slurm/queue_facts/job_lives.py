@@ -33,12 +33,11 @@ class JobLife:
     gpu_s: float
 
 
-def job_lives(ids: Iterable[str], timeout_s: float = TIMEOUT_S) -> list[JobLife]:
+def job_lives(ids: Iterable[str]) -> list[JobLife]:
     """Ask sacct; empty where there is no accounting, or where it does not answer: nothing may depend on it.
 
     Args:
         ids: of jobs and of arrays' tasks.
-        timeout_s: deadline of each question.
 
     Returns:
         the lives of all these jobs that held nodes, oldest first.
@@ -49,7 +48,7 @@ def job_lives(ids: Iterable[str], timeout_s: float = TIMEOUT_S) -> list[JobLife]
     for first in range(0, len(wanted), _MOST_AT_ONCE):
         some = ",".join(wanted[first : first + _MOST_AT_ONCE])
         try:
-            text = run_slurm([*argv, "-j", some, "-o", ",".join(_FIELDS)], timeout_s)
+            text = run_slurm([*argv, "-j", some, "-o", ",".join(_FIELDS)], TIMEOUT_S)
         except SlurmError:
             return []
         lives += _lives(text)

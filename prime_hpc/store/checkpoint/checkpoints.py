@@ -3,11 +3,15 @@
 `checkpoints/step_<n>/` holds `trainer/` (torch DCP, written by all ranks), `orchestrator/state.json` (the state that
 was stored with batch n) and `manifest.json`. Trainer rank 0 commits it and prunes old ones; the supervisor resolves
 what to resume from. Version n of the weights belongs to it and is kept as long as it exists (`weights.prune_weights`).
+
+`<run>/saved.json` names the newest that was committed: whoever finds none in its place knows by it that there was one,
+and does not start over.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,22 +23,23 @@ from prime_hpc.store.artifact import (
     FileEntry,
     Manifest,
     StoreError,
+    Unreadable,
     check_file,
     commit_stage,
     discard,
     is_artifact,
     move_aside,
     read_manifest,
+    verify_artifact,
 )
-from prime_hpc.store.checkpoint.retention import oldest_of_newest_whole
-from prime_hpc.store.checkpoint.saved import note_saved
 from prime_hpc.store.io import files
-from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.run_paths import RunPaths, check_incarnation, incarnation_starts, is_late, list_steps
 
 TRAINER = "trainer"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
 KIND = "checkpoint"
 _HASH_THREADS = 8
+SAVED = "saved.json"
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,6 @@ def commit_checkpoint(
     run: RunPaths,
     incarnation: int = 0,
     meta: Mapping[str, Any] | None = None,
-    writer: str = "trainer",
 ) -> Manifest:
     """Join both halves and commit them as one checkpoint. Trainer rank 0, after all ranks wrote and summed.
 
@@ -85,7 +89,6 @@ def commit_checkpoint(
         run: the run whose incarnations fence it.
         incarnation: number of the run's attempt.
         meta: plain JSON, e.g. world size and model name.
-        writer: for people.
 
     Raises:
         ArtifactError: batch n or its state is broken.
@@ -103,7 +106,7 @@ def commit_checkpoint(
         kind=KIND,
         step=step,
         version=step,
-        writer=writer,
+        writer=TRAINER,
         incarnation=incarnation,
         files=entries,
         meta=dict(meta or {}),
@@ -258,3 +261,69 @@ def _check(root: Path, step: int, deep: bool) -> CheckpointInfo | None:
     except ArtifactError as error:
         logger.warning(f"checkpoint of step {step} is skipped: {error}")
         return None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint."""
+
+    step: int
+    incarnation: int
+    """Attempt that committed it."""
+
+
+def note_saved(paths: RunPaths, step: int, incarnation: int) -> None:
+    """Write it down, after the commit. That it cannot be is no reason to call a whole checkpoint unsaved."""
+    try:
+        files.write_atomic(paths.root / SAVED, json.dumps(asdict(Saved(step, incarnation))).encode())
+    except (StoreError, OSError) as error:
+        logger.warning(f"{paths.root / SAVED} could not be written: {error}")
+
+
+def read_saved(paths: RunPaths) -> Saved | None:
+    """Read what was noted last; None where nothing was.
+
+    Raises:
+        OSError: it cannot be read now.
+        StoreError: it is not what was written.
+    """
+    path = paths.root / SAVED
+    try:
+        return Saved(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{path} is not what was written there ({error}): restore or delete it") from error
+
+
+def oldest_of_newest_whole(
+    paths: RunPaths, steps: Sequence[int], keep_last: int, path_of: Callable[[int], Path]
+) -> int | None:
+    """Return the lowest of the newest `keep_last` steps whose artifact is whole; None where there are fewer. Asked
+    before anything is deleted.
+
+    What a fenced attempt left late, or does not fit its manifest, does not count: retention that counted it would
+    delete what the run can still go on from.
+
+    Args:
+        paths: the run.
+        steps: sorted, of the artifacts on disk.
+        keep_last: at least 1.
+        path_of: step -> its artifact.
+    """
+    whole, starts = 0, incarnation_starts(paths)
+    for step in reversed(steps):
+        path = path_of(step)
+        try:
+            manifest = verify_artifact(path, deadline_s=1.0)
+            if is_late(step, manifest.incarnation, starts):
+                continue
+        except (ArtifactError, Unreadable) as error:
+            logger.warning(
+                f"{path.parent.name}/{path.name} is not known to be whole and does not count as kept: {error}"
+            )
+            continue
+        whole += 1
+        if whole == keep_last:
+            return step
+    return None

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, load_checkpoint
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, load_checkpoint, read_saved
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
-from prime_hpc.store.checkpoint.saved import read_saved
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, incarnation_starts, is_late, list_steps, newest_incarnation

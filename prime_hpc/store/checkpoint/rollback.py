@@ -7,8 +7,7 @@ from loguru import logger
 
 from prime_hpc.store.artifact import SET_ASIDE, clean_stale_stages, move_aside, read_manifest
 from prime_hpc.store.batches import list_batches, remove_batches_after
-from prime_hpc.store.checkpoint.checkpoints import move_checkpoints_aside
-from prime_hpc.store.checkpoint.saved import note_saved, read_saved
+from prime_hpc.store.checkpoint.checkpoints import move_checkpoints_aside, note_saved, read_saved
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.leases import clear_leases
 from prime_hpc.store.run_paths import RunPaths, list_steps

@@ -459,9 +459,7 @@ def unique_suffix() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def retry_read(
-    read: Callable[[], T], *, deadline_s: float, first_pause_s: float = 0.01, parent: Path | None = None
-) -> T:
+def retry_read(read: Callable[[], T], *, deadline_s: float, parent: Path | None = None) -> T:
     """Call `read` until it succeeds or `deadline_s` seconds have passed (0: once), pausing 0.01 .. 0.5 s between.
 
     Retried: ArtifactError (size or content not yet what the manifest says), Unreadable, and ESTALE, ENOENT, EIO, which
@@ -470,14 +468,13 @@ def retry_read(
     Args:
         read: what to do.
         deadline_s: seconds from now.
-        first_pause_s: seconds between the first two calls.
         parent: directory of what is read; where it is gone for `GONE_S`, nothing will appear in it.
 
     Raises:
         StoreError: `parent` was deleted.
     """
     began = time.monotonic()
-    pause = first_pause_s
+    pause = 0.01
     while True:
         try:
             return read()

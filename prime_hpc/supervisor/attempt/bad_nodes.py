@@ -25,6 +25,7 @@ from prime_hpc.config import Experiment
 
 DAY_S = 86400.0
 COMPACT_BYTES = 1 << 20
+KEPT_DAYS = 365.0
 REST_S = 3600.0
 """A file that was set aside is read for so long before it is merged: nobody can still be appending to it then."""
 TRIES = 5
@@ -122,8 +123,8 @@ def nodes_to_avoid(experiment: Experiment, lost: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*lost, *known]))
 
 
-def compact(path: Path, days: float = 365.0, now: float | None = None, rest_s: float = REST_S) -> int:
-    """Drop lines older than `days`; loses no younger one, whoever writes at the same time. Returns lines dropped.
+def compact(path: Path, now: float | None = None) -> int:
+    """Drop lines older than `KEPT_DAYS`; loses no younger one, whoever writes at the same time. Returns lines dropped.
 
     In two steps, which two calls at least an hour apart do: the ledger is renamed aside (readers go on reading it; who
     opened it before may still append to it), and what was set aside long ago is merged into the ledger and deleted.
@@ -131,11 +132,11 @@ def compact(path: Path, days: float = 365.0, now: float | None = None, rest_s: f
     now = time.time() if now is None else now
     dropped = 0
     for old in _list_aside(path):
-        if now - _aside_since(old) < rest_s:
+        if now - _aside_since(old) < REST_S:
             continue
         rows = _read(old)
         known = {row["id"] for row in _read(path)}
-        live = [row for row in rows if row["id"] not in known and abs(now - row["time"]) < days * DAY_S]
+        live = [row for row in rows if row["id"] not in known and abs(now - row["time"]) < KEPT_DAYS * DAY_S]
         if live:
             _append(path, live)
             known = {row["id"] for row in _read(path)}

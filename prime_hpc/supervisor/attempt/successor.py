@@ -17,7 +17,8 @@ from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit
 from prime_hpc.slurm.sbatch_errors import error_lines
-from prime_hpc.slurm.submission_record import read_record, write_record
+from prime_hpc.slurm.submission_record import write_record
+from prime_hpc.store.run_dirs import read_record
 
 TICK_S = 1.0
 NEAR_END_S = 10.0

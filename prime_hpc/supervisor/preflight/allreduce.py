@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.store.io import files
+from prime_hpc.store.run_dirs import read_json
 from prime_hpc.supervisor.preflight.allreduce_node import BEAT_S, PHASES, PROGRESS
 from prime_hpc.supervisor.preflight.launcher import RunStep, Steps
-from prime_hpc.supervisor.preflight.node import read_json
 from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan
 from prime_hpc.supervisor.preflight.rules import stuck
 

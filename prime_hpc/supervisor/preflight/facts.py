@@ -15,9 +15,10 @@ from typing import Any
 
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging import sockets
+from prime_hpc.store.run_dirs import read_json
 from prime_hpc.supervisor.preflight import rules
 from prime_hpc.supervisor.preflight.launcher import Message, RunStep, Step, Steps
-from prime_hpc.supervisor.preflight.node import FACTS, LOST, RESULT, local_hostnames, pick_host, read_json
+from prime_hpc.supervisor.preflight.node import FACTS, LOST, RESULT, local_hostnames, pick_host
 from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, PreflightPlan, merged
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting
 

@@ -19,6 +19,7 @@ from typing import Any
 from prime_hpc.runtime.gpus import driver_problem, driver_version, torch_build
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import disk, files, lustre
+from prime_hpc.store.run_dirs import read_json
 from prime_hpc.supervisor.preflight.gpu import USED_SHARE, gpu_facts
 from prime_hpc.supervisor.preflight.rules import peers_of
 from prime_hpc.supervisor.roles.ports import is_free
@@ -71,15 +72,6 @@ def wait_for_json(path: Path, wait_s: float) -> dict[str, Any] | None:
             return None
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE_S)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a whole JSON object; None where it is not (yet) there or whole."""
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _list(folder: Path) -> list[str]:

@@ -16,8 +16,7 @@ from prime_hpc.store.io import files
 from prime_hpc.supervisor.heartbeat import Pulse
 from prime_hpc.supervisor.hub import Hubs
 from prime_hpc.supervisor.reaper import Reaper
-from prime_hpc.supervisor.roles.ending import end_roles
-from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.process import Role, end_roles
 from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.spec import RoleSpec
 

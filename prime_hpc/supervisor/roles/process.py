@@ -1,20 +1,22 @@
-"""One role's process: started in its own session with its own log, asked how it is, ended with all it started."""
+"""One role's process: started in its own session with its own log, asked how it is, ended with all it started; and
+several of them: the order in which they start, and their common end."""
 
 import os
 import re
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 
 from prime_hpc.client.http import ask
 from prime_hpc.inference.backend import death_reason
 from prime_hpc.observe.role_status import read_status
-from prime_hpc.runtime.process_tree import alive, family, marked, send
+from prime_hpc.runtime.process_tree import alive, end_families, end_strays, family, marked, send
 from prime_hpc.supervisor.roles.caches import node_caches
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 
@@ -31,6 +33,7 @@ _COMMAND_LINE = re.compile(r"^(?:\d+: )?(?:\[\S+\] )?\$ ", re.MULTILINE)
 """With which a start begins in a log, here and on other nodes."""
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
 """In the words of a rank that only ended because another one did."""
+Spec = TypeVar("Spec", bound=RoleSpec)
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
@@ -338,3 +341,63 @@ class Role:
 
 def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
+    """Fill in `after` of the specs: the servers that come before in the list and share a GPU.
+
+    vLLM measures how much of a GPU is free at its start and after a trial pass: what another process takes or gives
+    back in between makes it end, or gives it too small a KV cache. Once an engine serves, its memory stays as it is.
+    """
+    ordered: list[Spec] = []
+    for spec in specs:
+        before = [other.label for other in ordered if other.is_server and spec.held_gpus & other.held_gpus]
+        ordered.append(replace(spec, after=tuple(before)))
+    return ordered
+
+
+def may_start(role: Role, roles: Sequence[Role]) -> bool:
+    """Return whether all servers that a waiting role starts after are ready, or are not to come."""
+    return all(other.state in ("ready", "done", "away") for other in roles if other.spec.label in role.spec.after)
+
+
+def end_roles(
+    roles: Sequence[Role], grace_s: float, more: Iterable[int] = (), tick: Callable[[], None] | None = None
+) -> list[int]:
+    """End the processes, steps and stand-ins of roles: politely, then through Slurm, then by signals.
+
+    Args:
+        roles: to end.
+        grace_s: from the polite end to the kill.
+        more: leaders of other families of this machine that end with them.
+        tick: called while steps are waited for.
+
+    Returns:
+        ids of the processes of this machine that had to be killed.
+    """
+    for role in roles:
+        role.ask_to_end()
+    steps = [role for role in roles if role.has_agents]
+    deadline = time.monotonic() + grace_s + 3.0
+    while time.monotonic() < deadline and any(role.is_alive for role in steps):
+        if tick is not None:
+            tick()
+        time.sleep(0.1)
+    for role in steps:
+        role.kill()
+    return end_families([*(role.pid for role in roles if role.was_started), *more], grace_s)
+
+
+def reap_roles(roles: Sequence[Role], others: Iterable[int]) -> list[int]:
+    """Collect what has ended, and end what it left behind.
+
+    Args:
+        roles: that have ended.
+        others: families of this process that have nothing to do with them.
+
+    Returns:
+        ids of the processes that had to be killed.
+    """
+    for role in roles:
+        role.reap()
+    return end_strays(os.getpid(), others, grace_s=1.0)

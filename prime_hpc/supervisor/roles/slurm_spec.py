@@ -5,14 +5,16 @@ The counterpart of `roles` (one machine).
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
+from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference.backend import node_options
 from prime_hpc.runtime.role_context import ENV_HOSTS, ENV_KEY, INFERENCE_URLS, NODE_PORTS, RANKS_FILE, TEACHER_URLS
@@ -25,6 +27,38 @@ from prime_hpc.supervisor.roles.slurm_step import Hellos, StepSpec, http_port
 from prime_hpc.supervisor.roles.spec import ORCHESTRATING_MODULES, Urls, inference_command
 
 _ORDER = (*ENGINE_ROLES, "trainer", "orchestrator")
+
+
+@dataclass(frozen=True)
+class _Role:
+    """A role of the job, and what its commands are made of."""
+
+    experiment: Experiment
+    site: SiteConfig
+    group: RoleGroup
+    hosts: tuple[str, ...]
+    run_dir: Path
+    num_servers: Mapping[str, int]
+    """Group of engines -> its servers, all of them started before."""
+
+    @property
+    def python(self) -> str:
+        """The container's, else that of its agent, which may be the node's own."""
+        return self.site.container.python if self.site.container else "{python}"
+
+    @property
+    def network(self) -> NetworkConfig:
+        """The experiment's, over the site's."""
+        return self.experiment.network.over(self.site.network)
+
+    def misses_servers(self, urls: Urls) -> bool:
+        """Return whether a server has not been told where to listen."""
+        return any(len(urls.get(role, [])) < count for role, count in self.num_servers.items())
+
+    def order(self, spec: StepSpec, commands: list[list[str]], environment: dict[str, str], **more: Any) -> LaunchOrder:
+        """Return the order to the agents of its step."""
+        grace_s = self.experiment.supervisor.grace_s
+        return LaunchOrder(0, list(spec.hosts), commands, environment, grace_s=grace_s, **more)
 
 
 def slurm_specs(
@@ -50,11 +84,18 @@ def slurm_specs(
         hosts = (*nodes[group.first_node : group.first_node + group.num_nodes], *more)
         num_servers = Counter(spec.name for spec in specs if spec.is_server)  # they come first
         build = {"trainer": _trainer, "orchestrator": _orchestrator}.get(group.role, _inference)
-        spec = build(experiment, site, group, hosts, run_dir, num_servers)
-        port = stated_port(experiment, placement, group)
-        options = placement.components[group.component].options
-        on_gpus = group.device == "cuda"
-        specs.append(replace(spec, options=options, gpus=group.gpus, is_on_gpus=on_gpus, port=port))
+        spec = build(_Role(experiment, site, group, hosts, run_dir, num_servers))
+        specs.append(
+            replace(
+                spec,
+                hosts=hosts,
+                component=group.component,
+                options=placement.components[group.component].options,
+                gpus=group.gpus,
+                is_on_gpus=group.device == "cuda",
+                port=stated_port(experiment, placement, group),
+            )
+        )
     return specs
 
 
@@ -89,43 +130,30 @@ def _gpus(group: RoleGroup) -> list[int] | None:
     return list(group.gpus) if group.gpus is not None and group.device == "cuda" else None
 
 
-def _python(site: SiteConfig) -> str:
-    """Return the Python of a role: the container's, else that of its agent, which may be the node's own."""
-    return site.container.python if site.container else "{python}"
-
-
 def _threads(ranks: int) -> dict[str, str]:
     """OpenMP threads are left to the role's own setting, which knows the node it runs on."""
     return {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
 
 
-def _trainer(
-    experiment: Experiment,
-    site: SiteConfig,
-    group: RoleGroup,
-    hosts: tuple[str, ...],
-    run_dir: Path,
-    num_servers: Mapping[str, int],
-) -> StepSpec:
-    trainer = experiment.trainer
+def _trainer(of: _Role) -> StepSpec:
+    group, trainer = of.group, of.experiment.trainer
     by_task = trainer.launcher == "srun"
     per_node = group.processes_per_node
-    python = _python(site)
-    program = ["-m", "prime_hpc.trainer.main", str(run_dir)]
-    samples = trainer.tinker is not None and experiment.inference is not None
+    program = ["-m", "prime_hpc.trainer.main", str(of.run_dir)]
+    samples = trainer.tinker is not None and of.experiment.inference is not None
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
-        if samples and _are_missing(num_servers, urls):
+        if samples and of.misses_servers(urls):
             return None
         first = hellos[f"{spec.hosts[0]}/0"]
         address, port = first["collectives"], str(first["ports"][0])
-        environment = {**_interface(site), "PYTHONSAFEPATH": "1"}  # torchrun starts the ranks without -P
+        environment = {**_interface(of.site), "PYTHONSAFEPATH": "1"}  # torchrun starts the ranks without -P
         if samples:
             environment[INFERENCE_URLS] = ",".join(urls["inference"])
         if trainer.threads_per_rank:
             environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
         if by_task:
-            command = [python, "-P", *program]
+            command = [of.python, "-P", *program]
             environment |= {
                 "RANK": "{rank}",
                 "LOCAL_RANK": "{local_rank}" if group.device == "cpu" else "0",
@@ -140,60 +168,36 @@ def _trainer(
             own = ["prime_hpc.trainer.torchrun"]  # on one node nothing need listen
             several = ["torch.distributed.run", "--nnodes", str(len(spec.hosts)), "--node-rank", "{node_rank}"]
             several += ["--master-addr", address, "--master-port", port]
-            command = [python, "-P", "-m", *(own if len(spec.hosts) == 1 else several)]
+            command = [of.python, "-P", "-m", *(own if len(spec.hosts) == 1 else several)]
             command += ["--nproc-per-node", str(per_node), "--max-restarts", "0"]
             command += ["--signals-to-handle", "SIGINT", *program]
             environment |= {} if trainer.threads_per_rank else _threads(per_node)
-        return LaunchOrder(
-            start_number=0,
-            nodes=list(spec.hosts),
-            commands=[command],
-            environment=environment,
-            tasks_per_node=per_node if by_task else 1,
-            gpus=_gpus(group),
-            grace_s=experiment.supervisor.grace_s,
-        )
+        tasks = per_node if by_task else 1
+        return of.order(spec, [command], environment, tasks_per_node=tasks, gpus=_gpus(group))
 
     return StepSpec(
         "trainer",
         [],
-        experiment.supervisor.start_timeout_s,
+        of.experiment.supervisor.start_timeout_s,
         num_processes=trainer.num_ranks,
-        hosts=hosts,
-        component=group.component,
         tasks_per_node=per_node if by_task else 1,
         order=order,
     )
 
 
-def _inference(
-    experiment: Experiment,
-    site: SiteConfig,
-    group: RoleGroup,
-    hosts: tuple[str, ...],
-    run_dir: Path,
-    num_servers: Mapping[str, int],
-) -> StepSpec:
+def _inference(of: _Role) -> StepSpec:
+    group = of.group
     assert group.role in ENGINE_ROLES
     role: EngineRole = group.role
-    servers = servers_of(experiment, role)
-    network = experiment.network.over(site.network)
-    python = _python(site)
+    servers = servers_of(of.experiment, role)
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder:
         first = hellos[f"{spec.hosts[0]}/0"]
-        base = inference_command(python, run_dir, role, group.index, http_port(spec, first))
-        base += ["--host", first["address"] if network.serving else ALL]
+        base = inference_command(of.python, of.run_dir, role, group.index, http_port(spec, first))
+        base += ["--host", first["address"] if of.network.serving else ALL]
         at = first["collectives"], int(first["ports"][1]) if len(spec.hosts) > 1 else 0
         options = node_options(servers.backend, group.dp_size, len(spec.hosts), *at)
-        return LaunchOrder(
-            start_number=0,
-            nodes=list(spec.hosts),
-            commands=[[*base, *own] for own in options],
-            environment=_interface(site),
-            gpus=_gpus(group),
-            grace_s=experiment.supervisor.grace_s,
-        )
+        return of.order(spec, [[*base, *own] for own in options], _interface(of.site), gpus=_gpus(group))
 
     return StepSpec(
         role,
@@ -201,57 +205,33 @@ def _inference(
         servers.ready_timeout_s,
         index=group.index,
         max_restarts=servers.max_restarts,
-        hosts=hosts,
-        component=group.component,
         order=order,
         backend=servers.backend,
         num_engines=group.dp_size,
     )
 
 
-def _are_missing(num_servers: Mapping[str, int], urls: Urls) -> bool:
-    """Return whether a server has not been told where to listen."""
-    return any(len(urls.get(role, [])) < count for role, count in num_servers.items())
-
-
-def _orchestrator(
-    experiment: Experiment,
-    site: SiteConfig,
-    group: RoleGroup,
-    hosts: tuple[str, ...],
-    run_dir: Path,
-    num_servers: Mapping[str, int],
-) -> StepSpec:
-    python, role = _python(site), experiment.orchestrating_role
-    network = experiment.network.over(site.network)
+def _orchestrator(of: _Role) -> StepSpec:
+    role = of.experiment.orchestrating_role
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
-        if _are_missing(num_servers, urls):
+        if of.misses_servers(urls):
             return None
         variables = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS}
         environment = {"OMP_NUM_THREADS": "1"} | {variables[role]: ",".join(known) for role, known in urls.items()}
-        commands = [[python, "-P", "-m", ORCHESTRATING_MODULES[role], str(run_dir)]]
+        commands = [[of.python, "-P", "-m", ORCHESTRATING_MODULES[role], str(of.run_dir)]]
         found = [hellos[f"{host}/0"] for host in spec.hosts[1:]]
         if found:
             environment[ENV_HOSTS] = ",".join(join(one["address"], one["ports"][0]) for one in found)
         for one in found:
-            listen = join(one["address"] if network.serving else ALL, one["ports"][0])
-            commands.append([python, "-P", "-m", "prime_hpc.envs.workers.host", "--listen", listen, "--of-a-job"])
-        return LaunchOrder(
-            start_number=0,
-            nodes=list(spec.hosts),
-            commands=commands,
-            environment=environment,
-            grace_s=experiment.supervisor.grace_s,
-            replaced=list(range(1, len(commands))),
-        )
+            listen = join(one["address"] if of.network.serving else ALL, one["ports"][0])
+            commands.append([of.python, "-P", "-m", "prime_hpc.envs.workers.host", "--listen", listen, "--of-a-job"])
+        return of.order(spec, commands, environment, replaced=list(range(1, len(commands))))
 
     return StepSpec(
         role,
         [],
-        experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
-        environment={ENV_KEY: new_secret(), NODE_PORTS: "1"} if len(hosts) > 1 else {},
-        hosts=hosts,
-        component=group.component,
+        of.experiment.supervisor.start_timeout_s + ready_timeout_s(of.experiment),
+        environment={ENV_KEY: new_secret(), NODE_PORTS: "1"} if len(of.hosts) > 1 else {},
         order=order,
     )

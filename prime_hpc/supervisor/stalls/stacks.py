@@ -43,9 +43,9 @@ def user_frame(stack: Stack) -> str:
     return own or next((text for package, text in named if package not in _PLUMBING | {"python"}), "")
 
 
-def innermost(stack: Stack, package: str = "prime_hpc") -> str:
-    """Return the innermost frame of a package; the innermost of all where it has none."""
-    frames = [show(frame) for frame in stack if package_of(str(frame[0])) == package]
+def innermost(stack: Stack) -> str:
+    """Return the innermost frame of ours; the innermost of all where it has none."""
+    frames = [show(frame) for frame in stack if package_of(str(frame[0])) == "prime_hpc"]
     return (frames or [show(frame) for frame in stack] or [""])[0]
 
 

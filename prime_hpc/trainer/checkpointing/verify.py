@@ -5,7 +5,6 @@ attempts do. What a rank finds broken is noted (`failed_reads`), and the next at
 to an older.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -32,19 +31,18 @@ def _reader(name: str) -> int:
     return int(parts[2]) if len(parts) > 3 and parts[2].isdigit() else 0
 
 
-def verify_parts(info: CheckpointInfo, paths: RunPaths, on_wait: Callable[[], None] = lambda: None) -> None:
+def verify_parts(info: CheckpointInfo, paths: RunPaths) -> None:
     """Check all sums of a checkpoint, each rank some. Collective.
 
     Args:
         info: the checkpoint.
         paths: the run that is about to load it.
-        on_wait: see `Patience`.
 
     Raises:
         Unreadable: on all ranks alike: a file differs (it is noted, and read again by the next attempt), or cannot be
             read.
     """
-    said = _verify_share(info, paths, Patience(READ_S, on_wait=on_wait))
+    said = _verify_share(info, paths, Patience(READ_S))
     rows: list[Any] = [said]
     if dist.get_world_size() > 1:
         rows = [None] * dist.get_world_size()

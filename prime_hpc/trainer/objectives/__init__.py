@@ -8,12 +8,18 @@ To add one: write a file here with one function, and its row in `config.named_co
 package and state `trainer.loss.type = module:function`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import LossStats, Targets, Terms, get_objective
 from prime_hpc.trainer.objectives.echo import echo_loss
 from prime_hpc.trainer.objectives.nll import sft_loss
 from prime_hpc.trainer.objectives.normalize import target_weights
 from prime_hpc.trainer.objectives.rl import normalization, requires_reference, rl_loss
-from prime_hpc.trainer.objectives.run_loss import MicroBatchLoss, loss_of
 
 __all__ = [
     "LossStats",
@@ -29,3 +35,12 @@ __all__ = [
     "sft_loss",
     "target_weights",
 ]
+
+
+MicroBatchLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossStats]]
+"""(micro-batch, log-probabilities float32[N], weights float32[N]) -> loss (0-dim), statistics."""
+
+
+def loss_of(experiment: Experiment) -> MicroBatchLoss:
+    """Return the configured objective of an RL run, else the mean negative log-likelihood."""
+    return partial(rl_loss, experiment.trainer.loss) if experiment.kind == "rl" else sft_loss

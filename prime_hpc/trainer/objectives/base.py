@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.config.import_path import import_object
-from prime_hpc.config.named_code import OBJECTIVES, Bounds
+from prime_hpc.config.named_code import OBJECTIVES, Bounds, import_object
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.trainer import LossConfig
 

@@ -6,8 +6,11 @@ has `trainer.deterministic`. SFT takes its batches from the data set instead of 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from loguru import logger
 
@@ -27,13 +30,14 @@ from prime_hpc.trainer.data.build import build_data, without_padding
 from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.objectives import loss_of
-from prime_hpc.trainer.replay.sequences import sequence_lines
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer, build_trainer
 from prime_hpc.trainer.weights.lora_files import read_adapter
 
 Given = tuple[RankBatch, dict[str, float]]
 """A rank's batch, and what its step's metrics say of the data."""
+SHOWN = 10
+"""Sequences that are listed."""
 
 
 @contextmanager
@@ -139,3 +143,36 @@ def kept_step(kept: RunPaths, scratch: Path) -> bool:
         if trainer.rank == 0:
             print("\n".join([outcome, *lines]), flush=True)
     return passes
+
+
+@torch.no_grad()
+def sequence_lines(trainer: Trainer, batch: RankBatch) -> list[str]:
+    """Return a table of this rank's sequences: those with log-probabilities that are not finite first, then by
+    mismatch."""
+    rows: list[tuple[float, str]] = []
+    batch = trainer.train_step.lay_out(replace(batch, ce_weights=None))
+    for m in range(batch.num_micro_batches):
+        micro = trainer.train_step.micro_batch(batch, m)
+        with trainer.train_step.adapted(), trainer.train_step.policy.packing(micro):
+            logprobs, _ = trainer.train_step.policy(micro)
+        first = batch.micro_offsets[m]
+        gap = (logprobs - micro.behaviour_logprobs).abs().cpu().numpy()
+        for i in np.unique(micro.sequence.cpu().numpy()):
+            own = (micro.sequence == i).cpu().numpy()
+            bad, worst = int((~np.isfinite(gap[own])).sum()), float(gap[own].max())
+            place = int(np.flatnonzero(np.diff(batch.seq_offsets[first:]) > 0)[i] + first)
+            advantage = float(micro.advantages.cpu().numpy()[own].mean())
+            text = (
+                f"{batch.sample_ids[place]:>12} {batch.group_ids[place]:>10} {own.sum():>8} {bad:>8} {worst:>12.4g} "
+                f"{advantage:>10.4g} {batch.rewards[place]:>10.4g}"
+            )
+            rows.append((np.inf if bad else worst, text))
+    rows.sort(key=lambda row: -row[0])
+    head = (
+        f"{'sample':>12} {'prompt':>10} {'targets':>8} {'bad':>8} {'largest gap':>12} {'advantage':>10} {'reward':>10}"
+    )
+    return [
+        f"{len(rows)} sequences with targets on rank {trainer.rank}, worst first:",
+        head,
+        *(t for _, t in rows[:SHOWN]),
+    ]

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.doctor.doctor import as_json, examine, worst
+from prime_hpc.launch.doctor.finding import Finding
 
 if TYPE_CHECKING:
-    from prime_hpc.launch.doctor.finding import Finding
     from prime_hpc.launch.doctor.fs_view import FolderView
 
 
 def run(argv: list[str], program: str) -> int:
     """Examine the machine, or with --path measure a directory; print one line a finding."""
-    from prime_hpc.launch.doctor.doctor import as_json, examine, worst
-
     given = parse("doctor", argv)
     given.arguments(0)
     path = given.get("--path")
@@ -41,7 +40,7 @@ def run(argv: list[str], program: str) -> int:
     return 1 if worst(findings) == "fail" else 0
 
 
-def _path(path: Path, other: str | None) -> tuple[list["Finding"], dict[str, Any]]:
+def _path(path: Path, other: str | None) -> tuple[list[Finding], dict[str, Any]]:
     from prime_hpc.launch.doctor.advice import advise
     from prime_hpc.launch.doctor.filesystem import measure
     from prime_hpc.launch.doctor.fs_view import FolderView

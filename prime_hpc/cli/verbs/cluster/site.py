@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.site import list_sites, load_site, site_folders
 
 
 def run(argv: list[str], program: str) -> int:
@@ -29,8 +30,6 @@ def run(argv: list[str], program: str) -> int:
 
 
 def _list(as_json: bool) -> int:
-    from prime_hpc.config.site import list_sites, load_site, site_folders
-
     sites = list_sites()
     chosen = load_site()
     if as_json:
@@ -46,8 +45,6 @@ def _list(as_json: bool) -> int:
 
 
 def _show(name: str | None, as_json: bool) -> int:
-    from prime_hpc.config.site import load_site
-
     site = load_site(name)
     data = site.model_dump(mode="json", exclude_defaults=True) | {"name": site.name}
     if as_json:

@@ -5,12 +5,11 @@ Exit codes: 0 all is there; 1 something is missing, or could not be fetched; 2 w
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prime_hpc.cli.common import load, parse, print_json
-
-if TYPE_CHECKING:
-    from prime_hpc.launch.fetch.presence import Presence
+from prime_hpc.config.site import load_site
+from prime_hpc.launch.fetch.fetch import fetch_all
+from prime_hpc.launch.fetch.presence import Presence
 
 
 def run(argv: list[str], program: str) -> int:
@@ -18,9 +17,6 @@ def run(argv: list[str], program: str) -> int:
     given = parse("fetch", argv)
     into = given.get("--into")
     loaded = load(given.words, "plan", program)
-    from prime_hpc.config.site import load_site
-    from prime_hpc.launch.fetch.fetch import fetch_all
-
     done = fetch_all(
         loaded.experiment,
         load_site(loaded.experiment.slurm.site),
@@ -40,7 +36,7 @@ def run(argv: list[str], program: str) -> int:
     return 0 if done.is_complete else 1
 
 
-def _line(one: "Presence", is_new: bool, problem: str) -> str:
+def _line(one: Presence, is_new: bool, problem: str) -> str:
     """Return a need for people: `there  model  owner/name  1.2 GiB  PATH`."""
     state = "missing" if not one.is_there else "fetched" if is_new else "there"
     need = one.need

@@ -3,13 +3,11 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prime_hpc.cli.common import Given, load, parse
+from prime_hpc.config import Loaded
 from prime_hpc.config.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from prime_hpc.config import Loaded
+from prime_hpc.config.site import load_site
 
 TARGETS = ("slurm", "kubernetes")
 
@@ -26,7 +24,6 @@ def run(argv: list[str], program: str) -> int:
     if "--chart" in given:
         raise ConfigError(Problem("a chart is for Kubernetes: add --target kubernetes", "--chart"))
     from prime_hpc.config.secret import command_without_secrets
-    from prime_hpc.config.site import load_site
     from prime_hpc.slurm.placement import place_slurm
     from prime_hpc.slurm.script import ArrayPart, command_tail, escape_pattern, interpreter, render_job
 
@@ -55,7 +52,7 @@ def run(argv: list[str], program: str) -> int:
     return _show(script, given.get("--output"))
 
 
-def _kubernetes(loaded: "Loaded", given: Given) -> int:
+def _kubernetes(loaded: Loaded, given: Given) -> int:
     """Print the objects, which hold the run's key, or write a chart."""
     from prime_hpc.kubernetes.manifests import manifests
     from prime_hpc.kubernetes.text import write_chart, yaml_stream

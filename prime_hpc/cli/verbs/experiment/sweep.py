@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.common import Given, parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.sweep.find import find_file, find_sweep
+from prime_hpc.launch.sweep.progress import RERUN, RESUME, PointView, counted, look
+from prime_hpc.launch.sweep.resolve import Base, load_base, load_stored
+from prime_hpc.launch.sweep.results import Metric, Result, choose_metric, collect_results, over_seeds
+from prime_hpc.launch.sweep.state import read_sweep
 from prime_hpc.observe.table import align
 
 if TYPE_CHECKING:
-    from prime_hpc.launch.sweep.progress import PointView
-    from prime_hpc.launch.sweep.resolve import Base
-    from prime_hpc.launch.sweep.results import Metric, Result
     from prime_hpc.launch.sweep.submit import Report
 
 TIMEOUT_S = 600.0
@@ -46,10 +48,6 @@ def run(argv: list[str], program: str) -> int:
 
 
 def _submit(argv: list[str], program: str) -> int:
-    from prime_hpc.launch.sweep.find import find_file, find_sweep
-    from prime_hpc.launch.sweep.progress import RERUN
-    from prime_hpc.launch.sweep.resolve import load_base, load_stored
-
     given = parse("sweep", argv, "submit")
     word, flags = _sweep_word(given)
     file = find_file(word)
@@ -63,17 +61,13 @@ def _submit(argv: list[str], program: str) -> int:
 
 
 def _resume(argv: list[str], program: str) -> int:
-    from prime_hpc.launch.sweep.find import find_sweep
-    from prime_hpc.launch.sweep.progress import RESUME
-    from prime_hpc.launch.sweep.resolve import load_stored
-
     given = parse("sweep", argv, "resume")
     word, flags = _sweep_word(given)
     base = load_stored(find_sweep(word, flags) / "sweep.yaml", enter=True)
     return _send(base, RESUME, given, program)
 
 
-def _send(base: "Base", states: Sequence[str], given: Given, program: str) -> int:
+def _send(base: Base, states: Sequence[str], given: Given, program: str) -> int:
     """Send the points in these states: all at once, or as slots come free."""
     from prime_hpc.launch.sweep.feed import EVERY_S, feed_sweep
     from prime_hpc.launch.sweep.submit import submit_sweep
@@ -92,9 +86,6 @@ def _send(base: "Base", states: Sequence[str], given: Given, program: str) -> in
 
 
 def _status(argv: list[str], program: str) -> int:
-    from prime_hpc.launch.sweep.progress import counted, look
-    from prime_hpc.launch.sweep.state import read_sweep
-
     given = parse("sweep", argv, "status")
     sweep_dir = _find(given)
     sweep = read_sweep(sweep_dir)
@@ -108,7 +99,7 @@ def _status(argv: list[str], program: str) -> int:
     return 0
 
 
-def _cells(view: "PointView") -> tuple[str, ...]:
+def _cells(view: PointView) -> tuple[str, ...]:
     status = view.status
     has_steps = status.step is not None or status.max_steps is not None
     steps = f"{status.step or 0}/{status.max_steps or '?'}" if has_steps else "-"
@@ -125,10 +116,6 @@ def _cells(view: "PointView") -> tuple[str, ...]:
 
 def _results(argv: list[str], program: str) -> int:
     from prime_hpc.launch.sweep.plot import draw
-    from prime_hpc.launch.sweep.progress import look
-    from prime_hpc.launch.sweep.resolve import load_stored
-    from prime_hpc.launch.sweep.results import choose_metric, collect_results, over_seeds
-    from prime_hpc.launch.sweep.state import read_sweep
 
     given = parse("sweep", argv, "results")
     sweep_dir, plot = _find(given), given.get("--plot")
@@ -158,7 +145,7 @@ def _results(argv: list[str], program: str) -> int:
     return 0
 
 
-def _print_results(sweep_dir: Path, metric: "Metric", results: list["Result"], everything: bool) -> None:
+def _print_results(sweep_dir: Path, metric: Metric, results: list[Result], everything: bool) -> None:
     print(f"sweep {sweep_dir.name}: {metric.describe()}")
     rows = []
     for rank, result in enumerate(results, 1):
@@ -175,7 +162,6 @@ def _values_text(values: dict[str, Any]) -> str:
 
 def _cancel(argv: list[str], program: str) -> int:
     from prime_hpc.launch.sweep.cancel import cancel_sweep
-    from prime_hpc.launch.sweep.state import read_sweep
 
     given = parse("sweep", argv, "cancel")
     timeout_s = given.positive("--timeout") or TIMEOUT_S
@@ -198,8 +184,6 @@ def _sweep_word(given: Given) -> tuple[str, list[str]]:
 
 
 def _find(given: Given) -> Path:
-    from prime_hpc.launch.sweep.find import find_sweep
-
     word, flags = _sweep_word(given)
     replace(given, words=[flag for flag in flags if not flag.startswith(("--output", "--name"))]).arguments(1)
     return find_sweep(word, flags)
@@ -215,8 +199,6 @@ def _print_report(report: "Report", given: Given, program: str) -> int:
     if "--json" in given:
         print_json(report.as_dict())
         return report.code
-    from prime_hpc.launch.sweep.progress import counted
-
     dry = "--dry-run" in given
     left = f"; left alone: {counted(report.left)}" if report.left else ""
     done = "would be sent" if dry else "run" if report.is_local else "sent"

@@ -16,7 +16,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import TINKER_KEY
 from prime_hpc.launch.monitor.run_facts import RunStatus, number, span
 from prime_hpc.launch.monitor.status import Ask, PatientAsk, ask_slurm, collect, status_of
-from prime_hpc.observe.console import duration, sparkline
+from prime_hpc.observe.console import duration, local_time, sparkline, time_left
 from prime_hpc.observe.table import pad
 from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder
@@ -121,18 +121,8 @@ def _painted(text: str, state: str) -> str:
     return f"\x1b[{color}m{text}\x1b[0m"
 
 
-def _clock(epoch: float) -> str:
-    """Local time; with the date where it is not today's."""
-    moment, today = time.localtime(epoch), time.localtime()
-    return time.strftime("%H:%M" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
-
-
 def _ago(epoch: float) -> str:
     return f"{span(max(0.0, time.time() - epoch))} ago"
-
-
-def _left(seconds: float) -> str:
-    return duration(seconds) if seconds < 360_000 else span(seconds)
 
 
 def _steps(status: RunStatus) -> str:
@@ -142,7 +132,7 @@ def _steps(status: RunStatus) -> str:
 
 
 def _note(status: RunStatus) -> str:
-    starts = f"starts about {_clock(status.starts)}" if status.starts is not None else ""
+    starts = f"starts about {local_time(status.starts)}" if status.starts is not None else ""
     return "; ".join(part for part in (status.note, starts) if part)
 
 
@@ -158,9 +148,9 @@ def render_one(status: RunStatus) -> str:
     if status.attempt is not None:
         job.append(f"attempt {status.attempt}" + (f" ({status.why})" if status.why else ""))
     if status.since is not None:
-        job.append(f"since {_clock(status.since)}")
+        job.append(f"since {local_time(status.since)}")
     rows.append(("attempt", ", ".join(job) or "none yet"))
-    left = [f"{_left(status.time_left_s)} of the job's time left"] if status.time_left_s is not None else []
+    left = [f"{time_left(status.time_left_s)} of the job's time left"] if status.time_left_s is not None else []
     left += [f"about {duration(status.eta_s)} to the last step"] if status.eta_s is not None else []
     rows.append(("time", ", ".join(left)))
     if status.service is not None:
@@ -222,7 +212,7 @@ def render_table(runs: list[RunStatus], folder: Path, more: int = 0) -> str:
                 sparkline(status.trend, 10) if not status.is_final else "",
                 "-" if status.attempt is None else str(status.attempt),
                 str(len(nodes)) if nodes and not status.is_final else "-",
-                "-" if status.time_left_s is None else _left(status.time_left_s),
+                "-" if status.time_left_s is None else time_left(status.time_left_s),
                 status.job_id or "-",
                 _note(status).partition("\n")[0],
             )

@@ -1,13 +1,12 @@
 """Small pieces of which the live view's pages are made: cleaned text, curves, bars, figures."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from prime_hpc.observe.console import BLOCKS, duration, short, sparkline
+from prime_hpc.observe.console import BLOCKS, short, sparkline
 
 STATE_STYLES = {
     "completed": "green",
@@ -65,15 +64,6 @@ def size(num_bytes: float) -> str:
     raise AssertionError
 
 
-def clock(epoch: float) -> str:
-    """Return local time; with the date where it is not today's."""
-    try:
-        moment, today = time.localtime(epoch), time.localtime()
-    except (OverflowError, ValueError, OSError):  # no time at all
-        return "?"
-    return time.strftime("%H:%M" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
-
-
 def percent(share: float) -> str:
     """Return a share of 0 to 1."""
     return f"{share:.0%}" if math.isfinite(share) else "?"
@@ -116,10 +106,3 @@ def lines(rows: Sequence[tuple[str, Text | str]]) -> Table:
     for label, text in rows:
         grid.add_row(label, Text(clean(text)) if isinstance(text, str) else text)
     return grid
-
-
-def time_left(seconds: float) -> str:
-    """Return a length of time as `h:mm:ss`, very long ones in days."""
-    if not math.isfinite(seconds):
-        return "?"
-    return duration(seconds) if seconds < 360_000 else f"{seconds / 86_400:.1f} d"

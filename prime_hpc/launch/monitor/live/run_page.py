@@ -17,7 +17,7 @@ from prime_hpc.launch.monitor.live.facts import (
     shares,
 )
 from prime_hpc.launch.monitor.run_facts import RunStatus, number, span
-from prime_hpc.observe.console import short
+from prime_hpc.observe.console import local_time, short, time_left
 from prime_hpc.slurm.hostlist import compress_hosts
 
 RL_CURVES = (
@@ -77,17 +77,17 @@ def _head(status: RunStatus, width: int, *, ascii_only: bool) -> Text:
 def _about(live: LiveRun) -> Iterator[tuple[str, Text | str]]:
     status = live.status
     if status.note or status.starts is not None:
-        starts = f"starts about {parts.clock(status.starts)}" if status.starts is not None else ""
+        starts = f"starts about {local_time(status.starts)}" if status.starts is not None else ""
         yield "note", "; ".join(filter(None, [status.note, starts]))
     attempt = [f"job {status.job_id}"] if status.job_id else []
     attempt += [f"Slurm says {status.slurm}"] if status.slurm else []
     if status.attempt is not None:
         attempt.append(f"attempt {status.attempt}" + (f" ({status.why})" if status.why else ""))
-    attempt += [f"since {parts.clock(status.since)}"] if status.since is not None else []
+    attempt += [f"since {local_time(status.since)}"] if status.since is not None else []
     yield "attempt", ", ".join(attempt) or "none yet"
-    left = [f"about {parts.time_left(status.eta_s)} to the last step"] if status.eta_s is not None else []
+    left = [f"about {time_left(status.eta_s)} to the last step"] if status.eta_s is not None else []
     if status.time_left_s is not None:
-        text = f"{parts.time_left(status.time_left_s)} of the job's walltime left"
+        text = f"{time_left(status.time_left_s)} of the job's walltime left"
         left.append(text + (": not enough" if status.eta_s is not None and status.eta_s > status.time_left_s else ""))
     if left:
         yield "time", ", ".join(left)
@@ -128,7 +128,7 @@ def _episodes(live: LiveRun) -> str:
             words.append(f"{key.removeprefix('reward/')} {parts.number(mean)}")
     speed, left = number(row.get("episodes_per_s")), number(row.get("eta_s"))
     words += [f"{parts.number(speed)} episodes/s"] if speed is not None else []
-    words += [f"about {parts.time_left(left)} left"] if left is not None and live.status.is_under_way else []
+    words += [f"about {time_left(left)} left"] if left is not None and live.status.is_under_way else []
     return ", ".join(words)
 
 
@@ -214,8 +214,8 @@ def _below(live: LiveRun) -> Iterator[tuple[str, Text | str]]:
         yield "checkpoint", f"step {status.checkpoint}{saved}"
     ended = [row for row in live.attempts if number(row.get("ended")) is not None]
     for index, row in enumerate(reversed(ended[-MOST_ATTEMPTS:])):
-        began = parts.clock(number(row.get("began")) or 0.0)
-        text = f"{row['attempt']}: {began} to {parts.clock(number(row.get('ended')) or 0.0)}, {row.get('outcome')}"
+        began = local_time(number(row.get("began")) or 0.0)
+        text = f"{row['attempt']}: {began} to {local_time(number(row.get('ended')) or 0.0)}, {row.get('outcome')}"
         yield "ended" if index == 0 else "", f"{text}: {row.get('cause') or 'no cause was written'}"
     if live.space is not None and live.space[1] > 0:
         free, whole = live.space

@@ -9,7 +9,7 @@ from rich.text import Text
 from prime_hpc.launch.monitor.live import parts
 from prime_hpc.launch.monitor.live.facts import LiveRuns
 from prime_hpc.launch.monitor.run_facts import RunStatus
-from prime_hpc.observe.console import sparkline
+from prime_hpc.observe.console import local_time, sparkline, time_left
 
 _WIDE = 110
 """Columns from which a line has all of its cells."""
@@ -60,14 +60,14 @@ def _cells(status: RunStatus, wide: bool, ascii_only: bool) -> list[Text | str]:
         _step(status),
         f"{value} loss" if status.figure == "loss" else value,
         Text(parts.plain(trend, ascii_only=ascii_only), "cyan"),
-        "-" if status.eta_s is None else parts.time_left(status.eta_s),
+        "-" if status.eta_s is None else time_left(status.eta_s),
     ]
     if wide:
         cells += [
             "-" if status.idle_share is None else parts.percent(status.idle_share),
             "-" if status.attempt is None else str(status.attempt),
             parts.clean(status.job_id or "-"),
-            "-" if status.time_left_s is None else parts.time_left(status.time_left_s),
+            "-" if status.time_left_s is None else time_left(status.time_left_s),
         ]
     return [*cells, _note(status)]
 
@@ -83,6 +83,6 @@ def _note(status: RunStatus) -> Text:
         return Text(parts.clean(f"stands still: {status.stall}"), "bold red")
     if status.alarms and status.is_under_way:
         return Text(parts.clean(status.alarms[-1]), "bold yellow")
-    starts = f"starts about {parts.clock(status.starts)}" if status.starts is not None else ""
+    starts = f"starts about {local_time(status.starts)}" if status.starts is not None else ""
     slurm = status.slurm if status.slurm and status.state in ("pending", "requeued") and not status.note else ""
     return Text(parts.clean("; ".join(filter(None, [status.note.partition("\n")[0], slurm, starts]))))

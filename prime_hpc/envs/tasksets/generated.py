@@ -1,0 +1,39 @@
+"""Tasks that are made, not read: arguments of their tasksets, and how they are drawn."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import verifiers.v1 as vf
+
+from prime_hpc.envs.tasksets.reverse_text_data import Split, split_of
+
+T = TypeVar("T")
+
+
+class GeneratedConfig(vf.TasksetConfig):
+    """Arguments of every taskset that makes its tasks."""
+
+    split: Split = "train"
+    """The set of tasks; the two sets have none in common."""
+    seed: int = 0
+    """Selection from the split's tasks, and its order."""
+    num_tasks: int = 1000
+    """How many."""
+
+
+def drawn(name: str, config: GeneratedConfig, draw: Callable[[random.Random], tuple[str, T] | None]) -> Iterator[T]:
+    """Yield the split's draws in the seed's order, as many as are asked for; the same one may come twice.
+
+    Args:
+        name: of the taskset, which is a part of the seed.
+        config: split, seed, number.
+        draw: makes one: the text that tells its split, and what is yielded; None: it is of no use.
+    """
+    rng = random.Random(f"{name}:{config.split}:{config.seed}")
+    count = 0
+    while count < config.num_tasks:
+        found = draw(rng)
+        if found is not None and split_of(found[0]) == config.split:
+            count += 1
+            yield found[1]
