@@ -11,8 +11,9 @@ would not be worth it: then nothing is kept and compared but samples, which cost
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,14 @@ class DeltaSender:
         self._index = {name: number for number, name in enumerate(self._names)}
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // local_ranks))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta") if threads > 1 else None
+        self._most_pending = 2 * threads
+        self._pending: deque[tuple[Place, int, int, Future[delta_codec.Change]]] = deque()
+        """Chunks that are being compared: their place, where in it they begin, and their bytes."""
         self._kept: dict[Place, delta_codec.Bytes] = {}
         """The values that this rank wrote last, where they are kept."""
         self._samples: dict[Place, delta_codec.Bytes] = {}
+        """Where they are not."""
         self._form, self._stage = VersionForm(), Path()
         self._rows: list[tuple[int, ...]] = []
         self._frames: list[memoryview] = []
@@ -80,6 +85,7 @@ class DeltaSender:
         """Begin a version: open its whole files, or nothing yet."""
         self._form, self._stage = form, stage
         self._rows, self._frames, self._counts = [], [], [0.0, 0.0]
+        self._pending.clear()
         if form.is_whole:
             self._whole.open(form, stage, stack)
         if not form.keeps_values:
@@ -88,27 +94,31 @@ class DeltaSender:
     def write(self, place: Place, values: Any) -> None:
         """Take a place: write it, or find what changed."""
         new = values if isinstance(values, np.ndarray) else np.frombuffer(values, np.uint8)
-        self._sample(place, new)
-        if self._form.is_whole:
-            if self._form.keeps_values:
-                self._keep(place, new)
-            self._whole.write(place, new)
-        else:
+        if not self._form.is_whole:
             self._compare(place, new)
+            return
+        self._sample(place, new)
+        if self._form.keeps_values:
+            self._keep(place, new)
+        self._whole.write(place, new)
 
     def _sample(self, place: Place, new: delta_codec.Bytes) -> None:
         """Of a whole version count what changed in the middle of a place; the count stands for all of it."""
         size = min(len(new), SAMPLE * place.itemsize)
         begin = (len(new) - size) // (2 * place.itemsize) * place.itemsize
-        sample, before = new[begin : begin + size], self._samples.get(place)
+        middle = slice(begin, begin + size)
+        kept = self._kept.get(place)
+        before = self._samples.get(place) if kept is None else kept[middle]
         num_elements = len(new) // place.itemsize
-        if before is not None and size and self._form.is_whole:
-            num_changed = delta_codec.count_differing(before, sample, place.itemsize)
+        if before is not None and size:
+            num_changed = delta_codec.count_differing(before, new[middle], place.itemsize)
             self._counts[0] += num_changed * place.itemsize / size * num_elements
             self._counts[1] += num_elements
-        self._samples[place] = sample.copy()
+        if not self._form.keeps_values:
+            self._samples[place] = new[middle].copy()
 
     def _keep(self, place: Place, new: delta_codec.Bytes) -> None:
+        self._samples.pop(place, None)
         kept = self._kept.get(place)
         if kept is None:
             self._kept[place] = new.copy()
@@ -118,28 +128,32 @@ class DeltaSender:
     def _compare(self, place: Place, new: delta_codec.Bytes) -> None:
         """Find what changed, chunk by chunk; the kept values become the new ones."""
         kept = self._kept[place]
-        begins = range(0, len(new), delta_codec.CHUNK_BYTES)
-        parts = [slice(begin, begin + delta_codec.CHUNK_BYTES) for begin in begins]
-        changes = self._pool.map(lambda part: delta_codec.encode(kept[part], new[part], place.itemsize), parts)
-        for part, change in zip(parts, changes, strict=True):
-            nbytes = min(part.stop, len(new)) - part.start
-            self._rows.append(
-                (
-                    self._index[place.file],
-                    place.itemsize,
-                    place.offset + part.start,
-                    nbytes,
-                    change.num_changed,
-                    len(change.frame),
-                    change.xxh3,
-                )
-            )
-            self._frames.append(change.frame)
-            self._counts[0] += change.num_changed
-            self._counts[1] += nbytes // place.itemsize
+        for begin in range(0, len(new), delta_codec.CHUNK_BYTES):
+            old, part = (values[begin : begin + delta_codec.CHUNK_BYTES] for values in (kept, new))
+            if self._pool is None:  # another thread would only wait for this one
+                self._note(place, begin, len(part), delta_codec.encode(old, part, place.itemsize))
+                continue
+            job = self._pool.submit(delta_codec.encode, old, part, place.itemsize)
+            self._pending.append((place, begin, len(part), job))
+            self._collect(self._most_pending)
+
+    def _collect(self, most_pending: int) -> None:
+        """Take what was found, oldest first, until so many chunks are left."""
+        while len(self._pending) > most_pending:
+            place, begin, nbytes, job = self._pending.popleft()
+            self._note(place, begin, nbytes, job.result())
+
+    def _note(self, place: Place, begin: int, nbytes: int, change: delta_codec.Change) -> None:
+        """Add a chunk to this rank's file."""
+        file, offset = self._index[place.file], place.offset + begin
+        self._rows.append((file, place.itemsize, offset, nbytes, change.num_changed, len(change.frame), change.xxh3))
+        self._frames.append(change.frame)
+        self._counts[0] += change.num_changed
+        self._counts[1] += nbytes // place.itemsize
 
     def finalize(self) -> tuple[dict[str, FileEntry], dict[str, Any]]:
         """Make this rank's files durable."""
+        self._collect(0)
         facts = {"changed": self._counts[0], "elements": self._counts[1]}
         if self._form.is_whole:
             return self._whole.finalize()[0], facts

@@ -75,7 +75,8 @@ class Sender(Protocol):
         """Begin a version in a stage that exists; what is open is closed with `stack`."""
 
     def write(self, place: Place, values: Any) -> None:
-        """Take the bytes of one place (C-contiguous). May be called from one further thread.
+        """Take the bytes of one place (C-contiguous), which stay as they are until `finalize`. May be called from one
+        further thread.
 
         Raises:
             StoreError: disk full, I/O error.

@@ -1,6 +1,8 @@
 """Checkpoints that hold other tensors than the model's modules: read by parts, published as they came, bit for bit."""
 
 import json
+import math
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.lora_files import read_adapter
 from prime_hpc.trainer.weights.merge_lora import merge
 from prime_hpc.trainer.weights.publish import Publisher, build_publisher
-from prime_hpc.trainer.weights.write_plan import runs
+from prime_hpc.trainer.weights.write_plan import only_run, runs
 from prime_hpc.weight_transport.transport import VersionReader
 from tests.support.lora import fill_randomly, lora_policy, merged_model
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -194,6 +196,22 @@ def test_followed_functions_are_torchs() -> None:
         assert known.any() and torch.equal(tensor[known], stored[name][known])
     with pytest.raises(NotImplementedError, match=r"torch\.flip on stored tensors"):
         torch.flip(traced["a"], (0,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (3, 1, 2), (2, 3, 4)])
+def test_what_is_one_run_is_known_without_cutting(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    ends_of = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
+    for box in product(*ends_of):
+        part = Piece("a", box, box, tuple(range(len(shape))))
+        values = whole[tuple(slice(*ends) for ends in box)]
+        cut = list(runs(box, shape, part.to_stored(values)))
+        first = only_run(part, shape)
+        assert (first is None) == (len(cut) > 1)
+        if first is not None:
+            assert first == cut[0][0] and torch.equal(values.reshape(-1), cut[0][1].reshape(-1))
+    if len(shape) == 2:
+        assert only_run(Piece("a", ((0, 3), (0, 4)), ((0, 4), (0, 3)), (1, 0)), shape) is None
 
 
 def test_adapted_modules_have_the_names_of_the_base() -> None:

@@ -75,7 +75,7 @@ def train(rank: int, model: Path, rendezvous: Path, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from prime_hpc.config.sections.weights import WeightsConfig
-    from prime_hpc.runtime.process_memory import freeze_gc
+    from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
     from prime_hpc.store.run_paths import RunPaths
     from prime_hpc.trainer.weights.publish import Publisher
 
@@ -86,6 +86,7 @@ def train(rank: int, model: Path, rendezvous: Path, pipe: Connection) -> None:
     generator = torch.Generator().manual_seed(rank)
     publishers: dict[str, Publisher] = {}
     freeze_gc()
+    keep_freed_memory()  # both as the trainer's own main does
     while (said := pipe.recv()) is not None:
         dist.barrier()
         began = time.perf_counter()

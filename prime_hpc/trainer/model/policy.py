@@ -116,6 +116,8 @@ class Policy(nn.Module):
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors as a HF checkpoint holds them: parameters, tied ones once, and persistent buffers."""
         parameters = dict(self.hf.named_parameters())
+        if not any(module._buffers.keys() - module._non_persistent_buffers_set for module in self.hf.modules()):
+            return list(parameters.items())  # as a rule; to ask for the whole state takes milliseconds
         every = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.hf.state_dict().items() if k not in every and isinstance(v, torch.Tensor)}
         return list(parameters.items()) + list(buffers.items())

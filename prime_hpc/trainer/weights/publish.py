@@ -29,7 +29,7 @@ from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
-from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, plan_version
+from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
 from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -186,17 +186,20 @@ class Publisher:
         """Write what this rank holds to its places, then make its own files durable. Collective."""
         with contextlib.ExitStack() as stack:
             self.sender.open(form, stage, stack)
-            writer = stack.enter_context(_Writer(self.sender))  # ends before the files are closed
-            for place, values in self.local_blocks():
-                writer.write(place, values)
+            writer = stack.enter_context(_Writer(self.sender, form))  # ends before the files are closed
+            for block in self._blocks():
+                writer.write(block)
             writer.finish()
             dist.barrier()  # all ranks have written
             return self.sender.finalize()
 
     def local_blocks(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """Return what this rank writes: places and the values as they are published, on the device. Collective."""
-        for file, offset, values in self._plan.blocks(dict(self._policy.named_weights())):
-            yield Place(file.name, offset, values.dtype.itemsize), values
+        for block in self._blocks():
+            yield place_of(block), block.published()
+
+    def _blocks(self) -> Iterator[Block]:
+        return self._plan.blocks(dict(self._policy.named_weights()))
 
     def _written_files(self) -> list[WholeFile]:
         """Return the files into which this rank writes."""
@@ -257,19 +260,31 @@ class Publisher:
         return found
 
 
-class _Writer:
-    """Hands to the sender in a thread of its own: meanwhile the next tensor is cast and comes from the device."""
+def place_of(block: Block) -> Place:
+    """Return a block's place in the version."""
+    return Place(block.file.name, block.offset, block.dtype.itemsize)
 
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+
+class _Writer:
+    """Hands to the sender in a thread of its own: meanwhile the next tensor is cast and comes from the device.
+
+    But what lies in host memory and is only to be compared goes to it at once, while it is in the cache: nothing waits
+    for a disk or a device.
+    """
+
+    def __init__(self, sender: Sender, form: VersionForm) -> None:
+        self._sender, self._form = sender, form
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> "_Writer":
         return self
 
-    def write(self, place: Place, values: torch.Tensor) -> None:
-        content = host_bytes(values)
+    def write(self, block: Block) -> None:
+        place, content = place_of(block), host_bytes(block.published())
+        if not self._form.is_whole and block.values.device.type == "cpu":
+            self._sender.write(place, content)
+            return
         if len(self._pending) == MAX_PENDING_WRITES:
             self._pending.popleft().result()
         self._pending.append(self._thread.submit(self._sender.write, place, content))

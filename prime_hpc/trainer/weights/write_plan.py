@@ -9,7 +9,7 @@ columns, or stored transposed, shards spread over nodes) comes to its owner, and
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -29,6 +29,9 @@ from prime_hpc.trainer.weights.safetensors_layout import (
     in_file_order,
 )
 
+BLOCK_BYTES = 4 << 20
+"""Of a version, at most, in one block from a CPU: it is cast, compared or written, and summed while it is in the
+cache."""
 UNUSED_FILE = "model-unused.safetensors"
 """Tensors of the source that the model does not use, as they are."""
 
@@ -43,6 +46,37 @@ class VersionFile:
     tensors: list[str]
     """Of the model, in the file's order; in the file each may be several."""
     layout: SafetensorsLayout
+
+
+@dataclass(frozen=True)
+class Block:
+    """A contiguous run of elements of a file, from this rank."""
+
+    file: VersionFile
+    offset: int
+    """Bytes from the file's beginning."""
+    values: torch.Tensor
+    """As the model holds them, on the device."""
+    dtype: torch.dtype
+    """In which they are published."""
+
+    def published(self) -> torch.Tensor:
+        """Return the values in the published dtype, on the device."""
+        return self.values.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A part of what this rank holds of one of the model's tensors, and the stored tensor that it belongs to."""
+
+    part: Piece
+    held: tuple[slice, ...]
+    """Its place in what this rank holds."""
+    base: int
+    """Of the stored tensor in the file, in bytes."""
+    spec: TensorSpec
+    element: int | None
+    """Where it is one run of the stored tensor, as it stands: its first element there. So it is as a rule."""
 
 
 class VersionPlan:
@@ -61,6 +95,7 @@ class VersionPlan:
         self._weights, self._copies = weights, copies
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._gathered = [(file, name) for file in files for name in file.tensors if name not in in_place]
+        self._own: list[tuple[VersionFile, str, list[_Cut]]] | None = None
         self._gathering = Gathering([self._wanted(*each, tensors) for each in self._gathered], tensors, copies)
 
     def _wanted(self, file: VersionFile, name: str, tensors: Mapping[str, torch.Tensor]) -> Wanted:
@@ -81,51 +116,56 @@ class VersionPlan:
     def _owners_rows(self, file: VersionFile) -> bool:
         return any(name in self.in_place and file.owner in self._copies[name] for name in file.tensors)
 
-    def blocks(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[VersionFile, int, torch.Tensor]]:
-        """Return what this rank writes: files, offsets in them, and the values that belong there, on the device.
-        Collective: every rank takes all of its own.
+    def blocks(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Block]:
+        """Return what this rank writes, in the same blocks for every version. Collective: every rank takes all of its
+        own.
 
         Args:
             tensors: the model's, sharded or not.
         """
-        for file in self.mine():
-            for name in file.tensors:
-                if name in self.in_place:
-                    yield from self._own_rows(file, name, tensors[name])
+        for file, name, cuts in self._own_cuts(tensors):
+            local = tensors[name]
+            with torch.no_grad():  # else a part of a sharded tensor is a computation of its own
+                local = (local.to_local() if isinstance(local, DTensor) else local).detach()
+            for cut in cuts:
+                yield from _runs_of(file, cut, local)
         for index, box, values in self._gathering.gather(tensors):
-            yield from self._cut(*self._gathered[index], box, values)
+            file, name = self._gathered[index]
+            for cut in self._cuts(file, name, box):
+                yield from _runs_of(file, cut, values)
 
-    def _own_rows(
-        self, file: VersionFile, name: str, tensor: torch.Tensor
-    ) -> Iterator[tuple[VersionFile, int, torch.Tensor]]:
-        """Return what this rank holds of a tensor, unless others write it."""
-        box, local = local_box(tensor), tensor.detach()
-        if isinstance(local, DTensor):
-            if file.owner not in self._copies[name]:  # the owner's own copy is written by others
-                return
-            local = local.to_local()
-        elif file.owner != self._rank:
-            return
-        yield from self._cut(file, name, box, local)
+    def _own_cuts(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[VersionFile, str, list[_Cut]]]:
+        """Return what this rank holds of tensors that are written in place, unless others write it; found out once."""
+        if self._own is None:
+            self._own = [
+                (file, name, self._cuts(file, name, local_box(tensors[name])))
+                for file in self.mine()
+                for name in file.tensors
+                if name in self.in_place and self._writes(file, name, tensors[name])
+            ]
+        return self._own
 
-    def _cut(
-        self, file: VersionFile, name: str, box: Box, values: torch.Tensor
-    ) -> Iterator[tuple[VersionFile, int, torch.Tensor]]:
+    def _writes(self, file: VersionFile, name: str, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, DTensor):
+            return file.owner in self._copies[name]  # else the owner's own copy is written by others
+        return file.owner == self._rank
+
+    def _cuts(self, file: VersionFile, name: str, box: Box) -> list[_Cut]:
         """Return the places in a file of a part of one of the model's tensors.
 
         Args:
             file: in which the tensor stands.
             name: of the tensor.
             box: place of the part in the tensor.
-            values: of the part.
         """
+        found = []
         for piece in self._stored[name]:
             part = piece.within(box)
-            if part is None:
-                continue
-            spec = file.layout.specs[piece.name]
-            for element, run in runs(part.stored, spec.shape, part.to_stored(values[inside(part.model, box)])):
-                yield file, file.layout.offset(piece.name) + element * spec.dtype.itemsize, run.to(spec.dtype)
+            if part is not None:
+                spec = file.layout.specs[piece.name]
+                base = file.layout.offset(piece.name)
+                found.append(_Cut(part, inside(part.model, box), base, spec, only_run(part, spec.shape)))
+        return found
 
     @property
     def has_unused(self) -> bool:
@@ -160,6 +200,30 @@ class VersionPlan:
         for spec in specs:
             with safe_open(self._weights.stored[spec.name].file, framework="pt") as handle:
                 yield host_bytes(handle.get_tensor(spec.name)).tobytes()
+
+
+def only_run(part: Piece, shape: Sequence[int]) -> int | None:
+    """Return where a part that is stored as the model has it begins, if it is one run."""
+    if part.dims != tuple(range(len(shape))):
+        return None
+    split = max((d for d in range(len(shape)) if part.stored[d] != (0, shape[d])), default=0)
+    if any(high - low != 1 for low, high in part.stored[:split]):
+        return None
+    return sum(low * math.prod(shape[d + 1 :]) for d, (low, _) in enumerate(part.stored))
+
+
+def _runs_of(file: VersionFile, cut: _Cut, values: torch.Tensor) -> Iterator[Block]:
+    """Return the blocks of a part of what this rank holds."""
+    itemsize, values = cut.spec.dtype.itemsize, values[cut.held]
+    whole = cut.part.stored, cut.spec.shape
+    found: Iterable[tuple[int, torch.Tensor]]
+    found = runs(*whole, cut.part.to_stored(values)) if cut.element is None else [(cut.element, values)]
+    for element, run in found:
+        flat = run.reshape(-1)
+        step = BLOCK_BYTES // itemsize if flat.device.type == "cpu" else len(flat)
+        for first in range(0, len(flat), max(step, 1)):
+            part = flat[first : first + step]
+            yield Block(file, cut.base + (element + first) * itemsize, part, cut.spec.dtype)
 
 
 def runs(box: Box, shape: Sequence[int], values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
