@@ -76,7 +76,7 @@ class _Cut:
     """Of the stored tensor in the file, in bytes."""
     spec: TensorSpec
     element: int | None
-    """Where it is one run of the stored tensor, as it stands: its first element there. So it is as a rule."""
+    """Its first element in the stored tensor, if it is one run of it as it stands, which it is as a rule; else None."""
 
 
 class VersionPlan:
