@@ -28,7 +28,10 @@ from typing import Any
 TOP = Path(__file__).resolve().parents[2]
 NUM_EPISODES = 1000
 REPLY_TOKENS = 24
-CONCURRENCY = 128
+SEATS = 128
+"""Of the engine."""
+CONCURRENCY = 192
+"""Of both sides: an engine whose seats are to be full needs some requests that wait."""
 ROUNDS = 5
 READY_S, RUN_S = 300.0, 600.0
 SAMPLING = {"temperature": 1.0, "max_tokens": REPLY_TOKENS, "min_tokens": REPLY_TOKENS}
@@ -46,7 +49,7 @@ def run() -> dict[str, Any]:
         environment = os.environ | {"PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "BENCH_EVAL_KEY": "of-the-benchmark"}
         server = [
             *_command("inference", model, folder, "--server.port", str(port), "--cpu-kv-cache-gib", "1"),
-            *("--max-num-seqs", str(CONCURRENCY), "--orchestrator.client.api-key-var", "BENCH_EVAL_KEY"),
+            *("--max-num-seqs", str(SEATS), "--orchestrator.client.api-key-var", "BENCH_EVAL_KEY"),
         ]
         with (folder / "server.log").open("w") as log:
             process = subprocess.Popen(
@@ -85,6 +88,7 @@ def _rounds(server: int, url: str, model: Path, folder: Path, environment: dict[
         "num_episodes": NUM_EPISODES,
         "reply_tokens": REPLY_TOKENS,
         "concurrency": CONCURRENCY,
+        "seats": SEATS,
         "bare_per_s": found["bare"],
         "eval_per_s": found["eval"],
         "summary_s": found["summary_s"],
@@ -203,7 +207,7 @@ def render(figures: dict[str, Any]) -> str:
     summary = ", ".join(f"{value:.2f}" for value in figures["summary_s"])
     cpu = figures["cpu_ms"]
     return (
-        f"{figures['num_episodes']} episodes of {figures['reply_tokens']} tokens, {figures['concurrency']} at once\n"
+        f"{figures['num_episodes']} episodes of {figures['reply_tokens']} tokens, {figures['concurrency']} at once on {figures['seats']} seats\n"
         f"bare load generator: {bare} requests/s\neval: {ours} episodes/s, then {summary} s for the summary\n"
         f"CPU a request: {cpu['bare']:.2f} ms and {cpu['bare_server']:.2f} of the server; an episode of eval: "
         f"{cpu['eval']:.2f} and {cpu['eval_server']:.2f}\n"
