@@ -207,7 +207,8 @@ def render(figures: dict[str, Any]) -> str:
     summary = ", ".join(f"{value:.2f}" for value in figures["summary_s"])
     cpu = figures["cpu_ms"]
     return (
-        f"{figures['num_episodes']} episodes of {figures['reply_tokens']} tokens, {figures['concurrency']} at once on {figures['seats']} seats\n"
+        f"{figures['num_episodes']} episodes of {figures['reply_tokens']} tokens, {figures['concurrency']} at once on "
+        f"{figures['seats']} seats\n"
         f"bare load generator: {bare} requests/s\neval: {ours} episodes/s, then {summary} s for the summary\n"
         f"CPU a request: {cpu['bare']:.2f} ms and {cpu['bare_server']:.2f} of the server; an episode of eval: "
         f"{cpu['eval']:.2f} and {cpu['eval_server']:.2f}\n"
