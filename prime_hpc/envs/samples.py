@@ -23,6 +23,8 @@ VersionsOf = Callable[[Any], np.ndarray | None]
 
 TOOL, USER = 1, 2
 ROLES = {"tool": TOOL, "user": USER}
+NEVER_ASKED = "the others ended it before the policy's turn"
+"""Reason of an episode that has a score, as one in which an opponent wins at once, and nothing to train on."""
 """Values of `Sample.roles`."""
 
 
@@ -279,7 +281,8 @@ def episode_result(
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     problem = find_problem(episode)
     samples: list[Sample] = []
-    if problem is None and versions_of is not None:
+    asked = any(trace.num_turns for trace in traces) or not any(trace.num_turns for trace in episode.traces)
+    if problem is None and versions_of is not None and asked:
         try:
             for number, trace in enumerate(traces):
                 samples += trace_samples(trace, versions_of, number, routing_of)
@@ -292,8 +295,8 @@ def episode_result(
     usages = [trace.usage for trace in traces if trace.usage is not None]
     return EpisodeResult(
         state=problem.state if problem else EpisodeState.COMPLETED,
-        usable=problem is None and versions_of is not None,
-        reason=problem.reason if problem else "",
+        usable=problem is None and versions_of is not None and asked,
+        reason=problem.reason if problem else "" if asked else NEVER_ASKED,
         error_type=problem.error_type if problem else "",
         samples=[] if problem else samples,
         versions=list(versions),

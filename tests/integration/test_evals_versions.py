@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.envs.rendering import load_prompt_renderer
 from prime_hpc.envs.tasksets.reverse_text_data import build_prompt
+from prime_hpc.starter.make import make_starter
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from tests.integration.test_evals import episodes
@@ -116,3 +117,38 @@ def test_adapters_are_those_of_the_run(tmp_path: Path) -> None:
         dist.destroy_process_group()
     evaluate(base, tmp_path / "out", tmp_path / "run" / "weights", "--steps", "1,2")
     assert_replies(tmp_path / "out" / "eval", base, merged)
+
+
+def test_an_engine_of_two_pipeline_stages_gives_the_model_s_replies(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", tied=True, seed=0)
+    length = ("--num-examples", str(TASKS), "--sampling.max-tokens", str(TOKENS), "--pp", "2")
+    done(verb("eval", base, tmp_path / "out", "--environment-ids", "reverse-text", *length))
+    assert_replies(tmp_path / "out" / "eval", base, {0: base})
+
+
+def test_a_student_learns_from_a_teacher_s_best_replies(tmp_path: Path) -> None:
+    """`sft` warms a model up, `synthesize` keeps its best replies, `sft` trains it on them, `eval` plays both."""
+    make_starter(tmp_path / "starter")
+    train = ("--data.batch-size", "64", "--trainer.micro-batch-tokens", "4096", "--trainer.threads-per-rank", "1")
+
+    def sft(name: str, model: Path, data: Path, steps: int, rate: str, *more: str) -> Path:
+        argv = ("--name", name, "--data.path", str(data), "--max-steps", str(steps), "--trainer.optim.lr", rate)
+        done(verb("sft", model, tmp_path, *argv, *train, *more))
+        return tmp_path / name / "weights" / f"step_{steps:06d}"
+
+    slowly = ("--trainer.scheduler.type", "cosine", "--trainer.scheduler.warmup-steps", "30")
+    teacher = sft("warm", tmp_path / "starter" / "model", tmp_path / "starter" / "sft.jsonl", 300, "4e-3", *slowly)
+    filters = ("--num-examples", "384", "--rollouts-per-example", "4", "--n-best", "1", "--min-reward", "0.7")
+    env = ("--environment-ids", "reverse-text", "--sampling.max-tokens", "24")
+    done(verb("synthesize", teacher, tmp_path, *env, *filters))
+    rows = [
+        json.loads(line)
+        for path in sorted((tmp_path / "synthesize" / "data" / "rows").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    assert 64 < len(rows) <= 384 and all(row["provenance"]["reward"] >= 0.7 for row in rows)
+    sft("again", teacher, tmp_path / "synthesize" / "data", 60, "1e-3")
+    scoring = ("--num-examples", "64", "--rollouts-per-example", "4", "--sampling.temperature", "1")
+    done(verb("eval", teacher, tmp_path, "--weights-dir", str(tmp_path / "again" / "weights"), *env, *scoring))
+    before, after = (steps_of(tmp_path / "eval")[step]["avg"] for step in (0, 60))
+    assert after["interval"][0] > before["interval"][1], (before, after)

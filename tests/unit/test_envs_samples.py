@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_hpc.envs.samples import EpisodeState, episode_result, find_problem, trace_samples
+from prime_hpc.envs.samples import NEVER_ASKED, EpisodeState, episode_result, find_problem, trace_samples
 
 Node = SimpleNamespace
 
@@ -148,6 +148,17 @@ def test_replies_without_tokens_do_not_train() -> None:
     empty = reply_node([], [])
     result = episode_result(make_episode(make_trace([prompt_node(1), empty])), versions_of, 1.0)
     assert not result.usable and result.error_type == "EmptyEpisode"
+
+
+def test_a_game_that_others_end_before_the_policy_s_turn_has_a_score_and_does_not_train() -> None:
+    silent = make_trace([], calls=[])
+    others = make_trace([prompt_node(1), reply_node([2], [3])], agent=SimpleNamespace(trainable=False, name="opponent"))
+    for versions in (versions_of, None):
+        result = episode_result(make_episode(silent, others), versions, 1.0)
+        assert (result.state, result.usable, result.reason) == (EpisodeState.COMPLETED, False, NEVER_ASKED)
+        assert result.reward == 0.75 and not result.samples
+    alone = episode_result(make_episode(silent), versions_of, 1.0)
+    assert (alone.state, alone.error_type) == (EpisodeState.FAILED, "EmptyEpisode")  # a harness that asks nobody
 
 
 def test_result_carries_finite_scores_and_texts() -> None:

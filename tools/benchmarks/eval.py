@@ -10,6 +10,9 @@ summary) is `summary_s`.
 Where server and client share all cores, which these runs keep busy, CPU time says the same with less noise:
 `cpu_ms` is what one request or episode costs the client (`bare`, `eval`) and the server (`bare_server`,
 `eval_server`), medians, and `ratio_by_cpu` is the whole of a bare request over the whole of an episode.
+
+`--apart` gives the server the first of the cores and the client another one, as where engines are on nodes of their
+own: whether `eval` then keeps them as busy as the bare side does.
 """
 
 import asyncio
@@ -34,11 +37,12 @@ CONCURRENCY = 192
 """Of both sides: an engine whose seats are to be full needs some requests that wait."""
 ROUNDS = 5
 READY_S, RUN_S = 300.0, 600.0
+VARIANTS = {"--apart": "_eval_apart"}
 SAMPLING = {"temperature": 1.0, "max_tokens": REPLY_TOKENS, "min_tokens": REPLY_TOKENS}
 
 
-def run() -> dict[str, Any]:
-    """Both sides in turn."""
+def run(*, apart: bool = False) -> dict[str, Any]:
+    """Both sides in turn; `apart`: the server has the first core, the clients the others."""
     from prime_hpc.starter.make import make_starter
 
     with tempfile.TemporaryDirectory(prefix="prime-hpc-bench-") as name:
@@ -51,15 +55,21 @@ def run() -> dict[str, Any]:
             *_command("inference", model, folder, "--server.port", str(port), "--cpu-kv-cache-gib", "1"),
             *("--max-num-seqs", str(SEATS), "--orchestrator.client.api-key-var", "BENCH_EVAL_KEY"),
         ]
+        cores = sorted(os.sched_getaffinity(0))
         with (folder / "server.log").open("w") as log:
+            if apart:  # what is started has the cores of who starts it
+                os.sched_setaffinity(0, cores[:1])
             process = subprocess.Popen(
                 server, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
             try:
+                if apart:
+                    os.sched_setaffinity(0, cores[1:])
                 url = f"http://127.0.0.1:{port}"
                 _wait_ready(url, process, folder / "server.log")
                 return _rounds(process.pid, url, model, folder, environment)
             finally:
+                os.sched_setaffinity(0, cores)
                 process.send_signal(signal.SIGTERM)
                 try:
                     process.wait(30)
