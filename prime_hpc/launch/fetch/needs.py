@@ -15,7 +15,7 @@ from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
-from prime_hpc.launch.checks import is_installed, stated_environments, taskset_module, trained_names
+from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module, trained_names
 from prime_hpc.launch.fetch.named_datasets import datasets_named_in
 from prime_hpc.store.model_config import is_local_path
 
@@ -100,12 +100,12 @@ def _environments(experiment: Experiment) -> Iterator[Need]:
                 yield Need("files", f"{key}.args.files", str(path))
         elif known in BENCHMARKS:
             data = env.args.get("data")
-            yield Need("benchmark", f"{key}.id", known, data=str(data) if data else None)
+            yield Need("benchmark", key_of_id(key), known, data=str(data) if data else None)
         elif not is_installed(env.id):
-            yield Need("environment", f"{key}.id", env.id)
+            yield Need("environment", key_of_id(key), env.id)
         elif known not in BUNDLED:
             for named in datasets_named_in(_sources(env.id), env.args):
-                yield Need("dataset", f"{key}.id", named.name, named.subset, named.split)
+                yield Need("dataset", key_of_id(key), named.name, named.subset, named.split)
 
 
 def _sources(identifier: str) -> list[Path]:
