@@ -14,7 +14,7 @@ from prime_hpc.config.sections.lora import HEADS, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
-from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
@@ -142,7 +142,7 @@ def taskset_module(identifier: str) -> str:
 
 def is_installed(identifier: str) -> bool:
     """Return whether an environment is there, as far as a login node can tell without importing it."""
-    if identifier.replace("_", "-").lower() in (*BUNDLED, *BENCHMARKS):
+    if identifier.replace("_", "-").lower() in BUNDLED or find_benchmark(identifier) is not None:
         return True
     verifiers = importlib.util.find_spec("verifiers")
     if verifiers is None or verifiers.origin is None:
