@@ -157,6 +157,7 @@ def test_other_names_of_the_monitors_keys(flags: list[str], found: dict[str, Any
         (["--no-trainer.wandb.log-extras.distributions"], "wandb.samples_interval"),
         (["--train.micro_bs", "4"], "--trainer.micro-batch-tokens"),
         (["--data.num_workers", "2"], "--sft.data.num-workers"),
+        (["--data.micro-batch-size", "4"], "--trainer.micro-batch-tokens; of SFT it is --sft.data.micro-batch-size"),
         (["--batch-size", "64"], "--orchestrator.batch-size"),
     ],
 )

@@ -55,6 +55,10 @@ REPLACED: dict[str, str] = {
         for role in ("trainer", "orchestrator")
         for extra in ("samples", "distributions")
     },
+    "data.micro_batch_size": (
+        "micro-batches of RL are counted in tokens, packed: lower --trainer.micro-batch-tokens; of SFT it is "
+        "--sft.data.micro-batch-size"
+    ),
     "train.micro_bs": (
         "micro-batches are counted in tokens: state --trainer.micro-batch-tokens, micro_bs times seq_len at most"
     ),
