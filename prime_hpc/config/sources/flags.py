@@ -70,11 +70,6 @@ REPLACED: dict[str, str] = {
 }
 """Flags that other programs have and that are no keys here -> what takes their place."""
 
-_NO_AUTO = (
-    "auto is not known before the nodes are: state the GPUs of one engine; the number of engines follows from "
-    "--inference-gpus"
-)
-
 BARE = {"trainer.parallel.cp": "2"}
 """Keys that are no switches, and what they mean when they stand alone on the command line."""
 
@@ -213,9 +208,7 @@ class _Parser:
             value = self._take_value(node)
             if value is _MISSING:
                 self._problem(f"needs a value (`--{name}=VALUE` where the value begins with @ or --)", f"--{name}")
-        if value == "auto" and ("inference", "tensor_parallel_size") in targets:
-            self._problem(_NO_AUTO, f"--{name}")
-        elif value is not _MISSING:
+        if value is not _MISSING:
             self.parsed.entries += [Entry(target, value, origin, self.scope) for target in targets]
 
     def _targets(self, name: str) -> tuple[tuple[Segments, ...], bool]:
