@@ -33,7 +33,8 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "monitor.wandb.name": (("wandb", "name"),),
     "orchestrator.monitor.wandb.id": (("wandb", "orchestrator_id"),),
     "orchestrator.wandb.log_extras.interval": (("wandb", "samples_interval"),),
-    "trainer.wandb.log_extras.interval": (("wandb", "samples_interval"),),
+    "orchestrator.wandb.log_extras.samples": (("wandb", "samples"),),
+    "orchestrator.wandb.log_extras.distributions": (("wandb", "distributions"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
 """Root flags with another name -> the keys that they set."""
@@ -43,17 +44,18 @@ _STAGES = (
     "state how many with --pp, and engines for more machines with --dp"
 )
 _EXTRAS = (
-    "samples and distributions go to W&B together, every wandb.samples_interval steps; where that is left out, neither "
-    "does"
+    "the trainer's W&B run gets numbers alone; samples and distributions are the orchestrator's, with "
+    "--orchestrator.wandb.log-extras"
 )
+_OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
+"""Flags whose negation asks for what is so anyway."""
 REPLACED: dict[str, str] = {
     "pp.rank": _STAGES,
     "pp.iroh_seed": _STAGES,
     "pp.iroh_peer_id": _STAGES,
     **{
-        f"{role}.wandb.log_extras.{extra}": _EXTRAS
-        for role in ("trainer", "orchestrator")
-        for extra in ("samples", "distributions")
+        f"trainer.wandb.log_extras.{extra}": f"{_EXTRAS}.{extra} (key wandb.{key})"
+        for extra, key in (("interval", "samples_interval"), ("samples",) * 2, ("distributions",) * 2)
     },
     "data.micro_batch_size": (
         "micro-batches of RL are counted in tokens, packed: lower --trainer.micro-batch-tokens; of SFT it is "
@@ -193,6 +195,8 @@ class _Parser:
         self.position += 1
         origin = Origin("command line", f"--{name}")
         targets, negated = self._targets(name)
+        if negated and not equals and ".".join(targets[0]) in _OFF_ALREADY:
+            return
         node = locate(targets[0], self.scope)
         value: Any
         if negated:
@@ -221,7 +225,7 @@ class _Parser:
         if snake in aliases:
             return aliases[snake], False
         if snake.startswith("no_"):
-            return (tuple(snake[3:].split(".")),), True
+            return aliases.get(snake[3:], (tuple(snake[3:].split(".")),)), True
         return (segments,), False
 
     def _negation(self, node: Node | None, origin: Origin) -> Any:
