@@ -14,6 +14,9 @@ def open_metrics(
 ) -> MetricsWriter:
     """Open a role's metrics; W&B and TensorBoard can never stop it.
 
+    A bench is `<role>-bench` there, W&B's run a new one each time: the curves of a training run of the same directory
+    stay its own.
+
     Args:
         experiment: the run's.
         role: `trainer` or `orchestrator`: its own W&B run.
@@ -21,21 +24,23 @@ def open_metrics(
         run_dir: keeps the files of W&B and TensorBoard.
         beside: other runs of this process have writers too.
     """
+    bench = {"trainer": experiment.trainer.bench, "orchestrator": experiment.orchestrator.bench}[role]
+    name = f"{role}-bench" if bench else role
     wandb, stated = None, experiment.wandb
     if stated is not None:
         wandb = wandb_arguments(
             project=stated.project,
-            name=f"{stated.name or experiment.name}-{role}",
-            run_id=stated.run_id(role),
+            name=f"{stated.name or experiment.name}-{name}",
+            run_id=None if bench else stated.run_id(role),
             offline=stated.offline,
             run_dir=run_dir,
             config=experiment.model_dump(mode="json"),
-            role=role,
+            role="" if bench else role,
         )
         if beside:  # W&B's own default is one run a process
             wandb["reinit"] = "create_new"
-    tensorboard = run_dir / "tensorboard" / role if experiment.tensorboard else None
-    return MetricsWriter(path, wandb, tensorboard, _mlflow(experiment, role, run_dir))
+    tensorboard = run_dir / "tensorboard" / name if experiment.tensorboard else None
+    return MetricsWriter(path, wandb, tensorboard, _mlflow(experiment, name, run_dir))
 
 
 def _mlflow(experiment: Experiment, role: str, run_dir: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig, SandboxConfig
-from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.errors import EnvError
 
 BUNDLED: dict[str, str] = {
@@ -84,7 +84,7 @@ def resolve_taskset(name: str) -> FoundTaskset:
     from prime_hpc.envs.legacy.surface import install
 
     short = name.replace("_", "-").lower()
-    benchmark = BENCHMARKS.get(short)
+    benchmark = find_benchmark(name)
     bundled = BENCHMARK_TASKSETS[benchmark.kind] if benchmark is not None else BUNDLED.get(short)
     if bundled is None:
         install()

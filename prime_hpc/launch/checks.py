@@ -12,7 +12,9 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
 from prime_hpc.config.sections.lora import HEADS, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
@@ -29,13 +31,20 @@ _MASTER_AND_MOMENTS = 2 * 3
 """A checkpoint over 16-bit weights: float32 master weights and both of Adam's moments."""
 
 
-def check(loaded: Loaded, role: str | None = None) -> None:
-    """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it."""
+def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = False) -> None:
+    """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it.
+
+    Args:
+        loaded: the experiment.
+        role: the role alone; None: the whole run.
+        starts_elsewhere: the job starts from another Python environment than this one (a container, a pack): one that
+            is not installed here is for lint to warn of, and for the job's own check to refuse.
+    """
     experiment = loaded.experiment
     problems = [
         *(_model(experiment) if role != "orchestrator" else []),
         *(trained_models(experiment) if role in (None, "trainer") and experiment.trains else []),
-        *(_environments(experiment) if _samples(experiment, role) else []),
+        *(_environments(experiment, starts_elsewhere) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
@@ -133,7 +142,7 @@ def taskset_module(identifier: str) -> str:
 
 def is_installed(identifier: str) -> bool:
     """Return whether an environment is there, as far as a login node can tell without importing it."""
-    if identifier.replace("_", "-").lower() in (*BUNDLED, *BENCHMARKS):
+    if identifier.replace("_", "-").lower() in BUNDLED or find_benchmark(identifier) is not None:
         return True
     verifiers = importlib.util.find_spec("verifiers")
     if verifiers is None or verifiers.origin is None:
@@ -192,30 +201,49 @@ def stated_environments(experiment: Experiment) -> Iterator[tuple[str, EnvConfig
     orchestrator = experiment.orchestrator
     held_out = orchestrator.eval.env if orchestrator.eval else []
     trained = orchestrator.env if experiment.kind == "rl" else []
-    alone = [] if experiment.trains else experiment.episodes.environments
+    alone: list[StandaloneEnvConfig] = [] if experiment.trains else experiment.episodes.environments
+    by_name = len(experiment.episodes.environment_ids)
     named: list[tuple[str, Sequence[EnvConfig]]] = [
         ("orchestrator.env", trained),
         ("orchestrator.eval.env", held_out),
-        (f"{experiment.kind}.env", alone),
+        (f"{experiment.kind}.environment_ids", alone[:by_name]),
+        (f"{experiment.kind}.env", alone[by_name:]),
     ]
     for key, envs in named:
         for index, env in enumerate(envs):
             yield f"{key}.{index}", env
 
 
-def _environments(experiment: Experiment) -> list[Problem]:
+def key_of_id(key: str) -> str:
+    """Key of an environment's id; `key`: of the environment, from `stated_environments`."""
+    return key if "environment_ids" in key else f"{key}.id"
+
+
+def _environments(experiment: Experiment, starts_elsewhere: bool) -> list[Problem]:
     problems = []
     if experiment.kind == "rl" and not experiment.orchestrator.env:
         problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
+    return problems if starts_elsewhere else [*problems, *missing_environments(experiment)]
+
+
+def starts_elsewhere(experiment: Experiment, site: SiteConfig) -> bool:
+    """Return whether a Slurm job of this experiment starts from another Python environment than this one."""
+    return site.container is not None or (experiment.slurm.env_pack or site.env_pack) is not None
+
+
+def missing_environments(experiment: Experiment) -> list[Problem]:
+    """Stated environments that are not installed here, with the nearest name; imports none of them."""
+    names = [*BUNDLED, *BENCHMARKS]
+    problems = []
     for key, env in stated_environments(experiment):
         if not is_installed(env.id):
-            near = get_close_matches(env.id, [*BUNDLED, *BENCHMARKS], n=1, cutoff=0.5)
+            near = get_close_matches(env.id.replace("_", "-").lower(), names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             problems.append(
                 Problem(
-                    f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join([*BUNDLED, *BENCHMARKS])}; "
+                    f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join(names)}; "
                     f"others are installed with pip and found as the module {taskset_module(env.id)!r}",
-                    f"{key}.id",
+                    key_of_id(key),
                 )
             )
     return problems

@@ -164,6 +164,9 @@ def run_role(loaded: Loaded, role: str) -> int:
     else:
         assert experiment.inference is not None
         server = experiment.inference.server
+        if experiment.inference.api_key and "inference.server.host" not in loaded.provenance:
+            words = "other nodes cannot reach it; --server.host 0.0.0.0"
+            print(f"note: listens on {server.host}: {words}", file=sys.stderr)
         port = first_port(experiment, experiment.inference)
         if port:
             ports.require_free(port, server.host, "inference.server.port")

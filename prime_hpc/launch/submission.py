@@ -15,7 +15,7 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import write_site
-from prime_hpc.launch.checks import check
+from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.prepare import claim_directory, for_evaluation, write
@@ -81,7 +81,7 @@ def submit(
         show_dry_run(made.experiment, slurm_plan(made.experiment, made.site), made.text, as_json)
         return 0
 
-    check(loaded)
+    check(loaded, starts_elsewhere=starts_elsewhere(made.experiment, made.site))
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
     run_dir, job, adopted = _queue(loaded, made, ranking)

@@ -97,9 +97,14 @@ def read_figures(run_dir: Path) -> dict[str, float]:
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         report = read_report(run_dir, path.stem)
         if report is not None:
-            figures |= {f"bench {path.stem}: {name}": float(value) for name, value in report["figures"].items()}
-            figures |= {f"bench {path.stem}: {name}, s": float(value) for name, value in report["phases"].items()}
+            figures |= {f"bench {path.stem}: {name}": value for name, value in results(report).items()}
     return figures
+
+
+def results(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return a document's figures, and the seconds a step of its phases, by name: the rows of its table."""
+    phases = {f"{name}, s": float(value) for name, value in report["phases"].items()}
+    return {name: float(value) for name, value in report["figures"].items()} | phases
 
 
 def table(report: Mapping[str, Any]) -> str:

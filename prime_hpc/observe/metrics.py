@@ -101,6 +101,9 @@ class MetricsWriter:
         with self._lock:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
+        self._forward(step, row)
+
+    def _forward(self, step: int, row: dict[str, Any]) -> None:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         if self._tensorboard is not None:
             try:
@@ -141,9 +144,29 @@ class MetricsWriter:
             if rows:
                 cells = [[step, *(_cell(row.get(name)) for name in rows[0])] for row in rows]
                 found["samples"] = wandb.Table(columns=["step", *rows[0]], data=cells)
-            self._wandb.log({"step": step, **found})
+            if found:
+                self._wandb.log({"step": step, **found})
         except Exception as error:  # noqa: BLE001 - see _start_wandb
             logger.warning(f"W&B did not take the samples of step {step}: {error}")
+
+    def log_bench(self, step: int, results: Mapping[str, float]) -> None:
+        """Give W&B, TensorBoard and MLflow, where they are on, the results of a bench; to W&B as a table too.
+
+        Args:
+            step: its last.
+            results: by name; the file does not have them, which is of steps.
+        """
+        row = {"step": step, "time": round(time.time(), 3)}
+        self._forward(step, row | {f"bench/{name}": _jsonable(value) for name, value in results.items()})
+        if self._wandb is None:
+            return
+        try:
+            import wandb
+
+            cells = [[name, float(value)] for name, value in results.items()]
+            self._wandb.log({"step": step, "bench": wandb.Table(columns=["figure", "mean"], data=cells)})
+        except Exception as error:  # noqa: BLE001 - see _start_wandb
+            logger.warning(f"W&B did not take the table of the bench: {error}")
 
     def close(self) -> None:
         """Flush and close; W&B gets the chance to finish."""

@@ -45,11 +45,11 @@ from prime_hpc.orchestrator.metrics import (
     SampleLog,
     StepStats,
     batch_metrics,
-    distributions,
     group_metrics,
     longest_wait,
     train_rows,
     troubles,
+    wandb_extras,
 )
 from prime_hpc.orchestrator.next_attempt import NextAttempt
 from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
@@ -438,7 +438,7 @@ class Orchestrator:
         samples = train_rows(scored, self.env_names, self.exp.orchestrator.log_samples)
         self.parts.samples.write(step, samples)
         if self.exp.wandb is not None and step % (self.exp.wandb.samples_interval or step + 1) == 0:
-            self.parts.metrics.log_samples(step, samples, distributions(scored))
+            self.parts.metrics.log_samples(step, *wandb_extras(self.exp.wandb, samples, scored))
         info = {"reward": row["reward/mean"], "tokens_per_second": row["tokens/sampled_per_second"]}
         self.parts.status.beat(step, **info, lag_mean=row["lag/mean"], waited=longest_wait(row))
         logger.info(

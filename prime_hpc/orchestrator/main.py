@@ -15,7 +15,7 @@ from prime_hpc.config.monitors import open_metrics
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.pool import EnvPool
-from prime_hpc.observe.bench import table, write_report
+from prime_hpc.observe.bench import results, table, write_report
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -80,10 +80,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
             if teacher.is_other:  # the policy's own servers may still be starting
                 started = exp.teacher_inference
                 await teacher.check(exp.seq_len, started.ready_timeout_s if started else None)
-        reported = exp
-        if config.bench:  # its figures are its own
-            reported = exp.model_copy(update={"wandb": None, "mlflow": None, "tensorboard": False})
-        metrics = open_metrics(reported, ROLE, paths.metrics(ROLE), context.run_dir)
+        metrics = open_metrics(exp, ROLE, paths.metrics(ROLE), context.run_dir)
         stack.callback(metrics.close)
         samples = SampleLog(paths.metrics("samples"), config.log_samples)
         stack.callback(samples.close)
@@ -122,6 +119,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
         if config.bench:
             report = bench_report(exp, orchestrator.rows, orchestrator.shape, context.incarnation)
             write_report(context.run_dir, report)
+            metrics.log_bench(len(orchestrator.rows), results(report))
             logger.info("\n" + table(report))
 
 

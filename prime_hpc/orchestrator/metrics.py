@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_hpc.config.sections.common import WandbConfig
 from prime_hpc.envs.samples import EpisodeState
 from prime_hpc.orchestrator.batching.batch_builder import ScoredGroup
 from prime_hpc.orchestrator.evaluation import texts
@@ -221,6 +222,13 @@ def distributions(scored: Sequence[ScoredGroup]) -> dict[str, list[float]]:
         "advantage": [float(advantage) for group in scored for advantage in group.advantages],
         "completion_tokens": [float(episode.result.num_completion_tokens) for episode in episodes],
     }
+
+
+def wandb_extras(
+    config: WandbConfig, rows: list[dict[str, Any]], scored: Sequence[ScoredGroup]
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """Return the logged rollouts and the distributions of a batch, each empty where W&B is not to have it."""
+    return [] if config.samples is False else rows, {} if config.distributions is False else distributions(scored)
 
 
 def longest_wait(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of, table, write_report
+from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of, results, table, write_report
 from prime_hpc.trainer.model.policy import compute_dtype
 from prime_hpc.trainer.perf import measured_peak_flops
 from prime_hpc.trainer.trainer import Trainer
@@ -57,4 +57,6 @@ def finish_bench(trainer: Trainer) -> None:
         rows=rows,
     )
     write_report(trainer.paths.root, report)
+    if trainer.metrics is not None:
+        trainer.metrics.log_bench(len(rows), results(report))
     logger.info("\n" + table(report))

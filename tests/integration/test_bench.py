@@ -1,5 +1,6 @@
 """`--bench` of the trainer in real processes: RL on a given shape and on the orchestrator's, SFT on fake rows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def bench(folder: Path, model: Path, num_ranks: int = 1, **changes: Any) -> tupl
 def test_fake_rl_batches(tmp_path: Path, model: Path) -> None:
     fake = {"batch_size": 8, "seq_len": 16, "micro_batch_size": 2}
     trainer = {"bench": True, "data": {"fake": fake}, "threads_per_rank": 1}
-    paths, report = bench(tmp_path, model, trainer=trainer, max_steps=3, ckpt={"interval": 1})
+    paths, report = bench(
+        tmp_path, model, trainer=trainer, max_steps=3, ckpt={"interval": 1}, wandb={"offline": True}, name="short"
+    )
     figures = report["figures"]
     assert (report["num_warm"], report["num_steps"], len(report["steps"])) == (1, 2, 3)
     assert figures["tokens/step"] == 8 * 16
@@ -46,6 +49,11 @@ def test_fake_rl_batches(tmp_path: Path, model: Path) -> None:
     assert figures["tokens/s overall"] <= figures["tokens/s"]
     assert figures["memory, GiB"] > 0.05 and 0 < figures["mfu of measured"] < 1.5
     assert run_figures(paths.root)["bench trainer: tokens/s"] == figures["tokens/s"]
+    (table,) = (paths.root / "wandb").rglob("*.table.json")
+    assert ["tokens/s", figures["tokens/s"]] in json.loads(table.read_text())["data"]
+    sent = b"".join(path.read_bytes() for path in (paths.root / "wandb").rglob("*.wandb"))
+    assert b"bench/tokens/s" in sent and b"short-trainer-bench" in sent
+    assert not list((paths.root / "wandb").glob("*.id"))
 
 
 def test_sft_rows(tmp_path: Path, model: Path) -> None:

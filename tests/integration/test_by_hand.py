@@ -126,14 +126,23 @@ def test_supervised_on_two_machines_killed_and_started_again(folder: Path, machi
     assert "resume it with --ckpt.resume-step latest" in ended(start(machines[0], [*OURS, *words, "both"]))[0]
     meets = ["--nnodes=2", "--nproc-per-node", "1", f"--rdzv_endpoint={machines[0].address}:{port}"]
     program = ["-m", "prime_hpc.trainer.main", "sft", *words, "both", "--ckpt.resume-step", "latest"]
-    each = [start(m, [*TORCHRUN, *meets, "--node-rank", str(n), *program]) for n, m in enumerate(machines)]
+    meets += ["--local-ranks-filter", "0", "--redirects", "3", "--tee", "3"]  # torchrun's own: console and files
+    each = [
+        start(m, [*TORCHRUN, *meets, "--log-dir", str(folder / f"torchrun_{n}"), "--node-rank", str(n), *program])
+        for n, m in enumerate(machines)
+    ]
     said = ended(*each)
     assert [process.returncode for process in each] == [0, 0], said[0][-3000:] + said[1][-3000:]
     assert losses(paths) == losses(RunPaths(folder / "alone")) and len(losses(paths)) == STEPS
     a, b = weights(RunPaths(folder / "alone"), STEPS), weights(paths, STEPS)
     assert all(torch.equal(a[name], b[name]) for name in a)
     log = (paths.logs(1, "trainer") / "rank_0.log").read_text()
-    assert "resumed from" in log
+    assert "resumed from" in log and (paths.logs(1, "trainer") / "rank_1.log").is_file()
+    for n in (0, 1):
+        own = sorted((folder / f"torchrun_{n}").glob("*/attempt_0/0/*.log"))
+        assert [path.name for path in own] == ["stderr.log", "stdout.log"]
+    console = "".join(path.read_text() for path in (folder / "torchrun_0").glob("*/attempt_0/0/*.log"))
+    assert "resumed from" in console and "resumed from" in said[0]
 
 
 def test_reinforced_on_two_machines_from_batches_in_files(folder: Path, machines: tuple[Machine, Machine]) -> None:

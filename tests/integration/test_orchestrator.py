@@ -303,7 +303,8 @@ def test_weights_that_never_come_end_the_run_with_the_reason(
 def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
     tmp_path: Path, tokenizer_dir: Path, server: AdminServer
 ) -> None:
-    exp = make_experiment(tokenizer_dir, tmp_path / "run", bench=True)
+    wandb = {"offline": True, "samples_interval": 1, "samples": False}
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", bench=True, top={"wandb": wandb, "tensorboard": True})
     with World(tmp_path / "run", exp, [server]) as world:
         world.start(last=-1)
         assert world.wait() == 0, log_of(world)
@@ -316,6 +317,13 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         assert 0 < len(report["shape"][0]["lengths"]) <= exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()
         assert not list(world.paths.root.glob(".bench-*"))
+        # W&B has its figures as a table and as numbers, in a run that no later attempt goes on with
+        (table,) = (world.paths.root / "wandb").rglob("*.table.json")
+        assert "rollouts/s" in [name for name, _ in json.loads(table.read_text())["data"]]
+        sent = b"".join(path.read_bytes() for path in (world.paths.root / "wandb").rglob("*.wandb"))
+        assert b"bench/rollouts/s" in sent and b"distribution/reward" in sent and b"run-orchestrator-bench" in sent
+        assert not list((world.paths.root / "wandb").glob("*.id"))
+        assert list((world.paths.root / "tensorboard" / "orchestrator-bench").iterdir())
 
 
 def test_environments_with_settings_of_their_own(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:

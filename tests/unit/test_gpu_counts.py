@@ -54,8 +54,8 @@ def test_the_documented_line_uses_all_eight_gpus() -> None:
         ),
         (["--inference-gpu-ids", "0,1", "--inference.data-parallel-size", "1"], "inference_gpu_ids names 2 GPUs"),
         (["--inference.pipeline-parallel-size", "2"], "set tensor_parallel_size instead"),
-        (["--tp", "auto"], "auto is not known before the nodes are: state the GPUs of one engine"),
-        (["--inference.tensor-parallel-size", "auto"], "auto is not known before"),
+        (["--tp", "auto"], "auto is known of servers that have this machine to themselves"),
+        (["--inference.tensor-parallel-size", "auto"], "state the GPUs of one engine"),
         (["--pp.rank", "0", "--pp.world-size", "2"], "there is no such key: stages of an engine find each other"),
         (["--pp.iroh-seed", "1"], "there is no such key: .* state how many with --pp"),
         (["--pp.iroh-peer-id", "ff87"], "one job.* starts them all"),
@@ -65,6 +65,33 @@ def test_the_documented_line_uses_all_eight_gpus() -> None:
 def test_gpus_that_would_stay_idle_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "size"),
+    [
+        (["--tp", "auto"], "0,1", 2),
+        (["--tp", "auto", "--dp", "2"], "0,1,2,3", 2),
+        (["--tensor-parallel-size", "auto", "--pp", "2", "--dp", "2"], "0,1,2,3", 1),
+        (["--tp", "auto", "--inference-gpu-ids", "0,1", "--dp", "1"], "0,1,2,3", 2),
+        (["--tp", "auto"], "", 1),
+        (["--tp", "auto", "--device", "cpu"], "0,1", 1),
+    ],
+)
+def test_an_engines_tensors_go_over_the_gpus_of_this_machine(flags: list[str], gpus: str, size: int) -> None:
+    alone = ["--model.name", "m", "--environment-ids", "gsm8k"]
+    for entrypoint, more in {"inference": [], "eval": alone, "synthesize": alone}.items():
+        flag = [f.replace("--tensor", "--inference.tensor") if entrypoint != "inference" else f for f in flags]
+        exp = load_experiment([*more, *flag], entrypoint, {"CUDA_VISIBLE_DEVICES": gpus}).experiment
+        assert exp.inference is not None and exp.inference.tensor_parallel_size == size
+
+
+def test_gpus_of_this_machine_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="auto: 3 GPUs do not divide among 2"):
+        load_experiment(["--tp", "auto", "--dp", "2"], "inference", {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    argv = ["--model.name", "m", "--environment-ids", "gsm8k", "--tp", "auto", "--slurm.gpus-per-node", "8"]
+    with pytest.raises(ConfigError, match="state the GPUs of one engine"):
+        load_experiment(argv, "synthesize", {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_counts_of_a_sweep_are_those_of_its_base(tmp_path: Path) -> None:

@@ -297,6 +297,28 @@ def test_a_role_by_hand_becomes_its_process(
     assert os.environ["PRIMEHPC_RUN_YAML"] == str(own) and own.exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "is_said"),
+    [(["--api-key", "K"], True), (["--api-key", "K", "--server.host", "0.0.0.0"], False), ([], False)],
+)
+def test_a_server_with_a_key_on_the_loopback_address_says_who_cannot_reach_it(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    config = tmp_path / "e.yaml"
+    config.write_text(f"name: x\noutput_dir: {tmp_path / 'out'}\nmodel: {{name: {model}}}\ninference: {{}}\n")
+    monkeypatch.setattr("sys.argv", ["inference", "@", str(config), "--server.port", "0", *more])
+    cli.inference()
+    line = "note: listens on 127.0.0.1: other nodes cannot reach it; --server.host 0.0.0.0"
+    assert (line in capsys.readouterr().err) is is_said
+
+
 def test_engines_of_a_further_node_leave_their_heads_config_alone(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,6 +303,16 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "16 workers, and the orchestrator beside them, on a node with 16 CPUs",
     ),
     ("PH231", "error", {"orchestrator": {"env_servers": {"addresses": ["n1:7000"]}}}, {}, "no environment has workers"),
+    ("PH232", "error", {"orchestrator": {"env": [{"id": "Reverse_txt"}]}}, {}, "did you mean reverse-text?"),
+    (
+        "PH232",
+        "warning",
+        {"orchestrator": {"env": [{"id": "no-such", "workers": 1}], "env_servers": {"addresses": ["n1:7000"]}}},
+        {},
+        "found as the module 'no_such'",
+    ),
+    ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}}, {"container": {"image": "/x.sif"}}, "'x'"),
+    ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}, SLURM: {"env_pack": "/x.sqsh"}}, {}, "'x'"),
     (
         "PH240",
         "warning",

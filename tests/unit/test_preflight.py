@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from prime_hpc.cli.verbs.cluster import preflight as verb
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.runtime.gpus import stated_devices
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight import allreduce_node
 from prime_hpc.supervisor.preflight import node as preflight_node
@@ -22,7 +26,10 @@ from prime_hpc.supervisor.preflight.allreduce import NodeFindings, _judge_networ
 from prime_hpc.supervisor.preflight.allreduce_node import fastest_port
 from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
 from prime_hpc.supervisor.preflight.launcher import parse_line
+from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, clock_bounds, judge_unseen, lateness
+from prime_hpc.supervisor.roles.slurm_spec import slurm_specs
+from prime_hpc.supervisor.roles.slurm_step import StepContext
 
 # ---- the node's own names and lines
 
@@ -41,6 +48,29 @@ def test_messages_are_found_behind_a_launchers_label() -> None:
     assert parse_line("srun: error: n1: task 0: Killed", 2.0) is None
     assert parse_line('PREFLIGHT {"host": "n1", "pha', 2.0) is None
     assert parse_line("PREFLIGHT [1]", 2.0) is None
+
+
+def test_preflight_checks_each_node_for_what_its_roles_need() -> None:
+    site = SiteConfig.model_validate({"name": "test", "partitions": {"h100": {"gpus_per_node": 8}}})
+    servers: dict[str, Any] = {"num_replicas": 3, "data_parallel_size": 2, "tensor_parallel_size": 2}
+    ported = {**servers, "server": {"port": 9000}}
+    seen: dict[tuple[str, bool], tuple[Any, ...]] = {}
+    for inference in (servers, ported):
+        values = {"inference": inference, "trainer": {"num_ranks": 8}, "slurm": {"partition": "h100"}}
+        tree = Experiment.model_validate({"name": "x", "orchestrator": {"env": [{"id": "reverse-text"}]}, **values})
+        placement = place_slurm(tree, site)
+        nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
+        job = Allocation("7", ((*nodes, "spare"),), "n0", 0)
+        specs = slurm_specs(tree, site, placement, job, Path("/shared/runs/x"))
+        context = StepContext(job, Path("/shared/runs/x"), no_kill=True)
+        for check in Checkup(tree, context, specs, Path("/shared/runs/x/logs"))._hosts():
+            wanted = (check.gpus_asked, check.on_gpus, sorted(check.roles), check.ports)
+            seen[check.host, "server" in inference] = wanted
+    assert seen["n0", True] == (8, True, ["orchestrator", "trainer"], ())
+    assert seen["n1", True] == (8, True, ["inference[0]", "inference[1]"], (9000, 9001))
+    assert seen["n2", True] == (4, True, ["inference[2]"], (9000,))
+    assert seen["spare", True] == (0, False, [], ())
+    assert {ports for (_, has_port), (*_, ports) in seen.items() if not has_port} == {()}, "those that are not stated"
 
 
 # ---- rules

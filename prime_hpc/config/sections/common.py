@@ -151,11 +151,20 @@ class WandbConfig(Section):
     orchestrator_id: str | None = None
     """W&B run of the orchestrator, likewise."""
     samples_interval: int | None = Field(None, ge=1)
-    """Every so many steps W&B gets the logged rollouts (`orchestrator.log_samples` of them) as a table, and rewards,
-    advantages and lengths of the batch as histograms; default: never."""
+    """Every so many steps the orchestrator's W&B run gets `samples` and `distributions`; default: never."""
+    samples: bool | None = None
+    """The logged rollouts (`orchestrator.log_samples` of them) as a table; default: yes, every `samples_interval`."""
+    distributions: bool | None = None
+    """Rewards, advantages and lengths of the batch as histograms; default: yes, every `samples_interval`."""
     offline: bool | None = None
     """Force offline (or online) mode; default: as WANDB_MODE says, else offline where W&B finds no credentials
     (WANDB_API_KEY, `wandb login`)."""
+
+    @model_validator(mode="after")
+    def _at_some_time(self) -> "WandbConfig":
+        if self.samples_interval is None and (self.samples or self.distributions):
+            raise ValueError("samples and distributions need samples_interval, the steps between two of them")
+        return self
 
     def run_id(self, role: str) -> str | None:
         """Return the stated id of a role's W&B run."""

@@ -1,16 +1,50 @@
-"""Counts that follow from GPUs: `--inference-gpus 8`, or a list of GPU ids, says how many ranks or engines there are.
+"""Counts that follow from GPUs: `--inference-gpus 8`, or a list of GPU ids, says how many ranks or engines there are;
+`--tp auto`, over how many of this machine's GPUs an engine's tensors are split.
 
 Called once all sources are laid over each other, before the tree is checked.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem
 
 GPU_FLAGS = {"inference": "--inference-gpus", "teacher_inference": "--teacher-gpus"}
 """Section of engines -> the flag that says how many GPUs its servers have in all."""
+_ENGINES = ("data_parallel_size", "pipeline_parallel_size")
 _IDS = {"inference": "inference_gpu_ids", "teacher_inference": "teacher_gpu_ids"}
+_NO_AUTO = (
+    "auto is known of servers that have this machine to themselves (inference, eval, synthesize): state the GPUs of "
+    "one engine; the number of engines follows from --inference-gpus"
+)
+
+
+def derive_tensor_parallel(
+    values: dict[str, Any], provenance: dict[str, Origin], gpus: Callable[[], int] | None
+) -> Iterator[Problem]:
+    """Replace `inference.tensor_parallel_size: auto` by the GPUs that each engine gets; 1 on a machine without any.
+
+    Args:
+        values: the merged tree; changed.
+        provenance: where its values were stated.
+        gpus: counts the GPUs of this machine; None: the servers may run elsewhere, or beside a trainer.
+
+    Yields:
+        what cannot be: a machine that is not known, GPUs that do not divide among engines.
+    """
+    engines, key = values.get("inference"), "inference.tensor_parallel_size"
+    if not isinstance(engines, dict) or engines.get("tensor_parallel_size") != "auto":
+        return
+    count = len(values.get("inference_gpu_ids") or ())
+    if not count and values.get("device") != "cpu" and gpus is not None:
+        count = gpus()
+    others = [_number(engines.get(name, 1)) or 1 for name in (*_ENGINES, "num_replicas")]
+    engines["tensor_parallel_size"] = max(1, count // math.prod(others))
+    if gpus is None:
+        yield Problem(_NO_AUTO, key, provenance.get(key))
+    elif count % math.prod(others):
+        yield Problem(f"auto: {count} GPUs do not divide among {math.prod(others)} parts", key, provenance.get(key))
 
 
 def derive_counts(values: dict[str, Any], provenance: dict[str, Origin]) -> Iterator[Problem]:

@@ -33,7 +33,8 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "monitor.wandb.name": (("wandb", "name"),),
     "orchestrator.monitor.wandb.id": (("wandb", "orchestrator_id"),),
     "orchestrator.wandb.log_extras.interval": (("wandb", "samples_interval"),),
-    "trainer.wandb.log_extras.interval": (("wandb", "samples_interval"),),
+    "orchestrator.wandb.log_extras.samples": (("wandb", "samples"),),
+    "orchestrator.wandb.log_extras.distributions": (("wandb", "distributions"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
 """Root flags with another name -> the keys that they set."""
@@ -43,18 +44,23 @@ _STAGES = (
     "state how many with --pp, and engines for more machines with --dp"
 )
 _EXTRAS = (
-    "samples and distributions go to W&B together, every wandb.samples_interval steps; where that is left out, neither "
-    "does"
+    "the trainer's W&B run gets numbers alone; samples and distributions are the orchestrator's, with "
+    "--orchestrator.wandb.log-extras"
 )
+_OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
+"""Flags whose negation asks for what is so anyway."""
 REPLACED: dict[str, str] = {
     "pp.rank": _STAGES,
     "pp.iroh_seed": _STAGES,
     "pp.iroh_peer_id": _STAGES,
     **{
-        f"{role}.wandb.log_extras.{extra}": _EXTRAS
-        for role in ("trainer", "orchestrator")
-        for extra in ("samples", "distributions")
+        f"trainer.wandb.log_extras.{extra}": f"{_EXTRAS}.{extra} (key wandb.{key})"
+        for extra, key in (("interval", "samples_interval"), ("samples",) * 2, ("distributions",) * 2)
     },
+    "data.micro_batch_size": (
+        "micro-batches of RL are counted in tokens, packed: lower --trainer.micro-batch-tokens; of SFT it is "
+        "--sft.data.micro-batch-size"
+    ),
     "train.micro_bs": (
         "micro-batches are counted in tokens: state --trainer.micro-batch-tokens, micro_bs times seq_len at most"
     ),
@@ -65,11 +71,6 @@ REPLACED: dict[str, str] = {
     ),
 }
 """Flags that other programs have and that are no keys here -> what takes their place."""
-
-_NO_AUTO = (
-    "auto is not known before the nodes are: state the GPUs of one engine; the number of engines follows from "
-    "--inference-gpus"
-)
 
 BARE = {"trainer.parallel.cp": "2"}
 """Keys that are no switches, and what they mean when they stand alone on the command line."""
@@ -194,6 +195,8 @@ class _Parser:
         self.position += 1
         origin = Origin("command line", f"--{name}")
         targets, negated = self._targets(name)
+        if negated and not equals and ".".join(targets[0]) in _OFF_ALREADY:
+            return
         node = locate(targets[0], self.scope)
         value: Any
         if negated:
@@ -209,9 +212,7 @@ class _Parser:
             value = self._take_value(node)
             if value is _MISSING:
                 self._problem(f"needs a value (`--{name}=VALUE` where the value begins with @ or --)", f"--{name}")
-        if value == "auto" and ("inference", "tensor_parallel_size") in targets:
-            self._problem(_NO_AUTO, f"--{name}")
-        elif value is not _MISSING:
+        if value is not _MISSING:
             self.parsed.entries += [Entry(target, value, origin, self.scope) for target in targets]
 
     def _targets(self, name: str) -> tuple[tuple[Segments, ...], bool]:
@@ -224,7 +225,7 @@ class _Parser:
         if snake in aliases:
             return aliases[snake], False
         if snake.startswith("no_"):
-            return (tuple(snake[3:].split(".")),), True
+            return aliases.get(snake[3:], (tuple(snake[3:].split(".")),)), True
         return (segments,), False
 
     def _negation(self, node: Node | None, origin: Origin) -> Any:

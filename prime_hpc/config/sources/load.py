@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import ALONE, Experiment
 from prime_hpc.config.schema import all_paths, locate
-from prime_hpc.config.sources.counts import derive_counts
+from prime_hpc.config.sources.counts import derive_counts, derive_tensor_parallel
 from prime_hpc.config.sources.files import Document, read_documents
 from prime_hpc.config.sources.flags import SCOPES, Entry, FileRef, parse_flags
 from prime_hpc.config.sources.job_shapes import check_shapes, lay_shape
 from prime_hpc.config.sources.tree import Tree
 from prime_hpc.config.validate import check_complete, check_secrets
+from prime_hpc.runtime.gpus import visible_gpus
 
 ENV_PREFIX = "PRIME_"
 _OTHERS_VARIABLES = ("PRIME_LOG_LEVEL",)
@@ -78,6 +79,11 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
     if entrypoint in KINDS:
         tree.place([Entry(("kind",), KINDS[entrypoint], Origin("command line", entrypoint))])
     shapes = lay_shape(tree, parsed.entries)
+    is_here = (
+        entrypoint in (*ALONE, "inference") and "slurm" not in tree.values and tree.values.get("launch") != "slurm"
+    )
+    gpus = (lambda: len(visible_gpus(environ))) if is_here else None
+    tree.problems += derive_tensor_parallel(tree.values, tree.provenance, gpus)
     tree.problems += derive_counts(tree.values, tree.provenance)
     experiment = tree.experiment()
     check_shapes(shapes, entrypoint)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, fetch_command, folder
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, fetch_command, find_benchmark, folder
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.runtime.atomic_write import write_atomic
 
@@ -65,10 +65,18 @@ def _downloaded(benchmark: Benchmark) -> Iterable[dict[str, Any]]:
         yield from (dict(row) for row in load_dataset(benchmark.source, part, split=split))
 
 
+def _known(name: str) -> str:
+    """Return the name here of a benchmark that other programs know by another; an unknown one as it is."""
+    benchmark = find_benchmark(name)
+    return name if benchmark is None else benchmark.name
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch those that are named; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m prime_hpc.envs.benchmarks.fetch", description=__doc__)
-    parser.add_argument("names", nargs="+", choices=sorted(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument(
+        "names", nargs="+", type=_known, choices=sorted(BENCHMARKS), metavar="NAME", help=", ".join(BENCHMARKS)
+    )
     parser.add_argument("--to", type=Path, default=folder(), help="folder; default: where runs look for them")
     options = parser.parse_args(argv)
     failed = 0

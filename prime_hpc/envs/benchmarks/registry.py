@@ -74,6 +74,15 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 """By name."""
+OTHER_NAMES = {"aime24": "aime2024", "aime25": "aime2025"}
+"""Names by which other programs know them; the data's file has the name here."""
+
+
+def find_benchmark(name: str) -> Benchmark | None:
+    """Return the benchmark of an environment's id, as other programs write it too (`MATH500`, `aime24`); None: it is
+    none of them."""
+    short = name.replace("_", "-").lower()
+    return BENCHMARKS.get(OTHER_NAMES.get(short, short))
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:

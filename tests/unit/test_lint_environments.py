@@ -1,0 +1,73 @@
+"""Lint of environments that are not installed: in every kind of run, before anything is imported or started."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc import cli
+from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.checks import check, starts_elsewhere
+from prime_hpc.launch.lint.lint import lint
+
+MODEL = {"name": "owner/model"}
+
+
+def missing(tree: dict[str, Any], site: str = "laptop") -> list[tuple[str, str | None]]:
+    """Severity and key of what is said to be not installed."""
+    found = lint(Experiment.model_validate({"name": "x", "model": MODEL, **tree}), SiteConfig(name=site))
+    return [(f.severity, f.key) for f in found if f.code == "PH232"]
+
+
+def test_those_that_are_evaluated_are_looked_for_too() -> None:
+    held_out = {
+        "orchestrator": {"env": [{"id": "reverse-text"}], "eval": {"env": [{"id": "gsm8k"}, {"id": "no-such"}]}}
+    }
+    assert missing(held_out) == [("error", "orchestrator.eval.env.1.id")]
+    evaluated = {"environment_ids": ["math500", "math50"], "env": [{"id": "calculator"}, {"id": "no-such"}]}
+    assert missing({"kind": "eval", "eval": evaluated}) == [
+        ("error", "eval.environment_ids.1"),
+        ("error", "eval.env.1.id"),
+    ]
+    assert missing({"kind": "synthesize", "synthesize": {"environment_ids": ["no-such"]}}) == [
+        ("error", "synthesize.environment_ids.0")
+    ]
+
+
+def test_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_words.py").write_text("raise AssertionError('lint imported it')\n")
+    tree = {"orchestrator": {"env": [{"id": "owner/own-words@0.1"}]}}
+    assert missing(tree) == [("error", "orchestrator.env.0.id")]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert missing(tree) == []
+    assert "own_words" not in sys.modules
+
+
+def test_a_machine_without_verifiers_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "verifiers" else find_spec(name))
+    assert missing({"orchestrator": {"env": [{"id": "no-such"}]}}) == []
+
+
+def test_plan_and_dry_run_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exp.yaml"
+    file.write_text(
+        f"output_dir: {tmp_path}\nmodel: {{name: owner/model}}\norchestrator: {{env: [{{id: reverse-txt}}]}}\n"
+    )
+    assert cli.main(["lint", str(file)]) == 2
+    assert f"{file}:3: orchestrator.env.0.id" in capsys.readouterr().out
+    for words in (["plan"], ["submit", "--dry-run"]):
+        assert cli.main([*words, str(file), "--launch", "local"]) == 0
+        assert "error PH232 orchestrator.env.0.id" in capsys.readouterr().out
+
+
+def test_what_the_jobs_own_environment_may_hold_is_left_to_it(tmp_path: Path) -> None:
+    words = ["--output-dir", str(tmp_path), "--model.name", "owner/model", "--orchestrator.env", '[{"id": "no-such"}]']
+    loaded = load_experiment(words, "rl", {})
+    container = SiteConfig.model_validate({"name": "x", "container": {"image": "/x.sif"}})
+    check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, container))
+    with pytest.raises(ConfigError, match="'no-such' is not installed"):
+        check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, SiteConfig(name="x")))
