@@ -155,7 +155,7 @@ def test_a_wrong_key_or_no_server_ends_it_at_once(tmp_path: Path) -> None:
         assert code == 1 and "SCRIPTED_KEY" in said and "401" in said, said[-2000:]
         assert api.num_requests == 0
     code, said = run(command(api.url, tmp_path, "--environment-ids", "no-such-environment"))
-    assert code == 2 and "no-such-environment" in said and "eval.env.0.id" in said
+    assert code == 2 and "no-such-environment" in said and "eval.environment_ids.0" in said
 
 
 @pytest.mark.exhaustive
