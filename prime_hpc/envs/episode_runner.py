@@ -132,7 +132,7 @@ class SourceRunner:
         else:
             sampled = [turn.versions for turn in turns if len(turn.versions)]
             span = (min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)) if sampled else ()
-            result = episode_result(episode, None, duration_s, versions=span)
+            result = episode_result(episode, None, duration_s, versions=span if self.target.chat is None else None)
         if self.target.keep_messages and result.state is EpisodeState.COMPLETED:
             return replace(result, conversations=conversations_of(episode))
         return result

@@ -120,11 +120,6 @@ class EpisodeResult:
     conversations: list[dict[str, Any]] = field(default_factory=list)
     """Kept where they are asked for: see `conversations_of`."""
 
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Trained tokens over all samples."""
-        return sum(sample.num_loss_tokens for sample in self.samples)
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -133,6 +128,9 @@ class Problem:
     state: EpisodeState
     reason: str
     error_type: str = ""
+
+
+EMPTY = Problem(EpisodeState.FAILED, "no sampled tokens", "EmptyEpisode")
 
 
 def find_problem(episode: Any) -> Problem | None:
@@ -266,7 +264,7 @@ def episode_result(
     versions_of: VersionsOf | None,
     duration_s: float,
     routing_of: RoutingOf | None = None,
-    versions: Sequence[int] = (),
+    versions: Sequence[int] | None = None,
 ) -> EpisodeResult:
     """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says.
 
@@ -276,7 +274,8 @@ def episode_result(
             there are no samples, and nothing is usable for training.
         duration_s: wall-clock seconds.
         routing_of: recorded experts of a sampled node; None: nobody records them.
-        versions: of the result.
+        versions: oldest and newest of its sampled tokens, empty where it has none; None: they are in the samples, or
+            an API replied.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     problem = find_problem(episode)
@@ -290,6 +289,8 @@ def episode_result(
             problem = Problem(EpisodeState.FAILED, _one_line(str(error)), type(error).__name__)
         else:
             problem = _find_sample_problem(samples)
+    elif problem is None and versions is not None and not versions and asked:
+        problem = EMPTY
     rewards = [float(trace.reward) for trace in traces]
     prompt_text, completion_text = _texts(traces[0]) if traces else ("", "")
     usages = [trace.usage for trace in traces if trace.usage is not None]
@@ -299,7 +300,7 @@ def episode_result(
         reason=problem.reason if problem else "" if asked else NEVER_ASKED,
         error_type=problem.error_type if problem else "",
         samples=[] if problem else samples,
-        versions=list(versions),
+        versions=list(versions or ()),
         reward=sum(rewards) / len(rewards) if rewards and all(map(math.isfinite, rewards)) else 0.0,
         metrics=_metrics(traces),
         truncated=any(trace.is_truncated for trace in traces),
@@ -369,7 +370,7 @@ def _plain_tool(tool: Any) -> dict[str, Any]:
 def _find_sample_problem(samples: Sequence[Sample]) -> Problem | None:
     """Find what makes samples untrainable although the episode itself went well."""
     if not samples:
-        return Problem(EpisodeState.FAILED, "no sampled tokens", "EmptyEpisode")
+        return EMPTY
     if not all(np.isfinite(sample.logprobs).all() for sample in samples):
         return Problem(EpisodeState.FAILED, "a log-probability is not finite", "MalformedResponse")
     return None

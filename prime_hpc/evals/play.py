@@ -9,7 +9,7 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEnvConfig
-from prime_hpc.envs.samples import NEVER_ASKED, EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
@@ -150,12 +150,8 @@ def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, 
     """Class of the failure and its words; ("", "") of an episode that has a score."""
     if result.state is not EpisodeState.COMPLETED:
         return result.error_type or result.state.value, result.reason
-    if is_api or set(result.versions) == {version.step}:
+    if is_api or set(result.versions) <= {version.step}:  # none: the others ended it before the policy's turn
         return "", ""
-    if not result.versions:
-        if result.reason == NEVER_ASKED:
-            return "", ""
-        return "EmptyEpisode", "no sampled tokens"
     found = sorted(set(result.versions))
     return "OldVersion", f"tokens of version {found} instead of {version.step}: the server came back without"
 

@@ -159,8 +159,7 @@ class Evaluator:
         for source, results in ((self._sources[i], found) for i, found in run.results.items()):
             row |= {f"eval/{source.name}/{k}": v for k, v in summarize([r for _, r in results]).items()}
             row |= {f"eval/{source.name}/{k}": v for k, v in standard_error(results).items()}
-            sampled = [s.versions[s.loss_mask] for _, r in results for s in r.samples]
-            versions += [int(v) for array in sampled for v in (array.min(), array.max())]
+            versions += [version for _, result in results for version in result.versions]
         return row | {"eval/version_min": min(versions), "eval/version_max": max(versions)}
 
     def _samples(self, run: EvalRun) -> list[dict[str, Any]]:
@@ -196,7 +195,7 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
     if not good:
         return row
     row["mean_reward_completed"] = sum(r.reward for r in good) / len(good)
-    row["completion_tokens"] = sum(r.num_sampled_tokens for r in good) / len(good)
+    row["completion_tokens"] = sum(r.num_completion_tokens for r in good) / len(good)
     row["truncated_share"] = sum(r.truncated for r in good) / len(good)
     for name in sorted({name for r in good for name in r.metrics}):
         values = [r.metrics[name] for r in good if name in r.metrics]

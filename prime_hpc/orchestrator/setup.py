@@ -174,6 +174,7 @@ def make_pool(
         max_model_len=exp.max_model_len,
         api_key=_teacher_key(exp) if imitated else server_key,
         beside=_environments_beside(exp, split),
+        keep_samples=split == "train",
         servers=exp.orchestrator.env_servers,
         log_dir=log_dir / split if log_dir is not None else None,
     )

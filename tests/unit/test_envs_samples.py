@@ -148,13 +148,16 @@ def test_replies_without_tokens_do_not_train() -> None:
     empty = reply_node([], [])
     result = episode_result(make_episode(make_trace([prompt_node(1), empty])), versions_of, 1.0)
     assert not result.usable and result.error_type == "EmptyEpisode"
+    for versions, state in ((), EpisodeState.FAILED), ((3, 4), EpisodeState.COMPLETED), (None, EpisodeState.COMPLETED):
+        unkept = episode_result(make_episode(make_trace([prompt_node(1), empty])), None, 1.0, versions=versions)
+        assert (unkept.state, unkept.usable, unkept.versions) == (state, False, list(versions or ()))
 
 
 def test_a_game_that_others_end_before_the_policy_s_turn_has_a_score_and_does_not_train() -> None:
     silent = make_trace([], calls=[])
     others = make_trace([prompt_node(1), reply_node([2], [3])], agent=SimpleNamespace(trainable=False, name="opponent"))
     for versions in (versions_of, None):
-        result = episode_result(make_episode(silent, others), versions, 1.0)
+        result = episode_result(make_episode(silent, others), versions, 1.0, versions=() if versions is None else None)
         assert (result.state, result.usable, result.reason) == (EpisodeState.COMPLETED, False, NEVER_ASKED)
         assert result.reward == 0.75 and not result.samples
     alone = episode_result(make_episode(silent), versions_of, 1.0)
