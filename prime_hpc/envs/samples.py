@@ -23,9 +23,9 @@ VersionsOf = Callable[[Any], np.ndarray | None]
 
 TOOL, USER = 1, 2
 ROLES = {"tool": TOOL, "user": USER}
+"""Values of `Sample.roles`."""
 NEVER_ASKED = "the others ended it before the policy's turn"
 """Reason of an episode that has a score, as one in which an opponent wins at once, and nothing to train on."""
-"""Values of `Sample.roles`."""
 
 
 class EpisodeState(StrEnum):
