@@ -20,15 +20,15 @@ from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.env_config import harness_is_in_process
 from prime_hpc.envs.interception import PolicyInterception
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.math_answers import use_on_threads
 from prime_hpc.envs.model_client import PolicyClient
+from prime_hpc.envs.patches.lookups import patch_verifiers
+from prime_hpc.envs.patches.math_deadlines import use_on_threads
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of, episode_result
 from prime_hpc.envs.sandbox.sandbox_runtime import open_pool, sandbox_box
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.envs.target import PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource
-from prime_hpc.envs.verifiers_patches import patch_verifiers
 
 
 @dataclass

@@ -28,6 +28,10 @@ class LazyRuntime(SubprocessRuntime):
     async def start(self) -> None:
         """Nothing yet."""
 
+    def with_env(self, env: dict[str, str]) -> Runtime:
+        """Return a view with its own environment; itself where that would be no other one."""
+        return self if env == self.env else super().with_env(env)
+
     async def _ensure(self) -> None:
         if self.workdir is None:
             self.name = f"vf-{uuid.uuid4().hex[:12]}"  # of the directory, which other processes make theirs beside

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs import rendering, verifiers_patches
+from prime_hpc.envs import rendering
+from prime_hpc.envs.patches import lookups
 from prime_hpc.observe.console import Console
 from tests.integration.test_supervisor import role, supervise
 from tests.integration.test_trainer import run_trainer, write_batches, write_run
@@ -80,7 +81,7 @@ def test_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_environments(world: EnvWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code that plays episodes, in the orchestrator's process or a worker's; a step is sixteen of them."""
-    for module, name in ((rendering, "MAX_TEXTS"), (rendering, "CACHE_PROMPTS"), (verifiers_patches, "MAX_DECODED")):
+    for module, name in ((rendering, "MAX_TEXTS"), (rendering, "CACHE_PROMPTS"), (lookups, "MAX_DECODED")):
         monkeypatch.setattr(module, name, 16)
     growth = Growth([10, 30, 50])
 

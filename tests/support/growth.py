@@ -20,10 +20,11 @@ LOOKS = 3
 
 def limit_caches(most: int = 16) -> None:
     """Have caches be full after a few steps: then they may not grow any more."""
-    from prime_hpc.envs import rendering, verifiers_patches
+    from prime_hpc.envs import rendering
+    from prime_hpc.envs.patches import lookups
     from prime_hpc.orchestrator.rollouts import carried
 
-    rendering.MAX_TEXTS = rendering.CACHE_PROMPTS = verifiers_patches.MAX_DECODED = carried.MOST_STATES = most
+    rendering.MAX_TEXTS = rendering.CACHE_PROMPTS = lookups.MAX_DECODED = carried.MOST_STATES = most
 
 
 class Growth:

@@ -202,7 +202,7 @@ def test_scripted_servers_answer_what_the_orchestrators_client_reads(
 
 def test_one_slow_round_of_eval_s_benchmark_changes_no_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bench = benchmark("eval", monkeypatch)
-    bare, ours = iter([0.0, 100.0, 400.0, 100.0, 100.0, 1.0]), iter([80.0, 3.0, 80.0, 80.0, 900.0])
+    bare, ours = iter([0.0, 100.0, 400.0, *[100.0] * 6, 1.0]), iter([80.0, 3.0, *[80.0] * 6, 900.0])
     server = iter(range(100))  # CPU seconds so far: one more each time
 
     async def rate(url: str, prompts: list[list[int]]) -> float:

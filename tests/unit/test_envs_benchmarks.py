@@ -213,7 +213,7 @@ def test_math_verify_works_on_a_thread_and_within_its_deadline(monkeypatch: pyte
     import verifiers.v1 as vf
     from math_verify.errors import TimeoutException
 
-    from prime_hpc.envs import math_answers
+    from prime_hpc.envs.patches import math_deadlines
 
     found: list[float] = []
 
@@ -225,7 +225,7 @@ def test_math_verify_works_on_a_thread_and_within_its_deadline(monkeypatch: pyte
         thread.start()
         thread.join()
 
-    math_answers.use_on_threads()
+    math_deadlines.use_on_threads()
     on_thread()
     assert found == [1.0]
 

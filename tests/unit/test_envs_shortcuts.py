@@ -1,6 +1,8 @@
 """What is looked up once instead of for every episode gives the same."""
 
 import asyncio
+import uuid
+import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -9,14 +11,16 @@ import verifiers.v1 as vf
 from pydantic import BaseModel
 from renderers import base, parsing, reasoning
 from verifiers.v1 import errors, graph, rollout
+from verifiers.v1 import trace as trace_module
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import task_key
 from verifiers.v1.types import Request, Tool, TurnTokens, UserMessage
 from verifiers.v1.utils import decorators
 
-from prime_hpc.envs import verifiers_patches
+from prime_hpc.envs.lazy_runtime import LazyRuntime
+from prime_hpc.envs.patches import lookups
+from prime_hpc.envs.patches.lookups import patch_verifiers
 from prime_hpc.envs.rendering import MAX_TEXTS, SHORT_CHARS, cache_short_texts
-from prime_hpc.envs.verifiers_patches import patch_verifiers
 
 
 class Scores:
@@ -46,11 +50,11 @@ def test_decorated_methods_are_those_that_verifiers_finds_bound_to_the_object_at
     patch_verifiers()
     for kind, names in ((Scores, ["high", "low"]), (Overridden, ["high"]), (Aliased, ["high", "low", "low"])):
         for obj in (kind(), kind()):
-            found = verifiers_patches._discover_decorated(obj, "reward")
+            found = lookups._discover_decorated(obj, "reward")
             assert [method.__name__ for method in found] == names
-            assert found == verifiers_patches._discover(obj, "reward")
+            assert found == lookups._discover(obj, "reward")
             assert all(isinstance(method, MethodType) and method.__self__ is obj for method in found)
-            assert verifiers_patches._discover_decorated(obj, "stop") == []
+            assert lookups._discover_decorated(obj, "stop") == []
 
 
 def test_hooks_get_the_arguments_that_they_name() -> None:
@@ -162,7 +166,7 @@ def test_markers_and_short_texts_of_tokens_are_those_of_renderers(fast: Any) -> 
         for ids in ([], [198], [259, 198, 198], fast.encode("five tokens, or more")):
             assert reasoning._decode(fast, ids) == (fast.decode(ids, skip_special_tokens=False) if ids else "")
         for marker in ("<think>", "</think>", "nowhere"):
-            assert reasoning._single_marker_id(fast, marker) == verifiers_patches._marker_id(fast, marker)
+            assert reasoning._single_marker_id(fast, marker) == lookups._marker_id(fast, marker)
         assert reasoning._decode(other, [198]) == "other" and reasoning._single_marker_id(other, "<think>") == 7
 
 
@@ -170,7 +174,7 @@ def test_sums_over_tools_and_tasks_are_those_of_verifiers() -> None:
     patch_verifiers()
     tool = Tool(name="add", description="adds", parameters={})
     for tools in (None, [], [tool]):
-        assert graph._tools_hash(tools) == verifiers_patches._tools_hash(tools)
+        assert graph._tools_hash(tools) == lookups._tools_hash(tools)
     assert graph._tools_hash([tool]) != graph._tools_hash([])
 
     class Data(vf.TaskData):
@@ -245,7 +249,7 @@ def test_scopes_of_a_rollout_are_the_interception_s_own_and_no_tools_are_none() 
     shared = SimpleNamespace(acquire=lambda session: ("scope of", session))
     assert rollout.serve_interception(shared, None, "session", [], {}) == ("scope of", "session")
     own = rollout.serve_interception(None, None, None, [], {})
-    assert type(own) is type(verifiers_patches._serve_interception(None, None, None, [], {}))
+    assert type(own) is type(lookups._serve_interception(None, None, None, [], {}))
 
     async def urls() -> dict[str, str]:
         async with rollout.serve_tools([], None, shared={}, state_route="x") as found:
@@ -292,7 +296,7 @@ def test_replies_are_decoded_as_transformers_does(fast: Any) -> None:
     pieces: list[list[int]] = [ids, ids[3:], ids[::-1], ids[:1], []]
     for some in pieces:
         assert parsing._decode(fast, some) == (fast.decode(some, skip_special_tokens=False) if some else "")
-    assert verifiers_patches._decoders[fast] is not None
+    assert lookups._decoders[fast] is not None
 
     class Cleaned:
         clean_up_tokenization_spaces = True
@@ -302,3 +306,67 @@ def test_replies_are_decoded_as_transformers_does(fast: Any) -> None:
             return "its own"
 
     assert parsing._decode(Cleaned(), ids) == "its own"
+
+
+def test_traces_have_identities_of_their_own() -> None:
+    """Random UUIDs, as the standard library's."""
+    patch_verifiers()
+    made = [vars(trace_module)["uuid"].uuid4() for _ in range(1000)]
+    assert len(set(made)) == 1000 and {(one.version, one.variant) for one in made} == {(4, uuid.RFC_4122)}
+
+
+def test_scoring_of_task_and_harness_is_gathered_without_tasks() -> None:
+    """Results in order; where the first fails, the second is never begun and warns of nothing."""
+    patch_verifiers()
+    gather = vars(rollout)["asyncio"].gather
+    begun: list[str] = []
+
+    async def score(name: str, fails: bool = False) -> str:
+        begun.append(name)
+        await asyncio.sleep(0)
+        if fails:
+            raise ValueError(name)
+        return name
+
+    async def both(fails: bool) -> list[str]:
+        return await gather(score("task", fails), score("harness"))
+
+    assert asyncio.run(both(False)) == ["task", "harness"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="task"):
+            asyncio.run(both(True))
+    assert begun == ["task", "harness", "task"]
+
+
+def test_a_stage_without_a_deadline_has_none_and_one_with_keeps_it() -> None:
+    """`timeout(None)` costs nothing and never expires."""
+    patch_verifiers()
+    timeout, timeout_at = vars(rollout)["asyncio"].timeout, vars(rollout)["asyncio"].timeout_at
+
+    async def wait(scope: Any) -> bool:
+        async with scope as entered:
+            await asyncio.sleep(0.01)
+        return bool(entered.expired())
+
+    assert not asyncio.run(wait(timeout(None))) and not asyncio.run(wait(timeout_at(None)))
+
+    async def late() -> None:
+        async with timeout(0):
+            await asyncio.sleep(60)
+
+    async def late_at() -> None:
+        async with timeout_at(asyncio.get_running_loop().time()):
+            await asyncio.sleep(60)
+
+    for run in (late, late_at):
+        with pytest.raises(TimeoutError):
+            asyncio.run(run())
+
+
+def test_a_box_is_its_own_view_where_the_environment_is_no_other() -> None:
+    """A task with variables of its own gets a view, which shares everything else."""
+    box = LazyRuntime()
+    assert box.with_env({}) is box
+    view = box.with_env({"A": "1"})
+    assert view is not box and view.env == {"A": "1"} and box.env == {} and vars(view) is vars(box)

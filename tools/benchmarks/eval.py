@@ -3,9 +3,9 @@
 One vLLM server with the starter model. The bare side posts the prompts as token ids over as many connections as `eval`
 has episodes in flight and looks at nothing; ours is the `eval` command, attached to that server: environment, message
 graph, scoring, episodes on disk, from the start of the first episode to the end of the last. Both sample 24 tokens a
-reply, no more and no fewer, without log-probabilities. The sides take turns; `ratio_to_engine` is the median of ours
-over the median of the bare runs. Without start-up times; what follows the last episode (bootstrap intervals, the
-summary) is `summary_s`.
+reply, no more and no fewer, without log-probabilities. The sides take turns, each beginning every other round;
+`ratio_to_engine` is the median of ours over the median of the bare runs. Without start-up times; what follows the last
+episode (bootstrap intervals, the summary) is `summary_s`.
 
 Where server and client share all cores, which these runs keep busy, CPU time says the same with less noise:
 `cpu_ms` is what one request or episode costs the client (`bare`, `eval`) and the server (`bare_server`,
@@ -35,7 +35,7 @@ SEATS = 128
 """Of the engine."""
 CONCURRENCY = 192
 """Of both sides: an engine whose seats are to be full needs some requests that wait."""
-ROUNDS = 5
+ROUNDS = 9
 READY_S, RUN_S = 300.0, 600.0
 VARIANTS = {"--apart": "_eval_apart"}
 SAMPLING = {"temperature": 1.0, "max_tokens": REPLY_TOKENS, "min_tokens": REPLY_TOKENS}
@@ -83,16 +83,23 @@ def _rounds(server: int, url: str, model: Path, folder: Path, environment: dict[
     asyncio.run(_bare(url, prompts[:CONCURRENCY]))  # warms the server up
     found: dict[str, list[float]] = {name: [] for name in ("bare", "eval", "summary_s")}
     cpu: dict[str, list[float]] = {name: [] for name in ("bare", "bare_server", "eval", "eval_server")}
-    for number in range(ROUNDS):
+
+    def bare(number: int) -> None:
         before, own = _cpu_s(server), time.process_time()
         found["bare"].append(asyncio.run(_bare(url, prompts)))
         cpu["bare"].append(time.process_time() - own)
         cpu["bare_server"].append(_cpu_s(server) - before)
+
+    def ours(number: int) -> None:
         rate, summary_s, cpu_s, server_s = _ours(server, url, model, folder / f"round_{number}", environment)
         cpu["eval_server"].append(server_s)
         cpu["eval"].append(cpu_s)
         found["eval"].append(rate)
         found["summary_s"].append(summary_s)
+
+    for number in range(ROUNDS):
+        for side in (bare, ours) if number % 2 == 0 else (ours, bare):
+            side(number)
     cpu_ms = {name: 1e3 * statistics.median(values) / NUM_EPISODES for name, values in cpu.items()}
     return {
         "num_episodes": NUM_EPISODES,

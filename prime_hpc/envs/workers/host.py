@@ -305,6 +305,7 @@ def _reap() -> dict[int, int]:
 
 def _import_everything() -> None:
     """Import what a worker needs. None of it starts a thread, as long as libraries are told so (`host_link`)."""
+    import math_verify  # noqa: F401
     import mcp  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 

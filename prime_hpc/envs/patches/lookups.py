@@ -1,17 +1,20 @@
 """Patches of verifiers, renderers and pydantic: look up once what they look up for every episode. Same results."""
 
+import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel
 from pydantic._internal import _fields
 from renderers import base as renderers_base
 from renderers import parsing, reasoning
-from verifiers.v1 import graph, harness, rollout, task
+from verifiers.v1 import graph, harness, rollout, task, trace
 from verifiers.v1.errors import RolloutError
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import Task
@@ -57,6 +60,9 @@ def patch_verifiers() -> None:
     for module in (harness, rollout, task):
         vars(module)["boundary"] = _Boundary
     vars(rollout)["serve_interception"], vars(rollout)["serve_tools"] = _reach_interception, _reach_tools
+    vars(rollout)["asyncio"] = SimpleNamespace(
+        get_running_loop=asyncio.get_running_loop, gather=_in_turn, timeout=_timeout, timeout_at=_timeout_at
+    )
     # Whether a tokenizer knows offsets: else it is asked for every text, by encoding another one.
     vars(renderers_base)["_get_offset_tokenizer"] = _get_offset_tokenizer
     # The tokens of markers, and the text around them, in every reply.
@@ -68,8 +74,25 @@ def patch_verifiers() -> None:
     Task.hash = property(_hash_task)
     # Private attributes: else pydantic asks each time whether they are descriptors. `Trace` has none that is.
     Trace.__getattr__ = _private_attribute
+    vars(trace)["uuid"] = SimpleNamespace(uuid4=_Identities().take)
     # Whether a default factory takes arguments: else `model_construct` asks `inspect.signature` for every object.
     vars(_fields)["takes_validated_data_argument"] = _takes_data
+
+
+class _Identities:
+    """Version 4 UUIDs (RFC 9562), from the system's random bytes, taken many at a time.
+
+    `uuid.uuid4` asks the system for each, and lets go of the interpreter for it, in the middle of an episode.
+    """
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    def take(self) -> uuid.UUID:
+        if not self._left:
+            self._left = os.urandom(4096)
+        part, self._left = self._left[:16], self._left[16:]
+        return uuid.UUID(bytes=part, version=4)
 
 
 class _Boundary:
@@ -89,6 +112,41 @@ class _Boundary:
         if isinstance(error, TimeoutError):
             raise self._kind(f"{self._what} timed out") from error
         raise self._kind(f"{self._what}: {type(error).__name__}: {error}") from error
+
+
+class _NoDeadline:
+    """`asyncio.timeout(None)`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing."""
+
+    def expired(self) -> bool:
+        """Return False: there is no deadline."""
+        return False
+
+
+_NO_DEADLINE = _NoDeadline()
+
+
+def _timeout(delay: float | None) -> Any:
+    return _NO_DEADLINE if delay is None else asyncio.timeout(delay)
+
+
+def _timeout_at(when: float | None) -> Any:
+    return _NO_DEADLINE if when is None else asyncio.timeout_at(when)
+
+
+async def _in_turn(first: Coroutine[Any, Any, Any], *rest: Coroutine[Any, Any, Any]) -> list[Any]:
+    """`asyncio.gather` of the task's and the harness's scoring, without a task for each: few harnesses score at all."""
+    left = [first, *rest]
+    try:
+        return [await left.pop(0) for _ in range(len(left))]
+    finally:
+        for coroutine in left:
+            coroutine.close()
 
 
 class _NoTools:

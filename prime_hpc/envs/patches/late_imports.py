@@ -1,0 +1,176 @@
+"""verifiers without what few environments use: the SDK of Anthropic and math-verify with its sympy.
+
+`import verifiers.v1` takes them in at its top: 3,600 of its 5,500 modules and more than half of its time, which every
+orchestrator, evaluation and host of environments pays at its start, and pays most where packages lie on a shared file
+system. Both are imported when something of theirs is used. Installed by `import prime_hpc.envs`, before verifiers is.
+"""
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+ANTHROPIC = "verifiers.v1.dialects.anthropic"
+"""Its dialect subclasses the SDK's models."""
+BUNDLED = ("verifiers.v1.tasksets", "verifiers.v1.harnesses")
+"""Packages whose members are looked up by name, each of which imports all of them."""
+SCORE = "verifiers.v1.utils.score"
+MATH = "math_verify"
+
+
+def install() -> None:
+    """Idempotent. Without effect on what was imported before."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules that are not imported as they stand."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of one of ours; None for all others."""
+        wrap = LOADERS.get(name)
+        spec = None if wrap is None else PathFinder.find_spec(name, path)
+        if wrap is not None and spec is not None:
+            spec.loader = wrap(spec.loader)
+        return spec
+
+
+class _Wrapped(Loader):
+    """A loader that has another one do most of it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As usual."""
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As usual."""
+        self._loader.exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:  # `get_source` and the like, which tracebacks ask for
+        return getattr(self._loader, name)
+
+
+class _LateLoader(_Wrapped):
+    """Runs a module when something of it is asked for that is not there yet."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing yet."""
+        lock = threading.RLock()
+
+        def find(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            with lock:
+                if vars(module).pop("__getattr__", None) is not None:
+                    self._loader.exec_module(module)
+            return getattr(module, name)
+
+        vars(module)["__getattr__"] = find
+
+
+class _DialectLoader(_LateLoader):
+    """Has a `_LateDialect` there until the module is run."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing yet."""
+        super().exec_module(module)
+        find = vars(module)["__getattr__"]
+
+        def real() -> type:
+            if vars(module)["AnthropicDialect"] is late:
+                find("ModdedUsage")  # any name: all are there afterwards
+                vars(sys.modules[module.__name__.rpartition(".")[0]])["AnthropicDialect"] = module.AnthropicDialect
+            found: type = module.AnthropicDialect
+            return found
+
+        late = vars(module)["AnthropicDialect"] = _LateDialect(real)
+
+
+class _LateDialect:
+    """Stands for a class until it is used: to make an object, which is as late, to subclass, to compare types."""
+
+    def __init__(self, real: Callable[[], type]) -> None:
+        self._real = real
+
+    def __call__(self) -> "_LateObject":
+        return _LateObject(self._real)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (self._real(),)
+
+    def __instancecheck__(self, other: object) -> bool:
+        return isinstance(other, self._real())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real(), name)
+
+
+class _LateObject:
+    """Stands for an object of a class, which is made when something of it is asked for."""
+
+    def __init__(self, real: Callable[[], type]) -> None:
+        self._real = real
+        self._made: Any = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what `isinstance` asks
+        return self._real()
+
+    def __getattr__(self, name: str) -> Any:
+        if self._made is None:
+            self._made = self._real()()
+        return getattr(self._made, name)
+
+
+class _ScoreLoader(_Wrapped):
+    """Runs verifiers' scoring functions with stand-ins for math-verify's, which go when they are first called."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it with a math-verify of two functions and a class, unless the real one is there already."""
+        if MATH in sys.modules:
+            return self._loader.exec_module(module)
+
+        def late(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                math = importlib.import_module(MATH)
+                vars(module).update(parse=math.parse, verify=math.verify)
+                vars(module)["MathVerifyTimeout"] = math.errors.TimeoutException
+                return getattr(math, name)(*args, **kwargs)
+
+            return call
+
+        stand_in, errors = ModuleType(MATH), ModuleType(f"{MATH}.errors")
+        vars(stand_in).update(parse=late("parse"), verify=late("verify"), errors=errors)
+        vars(errors)["TimeoutException"] = TimeoutError  # replaced before anything can raise the real one
+        try:
+            sys.modules.update({MATH: stand_in, errors.__name__: errors})
+            self._loader.exec_module(module)
+        finally:
+            del sys.modules[MATH], sys.modules[errors.__name__]
+        return None
+
+
+class _MathLoader(_Wrapped):
+    """Has math-verify keep its deadlines on every thread."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it and replace its deadlines."""
+        self._loader.exec_module(module)
+        importlib.import_module("prime_hpc.envs.patches.math_deadlines").use_on_threads()
+
+
+LOADERS: dict[str, Callable[[Any], Loader]] = {
+    ANTHROPIC: _DialectLoader,
+    SCORE: _ScoreLoader,
+    MATH: _MathLoader,
+    **dict.fromkeys(BUNDLED, _LateLoader),
+}

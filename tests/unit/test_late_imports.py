@@ -1,0 +1,106 @@
+"""What verifiers is imported without, and that it is there when it is used. Each in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+WITHOUT = ("anthropic", "math_verify", "sympy", "mcp")
+START = "import sys, prime_hpc.envs.episode_runner\n"
+
+
+def run(code: str) -> str:
+    """What code prints after the episodes' part of a role is imported."""
+    argv = [sys.executable, "-c", START + code]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=TOP, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_episodes_need_none_of_it() -> None:
+    """A bundled environment is found and made."""
+    code = f"""
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.task_sources import EnvSource
+EnvSource(EnvConfig(id="reverse-text"), "train", 0).task(0)
+print([name for name in {WITHOUT!r} if name in sys.modules])
+"""
+    assert run(code) == "[]"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from verifiers.v1.dialects import DIALECTS\nprint(DIALECTS[2].routes[0])",
+        "from verifiers.v1.dialects.anthropic import AnthropicDialect\nprint(AnthropicDialect().routes[0])",
+        "from verifiers.v1.dialects.anthropic import ModdedUsage, AnthropicDialect\nprint(AnthropicDialect.routes[0])",
+        "from verifiers.v1.dialects import AnthropicDialect\nclass Own(AnthropicDialect): ...\nprint(Own.routes[0])",
+    ],
+)
+def test_the_dialect_is_there_when_it_is_used(code: str) -> None:
+    """However it is come by."""
+    assert run(code) == "/v1/messages"
+
+
+def test_the_dialect_is_one_thing_before_and_after() -> None:
+    """Types compare, and what was imported before is what is imported later."""
+    code = """
+from verifiers.v1.dialects import DIALECTS, AnthropicDialect, ChatDialect
+before = [isinstance(one, AnthropicDialect) for one in DIALECTS]
+DIALECTS[2].routes
+from verifiers.v1 import dialects
+from verifiers.v1.dialects.anthropic import AnthropicDialect as Later
+print(before, isinstance(Later(), AnthropicDialect), dialects.AnthropicDialect is Later, isinstance(DIALECTS[2], Later))
+"""
+    assert run(code) == "[False, False, True] True True True"
+
+
+def test_a_harness_elsewhere_is_answered() -> None:
+    """verifiers' own server knows the dialect's routes: a stranger is refused, not unknown."""
+    code = """
+import asyncio, aiohttp
+from prime_hpc.envs.interception import PolicyInterception
+async def main():
+    server = PolicyInterception({}, serve_http=True)
+    async with server, aiohttp.ClientSession() as session:
+        found = []
+        for route in ("messages", "chat/completions", "elsewhere"):
+            async with session.post(f"{server.base_url}/v1/{route}", json={}) as answer:
+                found.append(answer.status)
+        print(found)
+asyncio.run(main())
+"""
+    assert run(code) == "[401, 401, 404]"
+
+
+def test_answers_are_compared_on_any_thread() -> None:
+    """By verifiers' function, which then has the real thing, and by a package that imports it itself."""
+    code = """
+import threading
+import verifiers.v1 as vf
+from verifiers.v1.utils import score
+found = []
+def check():
+    found.append(vf.verify_boxed_math_answer("\\\\boxed{\\\\frac{2}{4}}", "\\\\frac{1}{2}"))
+    found.append(vf.verify_boxed_math_answer("\\\\boxed{3}", "\\\\frac{1}{2}"))
+thread = threading.Thread(target=check)
+thread.start()
+thread.join()
+import math_verify.grader, prime_hpc.envs.patches.math_deadlines as ours
+print(found, score.parse is math_verify.parse, score.MathVerifyTimeout is math_verify.errors.TimeoutException,
+      math_verify.grader.timeout is ours._deadline)
+"""
+    assert run(code) == "[1.0, 0.0] True True True"
+
+
+def test_bundled_members_are_there() -> None:
+    """The packages whose members nobody looks at."""
+    code = """
+from verifiers.v1.tasksets import HarborTaskset
+import verifiers.v1.harnesses as harnesses
+from verifiers.v1.utils.loaders import harness_class
+print(HarborTaskset.__name__, harnesses.NullHarness is harness_class("null"), hasattr(harnesses, "NoSuchHarness"))
+"""
+    assert run(code) == "HarborTaskset True False"
