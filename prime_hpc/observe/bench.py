@@ -29,24 +29,29 @@ def bench_path(run_dir: Path, role: str) -> Path:
     return run_dir / FOLDER / f"{role}.json"
 
 
-def mean_of(rows: Sequence[Mapping[str, float]], key: str, weight: str | None = None) -> float:
+def mean_of(
+    rows: Sequence[Mapping[str, float]], key: str, weight: str | None = None, *, num_warm: int = NUM_WARM
+) -> float:
     """Mean of one column over the measured rows; 0 where they lack it.
 
     Args:
         rows: every step's.
         key: the column.
         weight: the column by which rows count; that of the seconds makes a mean of rates what all steps came to.
+        num_warm: steps that are left out.
     """
-    measured = rows[NUM_WARM:] or rows
+    measured = rows[num_warm:] or rows
     weights = [1.0 if weight is None else float(row.get(weight, 0.0)) for row in measured]
     total = sum(w * float(row.get(key, 0.0)) for w, row in zip(weights, measured, strict=True))
     return total / sum(weights) if sum(weights) > 0 else 0.0
 
 
-def phases_of(rows: Sequence[Mapping[str, float]], skip: Sequence[str] = ()) -> dict[str, float]:
+def phases_of(
+    rows: Sequence[Mapping[str, float]], skip: Sequence[str] = (), *, num_warm: int = NUM_WARM
+) -> dict[str, float]:
     """Mean seconds of every `time/<phase>` column but those of `skip`."""
     names = dict.fromkeys(key for row in rows for key in row if key.startswith("time/"))
-    return {name.removeprefix("time/"): mean_of(rows, name) for name in names if name not in skip}
+    return {name.removeprefix("time/"): mean_of(rows, name, num_warm=num_warm) for name in names if name not in skip}
 
 
 def build_report(
@@ -57,6 +62,7 @@ def build_report(
     figures: Mapping[str, float],
     phases: Mapping[str, float],
     rows: Sequence[Mapping[str, Any]],
+    num_warm: int = NUM_WARM,
     **more: Any,
 ) -> dict[str, Any]:
     """Return the document of one role; see the module. `more` is added as it is."""
@@ -65,8 +71,8 @@ def build_report(
         "role": role,
         "kind": kind,
         "setting": dict(setting),
-        "num_warm": min(NUM_WARM, max(len(rows) - 1, 0)),
-        "num_steps": len(rows[NUM_WARM:] or rows),
+        "num_warm": min(num_warm, max(len(rows) - 1, 0)),
+        "num_steps": len(rows[num_warm:] or rows),
         "figures": dict(figures),
         "phases": dict(phases),
         "steps": [dict(row) for row in rows],

@@ -1,4 +1,8 @@
-"""`orchestrator.bench`: a few batches without a trainer, then what rollouts cost."""
+"""`orchestrator.bench`: a few batches without a trainer, then what rollouts cost.
+
+Measured is what a run has whose trainer never makes it wait: as many rollouts are in flight as its `async_level` lets
+be, those that all began at once are not counted, and new ones begin until the end.
+"""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -9,18 +13,41 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.config import Experiment
-from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of
+from prime_hpc.observe.bench import NUM_WARM, build_report, mean_of, peak_rss_gib, phases_of
+from prime_hpc.orchestrator.rollouts.groups import UNLIMITED_ASYNC
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.run_paths import RunPaths
 
-NUM_BATCHES = 4
-"""The first one warms up and is not in the means."""
+NUM_MEASURED = 3
+"""Batches in the means, at least, unless `max_steps` is too small."""
+
+
+def in_flight(exp: Experiment) -> int:
+    """Rollouts in flight at most: no more than open groups of a run have."""
+    config = exp.orchestrator
+    return min(config.most_in_flight, (exp.async_level + 1) * config.batch_size)
+
+
+def num_warm(exp: Experiment) -> int:
+    """Batches of the rollouts that begin together: they end as no later ones do."""
+    return max(NUM_WARM, -(-in_flight(exp) // exp.orchestrator.batch_size))
 
 
 def bench_experiment(exp: Experiment) -> Experiment:
     """Return the same tree with only a few steps and no evaluation."""
-    orchestrator = exp.orchestrator.model_copy(update={"eval": None})
-    return exp.model_copy(update={"max_steps": min(exp.max_steps, NUM_BATCHES), "orchestrator": orchestrator})
+    warm = num_warm(exp)
+    measured = max(1, min(max(NUM_MEASURED, warm), exp.max_steps - warm))
+    changes = {"eval": None, "max_concurrent": min(exp.orchestrator.max_concurrent, in_flight(exp))}
+    orchestrator = exp.orchestrator.model_copy(update=changes)
+    return exp.model_copy(update={"max_steps": warm + measured, "orchestrator": orchestrator})
+
+
+def gate_of(exp: Experiment) -> dict[str, Any]:
+    """When groups may be opened (`GroupBook`). In a bench also for later batches than are taken: its end is no lull."""
+    if not exp.orchestrator.bench:
+        return {"async_level": exp.async_level, "last_batch": exp.max_steps}
+    last = exp.max_steps + exp.async_level + 1
+    return {"async_level": UNLIMITED_ASYNC, "ahead": exp.async_level, "last_batch": last}
 
 
 @contextmanager
@@ -60,18 +87,20 @@ def bench_report(
     }
     config = exp.orchestrator
     by_seconds = dict.fromkeys(("rollouts/s", "sampled tokens/s"), "time/step")
-    figures = {name: mean_of(rows, key, by_seconds.get(name)) for name, key in columns.items()}
+    warm = num_warm(exp)
+    figures = {name: mean_of(rows, key, by_seconds.get(name), num_warm=warm) for name, key in columns.items()}
     return build_report(
         "orchestrator",
         kind=exp.kind,
         setting={
             "batch": f"{exp.num_prompts} prompts x {config.rollouts_per_example}",
             "environments": ", ".join(env.id for env in config.env),
-            "in flight at most": config.max_concurrent,
+            "in flight at most": in_flight(exp),
         },
         figures=figures | {"memory, GiB": peak_rss_gib()},
-        phases=phases_of(rows, skip=("time/step",)),
+        phases=phases_of(rows, skip=("time/step",), num_warm=warm),
         rows=rows,
+        num_warm=warm,
         shape=shape,
         incarnation=incarnation,
     )

@@ -36,7 +36,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
     zero_groups,
 )
 from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
-from prime_hpc.orchestrator.bench import batch_shape
+from prime_hpc.orchestrator.bench import batch_shape, gate_of
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.deadlines import Deadlines, explain
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -57,7 +57,7 @@ from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.failures import FailureWindow
-from prime_hpc.orchestrator.rollouts.groups import UNLIMITED_ASYNC, Group, GroupBook
+from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.seats import why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -131,8 +131,7 @@ class Orchestrator:
         self.book = GroupBook(
             group_size=config.rollouts_per_example,
             num_prompts=exp.num_prompts,
-            async_level=UNLIMITED_ASYNC if config.bench else exp.async_level,
-            last_batch=self.last_step,
+            **gate_of(exp),
             min_usable=self.scorers[0].min_group,
             sizes=[config.group_size(source) for source in range(len(config.env))],
             minima=[scorer.min_group for scorer in self.scorers],

@@ -112,7 +112,8 @@ def _rows(path: Path, role: str) -> list[dict[str, Any]]:
 def _bench_rows(report: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     steps = report.get("steps") if report is not None else None
     rows = [row for row in steps if isinstance(row, dict)] if isinstance(steps, list) else []
-    return rows[NUM_WARM:] or rows
+    warm = report.get("num_warm", NUM_WARM) if report is not None else NUM_WARM
+    return rows[warm:] or rows
 
 
 def _steady(found: Measured, rows: Sequence[dict[str, Any]], first: set[int]) -> list[dict[str, Any]]:

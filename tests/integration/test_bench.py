@@ -1,6 +1,8 @@
 """`--bench` of the trainer in real processes: RL on a given shape and on the orchestrator's, SFT on fake rows."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.launch.monitor.diff import run_figures
 from prime_hpc.observe.bench import build_report, mean_of, read_report, write_report
 from prime_hpc.orchestrator.bench import batch_shape, bench_report
+from prime_hpc.starter.make import make_starter
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
@@ -105,3 +108,40 @@ def test_a_report_of_another_schema_is_none(tmp_path: Path) -> None:
     report = build_report("trainer", kind="rl", setting={}, figures={}, phases={}, rows=[])
     write_report(tmp_path, report | {"schema": 0})
     assert read_report(tmp_path, "trainer") is None and read_report(tmp_path, "orchestrator") is None
+
+
+@pytest.mark.exhaustive
+def test_a_whole_bench_measures_both_sides(tmp_path: Path) -> None:
+    """`rl --bench` with real engines: rollouts as a run has them, then the trainer on batches of their shape."""
+    make_starter(tmp_path / "starter")
+    tree = {
+        "kind": "rl",
+        "name": "whole",
+        "model": {"name": str(tmp_path / "starter" / "model"), "dtype": "float32", "renderer": "qwen3"},
+        "seq_len": 128,
+        "async_level": 1,
+        "orchestrator": {
+            "batch_size": 16,
+            "rollouts_per_example": 4,
+            "env": [{"id": "reverse-text"}],
+            "sampling": {"max_tokens": 24},
+        },
+        "inference": {"backend": "transformers", "server": {"port": 0}},
+        "trainer": {"threads_per_rank": 1},
+    }
+    (tmp_path / "exp.yaml").write_text(json.dumps(tree))
+    argv = ["rl", "@", str(tmp_path / "exp.yaml"), "--bench", "--output-dir", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "prime_hpc.cli", *argv], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rollouts, training = (read_report(tmp_path / "whole", role) for role in ("orchestrator", "trainer"))
+    assert rollouts is not None and training is not None
+    assert rollouts["setting"]["in flight at most"] == 32 and (rollouts["num_warm"], rollouts["num_steps"]) == (2, 3)
+    assert (
+        all(row["episodes/per_second"] > 0 for row in rollouts["steps"][2:]) and rollouts["figures"]["rollouts/s"] > 0
+    )
+    assert "orchestrator" in training["setting"]["data"] and training["figures"]["tokens/s"] > 0
+    for role in ("orchestrator", "trainer"):
+        assert f"{role} bench (rl)" in ended.stdout + ended.stderr
+    assert not list(RunPaths(tmp_path / "whole").weights.iterdir())

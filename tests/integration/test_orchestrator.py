@@ -310,9 +310,14 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         assert world.wait() == 0, log_of(world)
         assert "rollouts/s" in log_of(world)
         report = read_report(world.paths.root, "orchestrator")
-        # not how many a second: on a busy machine all may have ended while the first batch, which warms up, was written
         assert report is not None and report["figures"]["tokens/rollout"] > 0 and report["figures"]["batch tokens"] > 0
-        assert report["figures"]["rollouts/s"] >= 0
+        # rollouts are sampled as they are used, until the end: no batch is there from the beginning, and none a lull
+        assert (exp.async_level + 1) * exp.orchestrator.batch_size > exp.orchestrator.max_concurrent
+        assert report["setting"]["in flight at most"] == exp.orchestrator.max_concurrent
+        assert (report["num_warm"], report["num_steps"]) == (2, 3)
+        measured = report["steps"][report["num_warm"] :]
+        assert report["figures"]["rollouts/s"] > 0
+        assert all(row["episodes/per_second"] > 0 for row in measured)
         # as the trainer would get it: groups without a signal are left out
         assert 0 < len(report["shape"][0]["lengths"]) <= exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()

@@ -1,6 +1,7 @@
 """Empty seats: how many, and why; what comes of them in the step's line, the split of devices and the report."""
 
 import asyncio
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,21 @@ def test_why_no_more_groups_begin(level: int) -> None:
     while groups.may_open(8):
         groups.open(Prompt(100 + groups.num_open, 0, 0, 0), 8)
     assert why_empty(table, groups, False) == "end"
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_bench_is_gated_as_a_run_whose_trainer_takes_no_time(level: int) -> None:
+    groups = GroupBook(group_size=1, num_prompts=2, async_level=1 << 30, ahead=level, last_batch=9, min_usable=1)
+    positions = itertools.count()
+    for batch in range(1, 10):
+        while groups.may_open(0):  # version 0 is served to the end
+            groups.open(Prompt(next(positions), 0, 0, 0), 0)
+        assert groups.num_open == 2 * min(level + 1, 10 - batch)
+        assert groups.held_by(0) == ("end" if batch + level >= 9 else "tail")
+        for group in list(groups.in_flight.values())[:2]:
+            groups.add(group, 0, make_episode([0]))
+        assert len(groups.take_batch()) == 2
+    assert not groups.may_open(0)
 
 
 def test_the_dispatcher_counts_its_seats() -> None:

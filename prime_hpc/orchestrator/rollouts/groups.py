@@ -96,6 +96,8 @@ class GroupBook:
     last_batch: int
     min_usable: int
     next_batch: int = 1
+    ahead: int | None = None
+    """Of a bench: `async_level` of the run that it stands for, whose trainer makes each version at once."""
     sizes: Sequence[int] = ()
     """Group size of each source, where they differ; empty: `group_size` of all."""
     minima: Sequence[int] = ()
@@ -125,8 +127,14 @@ class GroupBook:
         """Return whether one more group may start now."""
         if self.next_batch > self.last_batch:
             return False
-        limit = max_open_groups(self.next_batch, served_version, self.async_level, self.num_prompts, self.last_batch)
-        return self.num_open < limit
+        served_version, level = self._gate(served_version)
+        return self.num_open < max_open_groups(
+            self.next_batch, served_version, level, self.num_prompts, self.last_batch
+        )
+
+    def _gate(self, served_version: int) -> tuple[int, int]:
+        """Version and `async_level` by which groups may be opened."""
+        return (served_version, self.async_level) if self.ahead is None else (self.next_batch - 1, self.ahead)
 
     def held_by(self, served_version: int) -> str:
         """Return what keeps one more group from starting (`seats.CAUSES`): `end`, no later batch needs it; `tail`, the
@@ -134,7 +142,8 @@ class GroupBook:
         where nothing does."""
         if self.may_open(served_version):
             return ""
-        if served_version + 1 + self.async_level >= self.last_batch:
+        served_version, level = self._gate(served_version)
+        if served_version + 1 + level >= self.last_batch:
             return "end"
         return "tail" if self.next_batch <= served_version + 1 else "gate"
 
