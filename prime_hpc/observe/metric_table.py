@@ -140,6 +140,9 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_tokens_total": counter(
         "Tokens of ended episodes.", "kind", of={"tokens/prompt": "prompt", "tokens/sampled": "sampled"}
     ),
+    "orchestrator_stale_tokens_ratio": gauge(
+        "Share of a batch's sampled tokens that do not train: too old (`orchestrator.stale: mask`).", of="tokens/stale"
+    ),
     "orchestrator_server_retries_total": counter(
         "Requests that were sent again to a server.", of="episodes/server_retries"
     ),

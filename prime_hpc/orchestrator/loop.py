@@ -391,9 +391,8 @@ class Orchestrator:
         self, step: int, groups: list[Group], state: dict[str, Any], references: list[References] | None
     ) -> tuple[BatchContent, Scored]:
         config = self.exp.orchestrator
-        scored = score_groups(
-            groups, self.scorers, zero=zero_groups(self.exp), env_names=self.env_names, references=references
-        )
+        zero, names, floor = zero_groups(self.exp), self.env_names, self.book.mask_floor(step)
+        scored = score_groups(groups, self.scorers, zero=zero, env_names=names, references=references, floor=floor)
         if algorithm := scorers_state(self.scorers):
             state = state | {"algorithm": algorithm}
         ranks = build_ranks(

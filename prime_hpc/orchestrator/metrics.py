@@ -106,7 +106,7 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
     spreads = np.array([_spread(entry.episodes) for entry in scored])
     # A token's lag: how many updates the policy of this batch (version step - 1) is ahead of the one that sampled it.
     lags = [step - 1 - e.min_version for e in episodes if e.min_version is not None]
-    versions = sum(e.version_sum for e in episodes)
+    versions, num_stale = sum(e.version_sum for e in episodes), sum(e.num_stale_tokens for e in episodes)
     row: dict[str, float] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -119,9 +119,11 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "groups/reward_spread": float(spreads.mean()),
         "completion/tokens_mean": float(sampled.mean()),
         "completion/tokens_max": int(sampled.max()),
-        "lag/mean": step - 1 - versions / max(1, int(sampled.sum())) if lags else 0.0,
+        "lag/mean": step - 1 - versions / max(1, int(sampled.sum()) - num_stale) if lags else 0.0,
         "lag/max": max(lags, default=0),
     }
+    if num_stale:
+        row["tokens/stale"] = num_stale / int(sampled.sum())
     if any(entry.references for entry in scored):
         row["teacher/reverse_kl"] = _reverse_kl(scored)
     for source, name in enumerate(env_names):

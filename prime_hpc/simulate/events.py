@@ -59,11 +59,23 @@ _RESULT = _Result()
 class _Rollout:
     """An episode; `GroupBook` asks it as it asks the orchestrator's."""
 
-    __slots__ = ("begun", "group", "index", "min_version", "result", "start", "tokens", "usable", "version_sum")
+    __slots__ = (
+        "begun",
+        "group",
+        "index",
+        "max_version",
+        "min_version",
+        "result",
+        "start",
+        "tokens",
+        "usable",
+        "version_sum",
+    )
 
     def __init__(self, group: Group, index: int, tokens: float, usable: bool) -> None:
         self.group, self.index, self.tokens, self.usable = group, index, tokens, usable
         self.min_version: int | None = None
+        self.max_version: int | None = None
         self.version_sum = 0.0
         self.start, self.begun, self.result = 0.0, False, _RESULT
 
@@ -110,6 +122,7 @@ class Simulation:
             async_level=setting.async_level,
             last_batch=NEVER,
             min_usable=1,
+            masks_stale=setting.masks_stale,
         )
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.now, self.serial, self.turn, self.running, self.position = 0.0, 0, 0, 0, 0
@@ -279,6 +292,8 @@ class Simulation:
                 rollout.version_sum += (high - begin) * version
                 high = begin
             rollout.min_version = version
+            if rollout.max_version is None:
+                rollout.max_version = version
             if clock <= low:
                 break
         rollout.group.lane.running.discard(rollout)

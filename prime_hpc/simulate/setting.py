@@ -32,6 +32,8 @@ class Setting:
     max_steps: int
     save_interval: int | None
     """Steps between checkpoints; None: none, or decided in the run."""
+    masks_stale: bool = False
+    """`orchestrator.stale` is `mask`."""
 
     @property
     def inference(self) -> int:
@@ -71,6 +73,7 @@ def setting_of(experiment: Experiment) -> Setting:
         max_num_seqs=engines.max_num_seqs if engines is not None else None,
         max_steps=experiment.max_steps,
         save_interval=interval if isinstance(interval, int) else None,
+        masks_stale=config.stale == "mask",
     )
 
 

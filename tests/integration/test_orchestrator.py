@@ -1,5 +1,6 @@
 """A real orchestrator process against scripted servers and a scripted trainer; they meet through store and bus."""
 
+import asyncio
 import json
 import shutil
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from prime_hpc.observe.bench import read_report
 from prime_hpc.store.leases import min_floor
@@ -46,6 +48,51 @@ def test_a_run_keeps_the_staleness_bound_and_ends_with_the_last_version(
         assert {s["step"] for s in read_samples(world) if s["kind"] == "train"} == {1, 2, 3, 4, 5, 6}
         if async_level == 0:
             assert sum(row["groups/stale"] for row in steps) == 0
+
+
+class LongReplyServer(AdminServer):
+    """The first reply begins with version 0 and ends once version 3 is served, its second half sampled by that."""
+
+    holds = True
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        is_first, self.holds = self.holds, False
+        answer = await super()._generate(request)
+        if not is_first:
+            return answer
+        while self.version < 3:
+            await asyncio.sleep(0.02)
+        found = json.loads(answer.body)
+        (choice,) = found["choices"]
+        half = len(choice["token_ids"]) // 2
+        choice["weight_versions"] = [
+            {"version": "0", "start": 0, "end": half},
+            {"version": str(self.version), "start": half, "end": len(choice["token_ids"])},
+        ]
+        return web.json_response(found)
+
+
+@pytest.mark.parametrize("stale", ["mask", "resample"])
+def test_a_long_reply_is_neither_waited_for_nor_thrown_away_where_old_tokens_are_masked(
+    stale: str, tmp_path: Path, tokenizer_dir: Path, tokenizer: Any
+) -> None:
+    """With `resample` its group is sent back before version 3 comes."""
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", stale=stale, max_concurrent=64)
+    with (
+        LongReplyServer(tokenizer, varied_reply(1)) as server,
+        World(tmp_path / "run", exp, [server]) as world,
+    ):
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 7))
+        rows = [row for row in world.metrics() if "reward/mean" in row]
+        sent_back = sum(row["groups/stale"] for row in rows)
+        masked = [row["step"] for row in rows if row.get("tokens/stale")]
+        if stale == "resample":
+            assert sent_back and not masked
+            return
+        assert not sent_back
+        assert masked and masked[0] > 3 and all(0 < row.get("tokens/stale", 0.5) < 1 for row in rows)
 
 
 def test_engines_sleep_between_a_batch_and_the_version_that_comes_of_it(

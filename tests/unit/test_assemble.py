@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.orchestrator import AdvantageConfig, SoftOverlongConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.orchestrator.algorithms import Scorer
@@ -15,6 +15,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
     EPISODE_BITS,
     ScoredGroup,
     build_ranks,
+    count_rollouts,
     score_groups,
     train_samples,
 )
@@ -228,3 +229,64 @@ def test_batch_metrics_say_lag_reward_and_signal() -> None:
     assert row["lag/max"] == 2
     assert row["lag/mean"] == pytest.approx(4 / 6)
     assert (row["groups/trained"], row["groups/zero_signal"]) == (1, 1)
+
+
+def test_tokens_that_are_too_old_do_not_train_and_change_nothing_else() -> None:
+    """Rewards, advantages, lengths and the other tokens are those of the batch without a floor."""
+    rng = np.random.default_rng(1)
+    groups = []
+    for position in range(8):
+        results: list[EpisodeResult | None] = []
+        for episode in range(4):
+            versions = np.sort(rng.integers(0, 6, int(rng.integers(1, 12)))).tolist()
+            versions = [max(v, 3) for v in versions] if episode == 0 else versions  # one is young enough
+            first = make_sample(versions, num_prompt=2, first_token=1000 * position + 100 * episode)
+            second = make_sample([0, 1], num_prompt=3, first_token=1000 * position + 100 * episode + 50)
+            samples = [first, second] if episode == 1 else [first]
+            results.append(make_result(samples=samples, reward=float(rng.normal())))
+        groups.append(make_group(position, results))
+    config = AdvantageConfig(type="grpo_no_std", soft_overlong=SoftOverlongConfig(buffer=4))
+    after = score_groups(groups, Scorer(config, max_tokens=12), zero=config.zero, env_names=["a"], floor=3)
+    plain = score_groups(groups, Scorer(config, max_tokens=12), zero=config.zero, env_names=["a"])
+    for one, other in zip(plain, after, strict=True):
+        assert np.array_equal(one.advantages, other.advantages) and np.array_equal(one.rewards, other.rewards)
+        assert [e.num_sampled_tokens for e in one.episodes] == [e.num_sampled_tokens for e in other.episodes]
+    whole, masked = train_samples(plain), train_samples(after)
+    assert {s.sample_id for s in masked} <= {s.sample_id for s in whole}
+    found = {(s.sample_id, int(s.sample.token_ids[0])): s for s in whole}
+    for sample in masked:
+        theirs = found[sample.sample_id, int(sample.sample.token_ids[0])]
+        young = theirs.sample.loss_mask & (theirs.sample.versions >= 3)
+        assert np.array_equal(sample.sample.loss_mask, young) and young.any()
+        assert np.array_equal(sample.sample.token_ids, theirs.sample.token_ids)
+        assert np.array_equal(sample.sample.logprobs, np.where(young, theirs.sample.logprobs, 0))
+        assert np.array_equal(sample.sample.versions, np.where(young, theirs.sample.versions, -1))
+        assert np.array_equal(sample.advantages, np.where(young, theirs.advantages, 0))
+    num_young = sum(int((s.sample.versions >= 3).sum()) for s in whole)
+    assert sum(s.sample.num_loss_tokens for s in masked) == num_young < sum(s.sample.num_loss_tokens for s in whole)
+    assert count_rollouts(after)[0] == num_young
+    for rank in build_ranks(
+        masked, num_ranks=2, micro_batch_tokens=64, sampling=SAMPLING, totals=count_rollouts(after)
+    ):
+        rank.check()
+        assert not len(rank.versions[rank.loss_mask]) or rank.versions[rank.loss_mask].min() >= 3
+    row, all_tokens = batch_metrics(after, ["a"], 6), batch_metrics(plain, ["a"], 6)
+    total = sum(s.sample.num_loss_tokens for s in whole)
+    assert row["tokens/stale"] == pytest.approx(1 - num_young / total) and row["lag/max"] <= 2
+    assert "tokens/stale" not in all_tokens and all_tokens["lag/max"] == 5
+    assert row["completion/tokens_mean"] == all_tokens["completion/tokens_mean"]
+    assert row["reward/mean"] == all_tokens["reward/mean"]
+    young_versions = np.concatenate([s.sample.versions[s.sample.loss_mask] for s in masked])
+    assert row["lag/mean"] == pytest.approx(5 - young_versions.mean())
+
+
+def test_a_batch_whose_young_tokens_are_of_groups_without_a_signal_still_makes_a_version() -> None:
+    """As one without any signal does: with advantages of 0."""
+    config = AdvantageConfig(type="grpo_no_std", zero="drop")
+    even = make_group(0, [make_result([5, 5], reward=1.0), make_result([5], reward=1.0)])
+    old = [make_result([0, 1], reward=1.0), make_result([1], reward=0.0)]
+    signal = make_group(1, [*old, None])
+    scored = score_groups([even, signal], Scorer(config, max_tokens=64), zero="drop", floor=3)
+    samples = train_samples(scored)
+    assert {s.group_id for s in samples} == {0} and not any(s.advantages.any() for s in samples)
+    assert sum(s.sample.num_loss_tokens for s in samples) == 3

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_hpc.orchestrator.rollouts.episodes import mask_older
 from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook, max_open_groups, version_floor
 from prime_hpc.orchestrator.rollouts.prompts import Prompt, PromptStream, SourceInfo
 from tests.support.episodes import failed_episode, make_episode
@@ -160,13 +161,45 @@ def test_an_unusable_old_rollout_does_not_make_its_group_stale() -> None:
     assert book.batch_ready()
 
 
+def test_where_old_tokens_are_masked_nothing_under_way_is_sent_back_or_waited_for() -> None:
+    book = make_book(1)
+    book.masks_stale = True
+    long = book.open(prompt(0), 0)
+    book.add(long, 0, make_episode([0]))
+    for batch in (1, 2, 3, 4):
+        for position in (2 * batch, 2 * batch + 1):
+            fill(book, position, [[batch - 1], [batch - 1]], served=batch - 1)
+        assert book.batch_ready()
+        assert long not in book.take_batch() and not book.take_stale()
+    book.add(long, 1, make_episode([0, 1, 2, 3]))  # batch 5 may train tokens of version 3
+    assert list(book.complete) == [long] and book.mask_floor(5) == 3
+    fill(book, 10, [[4], [4]], served=4)
+    assert long in book.take_batch()
+
+
+def test_a_group_without_a_token_that_is_young_enough_is_sampled_again_and_then_waited_for() -> None:
+    book = make_book(0)
+    book.masks_stale = True
+    book.next_batch = 3
+    old = fill(book, 0, [[0], [1]], served=1)
+    assert book.take_stale() == [old] and not book.complete
+    again = book.open(prompt(0), 2)
+    for position in (1, 2):
+        fill(book, position, [[2], [2]], served=2)
+    assert again.attempt == 1 and not book.batch_ready()
+    for index in (0, 1):
+        book.add(again, index, make_episode([2]))
+    assert again in book.take_batch()
+
+
 class Run:
     """A simulated run: episodes end in any order, versions come late, groups fail, the process is killed anywhere."""
 
     LAST = 8
 
-    def __init__(self, async_level: int, failing: float, rng: random.Random) -> None:
-        self.async_level, self.failing, self.rng = async_level, failing, rng
+    def __init__(self, async_level: int, failing: float, rng: random.Random, masks: bool = False) -> None:
+        self.async_level, self.failing, self.rng, self.masks = async_level, failing, rng, masks
+        self.returned: list[Group] = []
         self.saves: list[tuple[str, list[int], list[int]]] = []
         self.begin(0)
 
@@ -182,6 +215,7 @@ class Run:
             self.used, self.dropped = list(used), list(dropped)
         self.book = make_book(self.async_level, group_size=3, num_prompts=2, last_batch=self.LAST)
         self.book.next_batch = step + 1
+        self.book.masks_stale = self.masks
         self.served = step
         self.running: list[tuple[Group, int, int]] = []
 
@@ -215,6 +249,7 @@ class Run:
     def send_back(self) -> None:
         self.dropped += self.book.drain_dropped()
         for group in self.book.take_stale():
+            self.returned.append(group)
             self.running = [r for r in self.running if r[0] is not group]
             self.stream.put_back(group.prompt)
 
@@ -222,9 +257,11 @@ class Run:
         groups = self.book.take_batch()
         step = self.written + 1
         assert len(groups) == 2
+        floor = version_floor(step, self.async_level)
         for group in groups:
-            oldest = group.min_version()
-            assert oldest is not None and version_floor(step, self.async_level) <= oldest <= step - 1
+            trained = [episode for slot in group.usable if (episode := mask_older(slot, floor)).min_version is not None]
+            assert trained and all(floor <= episode.min_version <= step - 1 for episode in trained)
+            assert self.masks or trained == group.usable, "there is nothing to mask"
         self.used += [g.prompt.position for g in groups]
         state = json.dumps(self.stream.state_dict(self.book.outstanding()))
         self.saves.append((state, list(self.used), list(self.dropped)))
@@ -232,11 +269,11 @@ class Run:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2), st.integers(0, 2**32), st.floats(0.0, 0.5))
+@given(st.integers(0, 2), st.integers(0, 2**32), st.floats(0.0, 0.5), st.booleans())
 def test_any_schedule_with_any_kills_keeps_the_bound_and_every_prompt(
-    async_level: int, seed: int, failing: float
+    async_level: int, seed: int, failing: float, masks: bool
 ) -> None:
-    run = Run(async_level, failing, random.Random(seed))
+    run = Run(async_level, failing, random.Random(seed), masks)
     for _ in range(20_000):
         if run.written == Run.LAST:
             break
@@ -244,6 +281,7 @@ def test_any_schedule_with_any_kills_keeps_the_bound_and_every_prompt(
         if async_level == 0:
             assert run.book.counts.stale == 0, "the gate alone keeps an on-policy run free of stale groups"
     assert run.written == Run.LAST, "the schedule got stuck"
+    assert not masks or all(group.num_ended == 3 for group in run.returned), "what is under way goes on"
     rest = [p.position for p in run.book.outstanding()] + [
         run.stream.next().position for _ in range(run.stream.num_pending)
     ]

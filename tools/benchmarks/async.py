@@ -12,7 +12,8 @@ two versions that were evaluated by interpolation. Idle: the trainer's wait for 
 
 `PRIME_HPC_BENCH_ONLY=DIR` keeps what was made and the runs there, and takes those that lie there already;
 `PRIME_HPC_BENCH_RATIO` (10: p99 of the replies over their median), `_LEVELS` (0,2,1,4), `_SEEDS` (0,1,2), `_STEPS`,
-`_REWARD` (to be reached), `_TOKEN_S`, `_SHARED_TOKEN_S`, `_TARGET_S` and `_LR` change it; `_RUNS` is how many may be
+`_REWARD` (to be reached), `_STALE` (`orchestrator.stale`: resample), `_TOKEN_S`, `_SHARED_TOKEN_S`, `_TARGET_S` and
+`_LR` change it; `_RUNS` is how many may be
 done this time, so that a long series can be made in pieces; `_AT_ONCE` (1) how many run side by side: 2, a pair of
 levels meets the same load, where the machine has other work.
 """
@@ -49,6 +50,7 @@ MOST_RUNS = int(_setting("RUNS", "1000"))
 AT_ONCE = int(_setting("AT_ONCE", "1"))
 REWARD = float(_setting("REWARD", "0.45"))
 LR = float(_setting("LR", "5e-4"))
+STALE = _setting("STALE", "resample")
 STRETCH = {"TOKEN_S": "0.3", "SHARED_TOKEN_S": "0.001", "TARGET_S": "0.006"}
 NUM_PROMPTS, GROUP_SIZE, SEATS = 16, 4, 64
 EVERY = 2
@@ -61,7 +63,7 @@ JOB_S = 1800.0
 
 def name_of(level: int, seed: int) -> str:
     """Name of a run."""
-    return f"p99-{RATIO:g}-level-{level}-seed-{seed}"
+    return f"p99-{RATIO:g}-level-{level}-seed-{seed}" + ("" if STALE == "resample" else f"-{STALE}")
 
 
 def task(most: int) -> dict[str, Any]:
@@ -93,6 +95,7 @@ def experiment(level: int, seed: int, model: Path, folder: Path) -> dict[str, An
             "batch_size": NUM_PROMPTS * GROUP_SIZE,
             "rollouts_per_example": GROUP_SIZE,
             "max_concurrent": SEATS,
+            "stale": STALE,
             "sampling": {"max_tokens": 4 * MOST_NUMBERS},
             "env": [task(MOST_NUMBERS)],
         },
@@ -242,6 +245,7 @@ def figures(run_dir: Path, level: int, rewards: dict[int, float]) -> dict[str, A
         "trainer_idle": sum(row["time/wait"] for row in busy) / sum(row["time/step"] for row in busy),
         "lag_mean": statistics.fmean(row["lag/mean"] for row in served),
         "groups_stale": sum(row["groups/stale"] for row in served),
+        "tokens_stale": statistics.fmean(row.get("tokens/stale", 0.0) for row in served),
         "load": json.loads((run_dir / "load.json").read_text()),
     }
     for name in ("idle_share", "empty_seats", *(f"empty_{cause}" for cause in CAUSES)):
@@ -275,7 +279,7 @@ def run() -> dict[str, Any]:
                 if (run_dir := folder / name_of(level, seed)).is_dir():
                     rewards = held_out(run_dir, model, folder)
                     found.setdefault(str(level), {})[str(seed)] = figures(run_dir, level, rewards)
-    return {"ratio": RATIO, "reward": REWARD, "steps": NUM_STEPS, "lr": LR, "levels": found}
+    return {"ratio": RATIO, "stale": STALE, "reward": REWARD, "steps": NUM_STEPS, "lr": LR, "levels": found}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -283,7 +287,7 @@ def render(result: dict[str, Any]) -> str:
     lines = [
         f"long-tail, p99 = {result['ratio']:g} medians, {result['steps']} steps; reward {result['reward']:g} reached",
         "level seed  s/step   all s  reached s  reward  p99/med  trainer idle  no episode  empty seats"
-        "  (tail gate weights)  lag  stale  load",
+        "  (tail gate weights)  lag  stale  masked  load",
     ]
     for level, seeds in result["levels"].items():
         for seed, row in seeds.items():
@@ -294,7 +298,8 @@ def render(result: dict[str, Any]) -> str:
                 f"{list(row['rewards'].values())[-1]:>8.3f}{row['episode_p99_over_median']:>9.1f}"
                 f"{100 * row['trainer_idle']:>12.0f} %{100 * row['idle_share']:>10.0f} %"
                 f"{100 * row['empty_seats']:>11.0f} %  ({causes:>17})"
-                f"{row['lag_mean']:>7.2f}{row['groups_stale']:>6.0f}{row['load']:>6.1f}"
+                f"{row['lag_mean']:>7.2f}{row['groups_stale']:>6.0f}"
+                f"{100 * row['tokens_stale']:>6.1f} %{row['load']:>6.1f}"
             )
     slow = result["levels"].get("0", {})
     for level, seeds in result["levels"].items():

@@ -388,6 +388,10 @@ class OrchestratorConfig(Section):
     """Episodes in flight at most; with `adaptive_concurrency`, at first."""
     adaptive_concurrency: AdaptiveConcurrencyConfig | None = None
     """As many episodes in flight as the engines' own figures ask for, in place of a constant; off when absent."""
+    stale: Literal["resample", "mask"] = "resample"
+    """The fate of tokens of an older version than `async_level` allows. `resample`: the whole group is sampled again,
+    and waited for the second time. `mask`: nothing is thrown away or waited for; such tokens are part of what is scored
+    and of the context, and only the younger ones train."""
     sampling: SamplingConfig = SamplingConfig()
     """Training rollouts' sampling."""
     env: list[TrainEnvConfig] = []

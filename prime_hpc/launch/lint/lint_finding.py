@@ -53,6 +53,7 @@ CODES = {
     "PH210": "a trainer of many runs without a run",
     "PH211": "greedy training rollouts",
     "PH212": "code that a model writes",
+    "PH213": "masked tokens where none can be",
     "PH220": "steps without a learning rate",
     "PH221": "a clip narrower than the engine's numerics",
     "PH222": "KL penalty without the groups that have no signal",

@@ -44,6 +44,21 @@ def sampling(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def stale(subject: Subject) -> Iterator[Finding]:
+    """Tokens grow old beside younger ones only in a reply that goes on over an update of the weights."""
+    experiment = subject.experiment
+    if not subject.is_rl or experiment.orchestrator.stale != "mask":
+        return
+    if experiment.async_level == 0:
+        why, remedy = "with async_level = 0 no token is older than the batch's own version", "async_level of at least 1"
+    elif experiment.model.lora is not None:
+        why = "a request keeps the adapter that it began with: a reply that is too old has no younger tokens"
+        remedy = "stale = resample, which is what happens"
+    else:
+        return
+    yield Finding("PH213", "warning", "orchestrator.stale", f"mask has no effect: {why}", remedy)
+
+
 def batch(subject: Subject) -> Iterator[Finding]:
     """Ranks without a sample compute on padding."""
     experiment = subject.experiment
@@ -320,6 +335,7 @@ def alarms(subject: Subject) -> Iterator[Finding]:
 CHECKS = (
     groups,
     sampling,
+    stale,
     batch,
     learning,
     concurrency,

@@ -18,7 +18,7 @@ from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.episodes import Episode, mask_older
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.batch.packing import pack, pack_rows
 from prime_hpc.store.batch.rank_batch import SPECS, FieldSpec, RankBatch, drop_idle
@@ -80,8 +80,10 @@ def score_groups(
     zero: str,
     env_names: Sequence[str] = (),
     references: Sequence[References] | None = None,
+    floor: int = 0,
 ) -> list[ScoredGroup]:
-    """Advantages of every group, in order, and which groups train; `references` are the groups', in order.
+    """Advantages of every group, in order, and which groups train; `references` are the groups', in order. No token
+    trains that a version before `floor` sampled.
 
     With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where nothing at
     all would train, the smallest group (in tokens) stays with advantages of 0, whose gradient is zero, so that step n
@@ -99,10 +101,35 @@ def score_groups(
         raise OrchestratorError(f"none of the batch's {len(scored)} groups could be scored; e.g. {problems[0]}")
     if not any(s.trains for s in scored):
         smallest = min(range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
-        entry = scored[smallest]
-        no_advantage, everyone = np.zeros_like(entry.advantages), np.ones_like(entry.kept)
-        scored[smallest] = replace(entry, trains=True, advantages=no_advantage, kept=everyone, tokens=None)
-    return scored
+        scored[smallest] = _without_signal(scored[smallest])
+    return mask_stale(scored, floor)
+
+
+def mask_stale(scored: Sequence[ScoredGroup], floor: int) -> list[ScoredGroup]:
+    """Have no token train that a version before `floor` sampled. Rewards, advantages and lengths stay as they are.
+
+    Every group has a younger token. Where none of them is one that would train, the smallest group's train with
+    advantages of 0, as in `score_groups`.
+    """
+    masked = [replace(entry, episodes=[mask_older(episode, floor) for episode in entry.episodes]) for entry in scored]
+    if any(e.max_version is not None for entry in masked if entry.trains for e in _kept(entry)):
+        return masked
+    if not any(e.num_stale_tokens for entry in masked for e in entry.episodes):
+        return masked
+    left = [i for i, entry in enumerate(masked) if any(e.max_version is not None for e in entry.episodes)]
+    smallest = min(left, key=lambda i: _num_tokens(masked[i].episodes))
+    masked[smallest] = _without_signal(masked[smallest])
+    return masked
+
+
+def _kept(entry: ScoredGroup) -> list[Episode]:
+    return [episode for episode, kept in zip(entry.episodes, entry.kept.tolist(), strict=True) if kept]
+
+
+def _without_signal(entry: ScoredGroup) -> ScoredGroup:
+    """Have all of a group train, with advantages of 0."""
+    no_advantage, everyone = np.zeros_like(entry.advantages), np.ones_like(entry.kept)
+    return replace(entry, trains=True, advantages=no_advantage, kept=everyone, tokens=None)
 
 
 def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], references: References) -> ScoredGroup:
@@ -164,15 +191,19 @@ def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> li
         if not entry.trains:
             continue
         prompt = entry.group.prompt
-        numbers = {id(slot): i for i, slot in enumerate(entry.group.slots)}
+        numbers = [i for i, slot in enumerate(entry.group.slots) if slot is not None and slot.usable]
         for i, episode in enumerate(entry.episodes):
             if not entry.kept[i]:
                 continue
-            ident = sample_id(prompt.position, numbers[id(episode)])
+            ident = sample_id(prompt.position, numbers[i])
             whole_rollout = _tokens_by_trace(episode)
             for j, sample in enumerate(episode.result.samples):
+                if episode.num_stale_tokens and not sample.loss_mask.any():
+                    continue
                 whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
                 advantages = whole if entry.tokens is None else entry.tokens[i][j]
+                if episode.num_stale_tokens:
+                    advantages = np.where(sample.loss_mask, advantages, np.float32(0.0))
                 reward, ce_weights = episode.result.reward, echo.weights(sample) if echo is not None else None
                 ids, of_rollout = (ident, prompt.position, prompt.source), whole_rollout[sample.trace]
                 samples.append(TrainSample(sample, advantages, reward, *ids, ce_weights, of_rollout))

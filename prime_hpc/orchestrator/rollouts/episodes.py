@@ -38,7 +38,34 @@ class Episode:
     num_sampled_tokens: int
     """Tokens that were sampled and train."""
     version_sum: int
-    """Sum over the sampled tokens of the version that sampled each, for the mean lag."""
+    """Sum over the trained tokens of the version that sampled each, for the mean lag."""
+    num_stale_tokens: int = 0
+    """Sampled tokens that do not train: they are too old for the batch."""
+
+
+def mask_older(episode: Episode, floor: int) -> Episode:
+    """Return the episode with only those tokens to train that version `floor` or a newer one sampled.
+
+    It keeps its samples, also those of which nothing trains any more, its reward and its lengths.
+    """
+    if episode.min_version is None or episode.min_version >= floor:
+        return episode
+    samples, trained = [], []
+    for sample in episode.result.samples:
+        mask = sample.loss_mask & (sample.versions >= floor)
+        logprobs = np.where(mask, sample.logprobs, np.float32(0))
+        versions = np.where(mask, sample.versions, np.int32(NOT_SAMPLED))
+        samples.append(replace(sample, loss_mask=mask, logprobs=logprobs, versions=versions))
+        trained.append(versions[mask])
+    young = np.concatenate(trained)
+    return replace(
+        episode,
+        result=replace(episode.result, samples=samples),
+        min_version=int(young.min()) if len(young) else None,
+        max_version=int(young.max()) if len(young) else None,
+        version_sum=int(young.sum()),
+        num_stale_tokens=episode.num_sampled_tokens - len(young),
+    )
 
 
 def is_retryable(result: EpisodeResult) -> bool:

@@ -11,6 +11,9 @@ recorded as dropped, and the room that it leaves opens another prompt.
 
 A batch takes the first complete groups. A prompt that was sent back once is waited for when the next batch would find
 it stale again: long rollouts are late, never lost.
+
+With `masks_stale` the bound is one of the trained tokens alone: older ones are masked when the batch is scored
+(`batching.batch_builder.mask_stale`). Only a group without any younger token is stale then; one in flight never is.
 """
 
 from collections import deque
@@ -69,6 +72,11 @@ class Group:
         versions = [r.min_version for r in self.usable if r.min_version is not None]
         return min(versions, default=None)
 
+    def max_version(self) -> int | None:
+        """Newest version among them."""
+        versions = [r.max_version for r in self.usable if r.max_version is not None]
+        return max(versions, default=None)
+
 
 @dataclass
 class GroupCounts:
@@ -98,6 +106,8 @@ class GroupBook:
     next_batch: int = 1
     ahead: int | None = None
     """Of a bench: `async_level` of the run that it stands for, whose trainer makes each version at once."""
+    masks_stale: bool = False
+    """Tokens that are too old are masked: see the module."""
     sizes: Sequence[int] = ()
     """Group size of each source, where they differ; empty: `group_size` of all."""
     minima: Sequence[int] = ()
@@ -122,6 +132,10 @@ class GroupBook:
     def floor(self) -> int:
         """Oldest version allowed in the next batch."""
         return version_floor(self.next_batch, self.async_level)
+
+    def mask_floor(self, step: int) -> int:
+        """Oldest version whose tokens batch `step` may train, where older ones are masked; else 0."""
+        return version_floor(step, self.async_level) if self.masks_stale else 0
 
     def may_open(self, served_version: int) -> bool:
         """Return whether one more group may start now."""
@@ -196,8 +210,8 @@ class GroupBook:
     def take_batch(self) -> list[Group]:
         """Return the next batch's groups; those that are now too old for the batch after it are marked stale."""
         assert self.batch_ready(), "take_batch before batch_ready"
-        # In order of completion, but first those that the next batch would find stale, or that came back once.
-        ordered = sorted(self.complete, key=lambda g: not (g.attempt > 0 or self._is_stale(g, self.next_batch + 1)))
+        # In order of completion, but first those that came back, then those that the next batch would find too old.
+        ordered = sorted(self.complete, key=lambda g: (-g.attempt, not self._ages(g, self.next_batch + 1)))
         groups, rest = ordered[: self.num_prompts], ordered[self.num_prompts :]
         for group in groups:
             self._attempts.pop(group.prompt.position, None)
@@ -206,7 +220,7 @@ class GroupBook:
         for group in rest:
             if self._is_stale(group):
                 self._send_back(group)
-        for group in [g for g in self.in_flight.values() if self._is_stale(g)]:
+        for group in [g for g in self.in_flight.values() if not self.masks_stale and self._is_stale(g)]:
             del self.in_flight[group.prompt.position]
             self._send_back(group)
         return groups
@@ -235,9 +249,17 @@ class GroupBook:
         floor_after = version_floor(self.next_batch + 1, self.async_level)
         return any(g.attempt > 0 and g.start_version < floor_after for g in self.in_flight.values())
 
-    def _is_stale(self, group: Group, step: int | None = None) -> bool:
+    def _ages(self, group: Group, step: int) -> bool:
+        """Return whether batch `step` may not train all of the group's tokens."""
         oldest = group.min_version()
-        return oldest is not None and oldest < version_floor(step or self.next_batch, self.async_level)
+        return oldest is not None and oldest < version_floor(step, self.async_level)
+
+    def _is_stale(self, group: Group) -> bool:
+        """Return whether the next batch may not have the group."""
+        if not self.masks_stale:
+            return self._ages(group, self.next_batch)
+        newest = group.max_version()
+        return newest is not None and newest < self.floor
 
     def _consume(self, group: Group) -> None:
         self.dropped_positions.append(group.prompt.position)
