@@ -187,8 +187,13 @@ def test_long_rollouts_grow_stale_and_are_sampled_again() -> None:
     costs = replace(COSTS, rollouts=((1.0, 0.0),) * 30 + ((2000.0, 0.0),), token_s=0.01, shared_token_s=0)
     outcome = simulate(replace(SETTING, async_level=1, max_concurrent=32), costs, 0)
     assert outcome.stale > 0 and outcome.lag <= 1
-    masked = simulate(replace(SETTING, async_level=1, max_concurrent=32, masks_stale=True), costs, 0)
-    assert masked.stale == 0 and masked.step_s < outcome.step_s / 2
+
+
+def test_long_rollouts_hold_nobody_up_where_old_tokens_are_masked() -> None:
+    costs = replace(COSTS, rollouts=((1.0, 0.0),) * 30 + ((2000.0, 0.0),), token_s=0.01, shared_token_s=0)
+    setting = replace(SETTING, async_level=4, max_concurrent=32)
+    outcome, masked = (simulate(replace(setting, masks_stale=masks), costs, 0) for masks in (False, True))
+    assert masked.stale < outcome.stale / 2 and masked.step_s < outcome.step_s / 1.5
 
 
 # ------------------------------------------------------------------------------------------------ calibration

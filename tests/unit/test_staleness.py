@@ -1,5 +1,6 @@
 """The staleness gate, the check of every token, and what happens to groups, for async levels 0, 1 and 2."""
 
+import itertools
 import json
 import random
 
@@ -175,6 +176,33 @@ def test_where_old_tokens_are_masked_nothing_under_way_is_sent_back_or_waited_fo
     assert list(book.complete) == [long] and book.mask_floor(5) == 3
     fill(book, 10, [[4], [4]], served=4)
     assert long in book.take_batch()
+
+
+def test_others_stand_in_for_late_groups_but_for_no_more_than_are_needed() -> None:
+    book = make_book(1, last_batch=4)
+    book.masks_stale = True
+    late = book.open(prompt(0), 0)
+    positions = itertools.count(1)
+    for batch in (1, 2):
+        while book.may_open(batch - 1):
+            fill(book, next(positions), [[batch - 1], [batch - 1]], served=batch - 1)
+        assert book.num_open == 4 and late not in book.take_batch()
+    while book.may_open(2):
+        fill(book, next(positions), [[2], [2]], served=2)
+    assert book.num_open == 4, "the run's last four groups: nobody else may begin"
+    assert late not in book.take_batch() and not book.may_open(3)
+    for index in (0, 1):
+        book.add(late, index, make_episode([0, 3]))
+    assert late in book.take_batch() and not book.in_flight and not book.complete
+
+    book = make_book(1)
+    book.masks_stale = True
+    late = book.open(prompt(0), 0)
+    for batch in (1, 2, 3):
+        while book.may_open(batch - 1):
+            fill(book, next(positions), [[batch - 1], [batch - 1]], served=batch - 1)
+        assert book.num_open == (5 if batch == 3 else 4)
+        book.take_batch()
 
 
 def test_a_group_without_a_token_that_is_young_enough_is_sampled_again_and_then_waited_for() -> None:

@@ -13,7 +13,8 @@ A batch takes the first complete groups. A prompt that was sent back once is wai
 it stale again: long rollouts are late, never lost.
 
 With `masks_stale` the bound is one of the trained tokens alone: older ones are masked when the batch is scored
-(`batching.batch_builder.mask_stale`). Only a group without any younger token is stale then; one in flight never is.
+(`batching.batch_builder.mask_stale`). Only a group without any younger token is stale then; one in flight never is, and
+another one may be opened in place of one that outlasts the batches for which it was opened.
 """
 
 from collections import deque
@@ -142,9 +143,11 @@ class GroupBook:
         if self.next_batch > self.last_batch:
             return False
         served_version, level = self._gate(served_version)
-        return self.num_open < max_open_groups(
-            self.next_batch, served_version, level, self.num_prompts, self.last_batch
-        )
+        limit = max_open_groups(self.next_batch, served_version, level, self.num_prompts, self.last_batch)
+        if limit and self.masks_stale:  # others stand in for those that are late, but for no more than are needed
+            late = sum(group.start_version < self.floor for group in self.in_flight.values())
+            limit = min(limit + late, (self.last_batch - self.next_batch + 1) * self.num_prompts)
+        return self.num_open < limit
 
     def _gate(self, served_version: int) -> tuple[int, int]:
         """Version and `async_level` by which groups may be opened."""
@@ -210,8 +213,7 @@ class GroupBook:
     def take_batch(self) -> list[Group]:
         """Return the next batch's groups; those that are now too old for the batch after it are marked stale."""
         assert self.batch_ready(), "take_batch before batch_ready"
-        # In order of completion, but first those that came back, then those that the next batch would find too old.
-        ordered = sorted(self.complete, key=lambda g: (-g.attempt, not self._ages(g, self.next_batch + 1)))
+        ordered = sorted(self.complete, key=self._urgency)
         groups, rest = ordered[: self.num_prompts], ordered[self.num_prompts :]
         for group in groups:
             self._attempts.pop(group.prompt.position, None)
@@ -248,6 +250,12 @@ class GroupBook:
         again."""
         floor_after = version_floor(self.next_batch + 1, self.async_level)
         return any(g.attempt > 0 and g.start_version < floor_after for g in self.in_flight.values())
+
+    def _urgency(self, group: Group) -> tuple[int, int, bool]:
+        """Sort groups by what a batch takes first: those that came back; where tokens are masked, those whose newest is
+        the oldest; those that the next batch would find too old. Else in order of completion."""
+        last = group.max_version() if self.masks_stale else None
+        return -group.attempt, last or 0, not self._ages(group, self.next_batch + 1)
 
     def _ages(self, group: Group, step: int) -> bool:
         """Return whether batch `step` may not train all of the group's tokens."""
