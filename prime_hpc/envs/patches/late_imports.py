@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +33,12 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of one of ours; None for all others."""
-        wrap = LOADERS.get(name)
-        spec = None if wrap is None else PathFinder.find_spec(name, path)
-        if wrap is not None and spec is not None:
-            spec.loader = wrap(spec.loader)
+        if name not in LOADERS:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None:
+            spec.loader = LOADERS[name](spec.loader)
         return spec
 
 
