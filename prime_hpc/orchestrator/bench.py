@@ -42,11 +42,8 @@ def bench_experiment(exp: Experiment) -> Experiment:
     return exp.model_copy(update={"max_steps": warm + measured, "orchestrator": orchestrator})
 
 
-def gate_of(exp: Experiment) -> dict[str, Any]:
-    """When groups may be opened (`GroupBook`). In a bench also for later batches than are taken: its end is no lull."""
-    if not exp.orchestrator.bench:
-        masks_stale = exp.orchestrator.stale == "mask"
-        return {"async_level": exp.async_level, "last_batch": exp.max_steps, "masks_stale": masks_stale}
+def gate_of_bench(exp: Experiment) -> dict[str, Any]:
+    """When groups may be opened (`GroupBook`): also for later batches than are taken, so that its end is no lull."""
     last = exp.max_steps + exp.async_level + 1
     return {"async_level": UNLIMITED_ASYNC, "ahead": exp.async_level, "last_batch": last}
 

@@ -36,7 +36,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
     zero_groups,
 )
 from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
-from prime_hpc.orchestrator.bench import batch_shape, gate_of
+from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.deadlines import Deadlines, explain
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -61,6 +61,7 @@ from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.seats import why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.setup import gate_of
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.orchestrator.weight_sync import Client, WeightSync
 from prime_hpc.runtime import activity

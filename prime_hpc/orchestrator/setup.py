@@ -21,6 +21,7 @@ from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.orchestrator.algorithms import get_algorithm
 from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Teacher
+from prime_hpc.orchestrator.bench import gate_of_bench
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.runtime.role_context import ENV_KEY, RoleContext
 from prime_hpc.store.artifact import check_file, read_manifest
@@ -32,6 +33,14 @@ from prime_hpc.store.run_paths import RunPaths
 DEFAULT_READY_TIMEOUT_S = 900.0
 OTHER_FILES = 256
 """Open files of an orchestrator besides connections of episodes: logs, metrics, the bus, trainer ranks that fetch."""
+
+
+def gate_of(exp: Experiment) -> dict[str, Any]:
+    """When groups may be opened, and what becomes of old tokens: fields of `GroupBook`."""
+    if exp.orchestrator.bench:
+        return gate_of_bench(exp)
+    masks_stale = exp.orchestrator.stale == "mask"
+    return {"async_level": exp.async_level, "last_batch": exp.max_steps, "masks_stale": masks_stale}
 
 
 def server_urls(exp: Experiment, context: RoleContext) -> list[str]:

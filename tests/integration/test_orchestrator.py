@@ -62,7 +62,7 @@ class LongReplyServer(AdminServer):
             return answer
         while self.version < 3:
             await asyncio.sleep(0.02)
-        found = json.loads(answer.body)
+        found = json.loads(answer.text or "")
         (choice,) = found["choices"]
         half = len(choice["token_ids"]) // 2
         choice["weight_versions"] = [
@@ -79,19 +79,19 @@ def test_a_long_reply_is_neither_waited_for_nor_thrown_away_where_old_tokens_are
     """With `resample` its group is sent back before version 3 comes."""
     exp = make_experiment(tokenizer_dir, tmp_path / "run", stale=stale, max_concurrent=64)
     with (
-        LongReplyServer(tokenizer, varied_reply(1)) as server,
+        LongReplyServer(tokenizer, varied_reply(1), update_delay_s=0.3) as server,
         World(tmp_path / "run", exp, [server]) as world,
     ):
         world.start()
         assert world.wait() == 0, log_of(world)
         world.check_batches(range(1, 7))
         rows = [row for row in world.metrics() if "reward/mean" in row]
-        sent_back = sum(row["groups/stale"] for row in rows)
         masked = [row["step"] for row in rows if row.get("tokens/stale")]
+        num_asked = sum(request["token_ids"] == server.requests[0]["token_ids"] for request in server.requests)
         if stale == "resample":
-            assert sent_back and not masked
+            assert num_asked == 2 * exp.orchestrator.rollouts_per_example and not masked
             return
-        assert not sent_back
+        assert num_asked == exp.orchestrator.rollouts_per_example
         assert masked and masked[0] > 3 and all(0 < row.get("tokens/stale", 0.5) < 1 for row in rows)
 
 

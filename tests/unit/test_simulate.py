@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
         [{"max_concurrent": n} for n in (4, 16, 64)],
     ],
 )
-def test_more_devices_more_overlap_or_less_work_never_take_longer(changes: Sequence[dict[str, int]]) -> None:
+def test_more_devices_more_overlap_or_less_work_never_take_longer(changes: Sequence[dict[str, Any]]) -> None:
     setting = replace(SETTING, num_prompts=8, max_concurrent=32, async_level=1)
     steps = [simulate(replace(setting, **change), spread_out(), 0).step_s for change in changes]
     for before, after in pairwise(steps):

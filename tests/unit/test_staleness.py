@@ -288,7 +288,7 @@ class Run:
         floor = version_floor(step, self.async_level)
         for group in groups:
             trained = [episode for slot in group.usable if (episode := mask_older(slot, floor)).min_version is not None]
-            assert trained and all(floor <= episode.min_version <= step - 1 for episode in trained)
+            assert trained and all(floor <= (episode.min_version or 0) <= step - 1 for episode in trained)
             assert self.masks or trained == group.usable, "there is nothing to mask"
         self.used += [g.prompt.position for g in groups]
         state = json.dumps(self.stream.state_dict(self.book.outstanding()))

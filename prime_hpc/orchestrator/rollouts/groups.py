@@ -145,7 +145,8 @@ class GroupBook:
         served_version, level = self._gate(served_version)
         limit = max_open_groups(self.next_batch, served_version, level, self.num_prompts, self.last_batch)
         if limit and self.masks_stale:  # others stand in for those that are late, but for no more than are needed
-            late = sum(group.start_version < self.floor for group in self.in_flight.values())
+            floor = self.floor
+            late = sum(group.start_version < floor for group in self.in_flight.values())
             limit = min(limit + late, (self.last_batch - self.next_batch + 1) * self.num_prompts)
         return self.num_open < limit
 
@@ -251,11 +252,11 @@ class GroupBook:
         floor_after = version_floor(self.next_batch + 1, self.async_level)
         return any(g.attempt > 0 and g.start_version < floor_after for g in self.in_flight.values())
 
-    def _urgency(self, group: Group) -> tuple[int, int, bool]:
+    def _urgency(self, group: Group) -> tuple[int, int, int, bool]:
         """Sort groups by what a batch takes first: those that came back; where tokens are masked, those whose newest is
-        the oldest; those that the next batch would find too old. Else in order of completion."""
-        last = group.max_version() if self.masks_stale else None
-        return -group.attempt, last or 0, not self._ages(group, self.next_batch + 1)
+        the oldest, the late ones first; those that the next batch would find too old. Else in order of completion."""
+        newest, oldest = (group.max_version(), group.min_version()) if self.masks_stale else (None, None)
+        return -group.attempt, newest or 0, oldest or 0, not self._ages(group, self.next_batch + 1)
 
     def _ages(self, group: Group, step: int) -> bool:
         """Return whether batch `step` may not train all of the group's tokens."""
