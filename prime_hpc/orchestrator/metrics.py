@@ -121,9 +121,8 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "completion/tokens_max": int(sampled.max()),
         "lag/mean": step - 1 - versions / max(1, int(sampled.sum()) - num_stale) if lags else 0.0,
         "lag/max": max(lags, default=0),
+        "tokens/stale": num_stale / max(1, int(sampled.sum())),
     }
-    if num_stale:
-        row["tokens/stale"] = num_stale / int(sampled.sum())
     if any(entry.references for entry in scored):
         row["teacher/reverse_kl"] = _reverse_kl(scored)
     for source, name in enumerate(env_names):

@@ -1,7 +1,6 @@
 """What is looked up once instead of for every episode gives the same."""
 
 import asyncio
-import uuid
 import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import verifiers.v1 as vf
 from pydantic import BaseModel
 from renderers import base, parsing, reasoning
 from verifiers.v1 import errors, graph, rollout
-from verifiers.v1 import trace as trace_module
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import task_key
 from verifiers.v1.types import Request, Tool, TurnTokens, UserMessage
@@ -306,13 +304,6 @@ def test_replies_are_decoded_as_transformers_does(fast: Any) -> None:
             return "its own"
 
     assert parsing._decode(Cleaned(), ids) == "its own"
-
-
-def test_traces_have_identities_of_their_own() -> None:
-    """Random UUIDs, as the standard library's."""
-    patch_verifiers()
-    made = [vars(trace_module)["uuid"].uuid4() for _ in range(1000)]
-    assert len(set(made)) == 1000 and {(one.version, one.variant) for one in made} == {(4, uuid.RFC_4122)}
 
 
 def test_scoring_of_task_and_harness_is_gathered_without_tasks() -> None:

@@ -13,9 +13,8 @@ two versions that were evaluated by interpolation. Idle: the trainer's wait for 
 `PRIME_HPC_BENCH_ONLY=DIR` keeps what was made and the runs there, and takes those that lie there already;
 `PRIME_HPC_BENCH_RATIO` (10: p99 of the replies over their median), `_LEVELS` (0,2,1,4), `_SEEDS` (0,1,2), `_STEPS`,
 `_REWARD` (to be reached), `_STALE` (`orchestrator.stale`: resample), `_TOKEN_S`, `_SHARED_TOKEN_S`, `_TARGET_S` and
-`_LR` change it; `_RUNS` is how many may be
-done this time, so that a long series can be made in pieces; `_AT_ONCE` (1) how many run side by side: 2, a pair of
-levels meets the same load, where the machine has other work.
+`_LR` change it; `_RUNS` is how many may be done this time, so that a long series can be made in pieces; `_AT_ONCE` (1)
+how many run side by side: 2, a pair of levels meets the same load, where the machine has other work.
 """
 
 import json

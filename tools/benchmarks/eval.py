@@ -84,7 +84,7 @@ def _rounds(server: int, url: str, model: Path, folder: Path, environment: dict[
     found: dict[str, list[float]] = {name: [] for name in ("bare", "eval", "summary_s")}
     cpu: dict[str, list[float]] = {name: [] for name in ("bare", "bare_server", "eval", "eval_server")}
 
-    def bare(number: int) -> None:
+    def bare(_: int) -> None:
         before, own = _cpu_s(server), time.process_time()
         found["bare"].append(asyncio.run(_bare(url, prompts)))
         cpu["bare"].append(time.process_time() - own)

@@ -3,8 +3,6 @@
 import asyncio
 import functools
 import inspect
-import os
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
@@ -14,7 +12,7 @@ from pydantic import BaseModel
 from pydantic._internal import _fields
 from renderers import base as renderers_base
 from renderers import parsing, reasoning
-from verifiers.v1 import graph, harness, rollout, task, trace
+from verifiers.v1 import graph, harness, rollout, task
 from verifiers.v1.errors import RolloutError
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import Task
@@ -74,25 +72,8 @@ def patch_verifiers() -> None:
     Task.hash = property(_hash_task)
     # Private attributes: else pydantic asks each time whether they are descriptors. `Trace` has none that is.
     Trace.__getattr__ = _private_attribute
-    vars(trace)["uuid"] = SimpleNamespace(uuid4=_Identities().take)
     # Whether a default factory takes arguments: else `model_construct` asks `inspect.signature` for every object.
     vars(_fields)["takes_validated_data_argument"] = _takes_data
-
-
-class _Identities:
-    """Version 4 UUIDs (RFC 9562), from the system's random bytes, taken many at a time.
-
-    `uuid.uuid4` asks the system for each, and lets go of the interpreter for it, in the middle of an episode.
-    """
-
-    def __init__(self) -> None:
-        self._left = b""
-
-    def take(self) -> uuid.UUID:
-        if not self._left:
-            self._left = os.urandom(4096)
-        part, self._left = self._left[:16], self._left[16:]
-        return uuid.UUID(bytes=part, version=4)
 
 
 class _Boundary:

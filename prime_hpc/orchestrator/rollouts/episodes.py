@@ -36,11 +36,11 @@ class Episode:
     num_prompt_tokens: int
     """Tokens that were not trained: prompts, tool results, other turns."""
     num_sampled_tokens: int
-    """Tokens that were sampled and train."""
+    """Tokens that were sampled, to train."""
     version_sum: int
     """Sum over the trained tokens of the version that sampled each, for the mean lag."""
     num_stale_tokens: int = 0
-    """Sampled tokens that do not train: they are too old for the batch."""
+    """Those of the sampled tokens that do not train after all: they are too old for the batch."""
 
 
 def mask_older(episode: Episode, floor: int) -> Episode:
