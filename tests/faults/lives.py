@@ -16,7 +16,7 @@ from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.run_paths import RunPaths, current_incarnation, list_steps
 from tests.faults import inject
 from tests.faults.sweep import Point, Result, Sweep
-from tests.faults.verdict import Verdict, judge
+from tests.faults.verdict import Verdict
 from tests.faults.world import PROFILES, STEPS, Life
 
 TWO_LIVES = ("stop", "stop-late")
@@ -64,7 +64,7 @@ def two_lives(sweep: Sweep, point: Point) -> Result:
             verdict.failed += _first_words(paths, lives[0])
             for life in lives[1:]:
                 verdict.failed += ["processes of the second attempt are left"] if life.wait_for_all(15) else []
-        found = judge(paths.root, sweep.reference.rollouts, sweep.oracle, ckpt)
+        found = sweep.judge(paths.root.name, ckpt)
         found.failed = verdict.failed + found.failed
         verdict = found
     except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def twins(sweep: Sweep, point: Point) -> Result:
             if code and not any(words in text for words in REFUSALS):
                 verdict.failed.append("the one that was refused does not say why")
             verdict.failed += ["processes are left"] if life.wait_for_all(FENCED_S) else []
-        found = judge(sweep.world.root / name, sweep.reference.rollouts, sweep.oracle, ckpt)
+        found = sweep.judge(name, ckpt)
         found.failed = verdict.failed + found.failed
         verdict = found
     except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ from prime_hpc.store.attempts import read_attempts
 from tests.faults.inject import Plan
 from tests.faults.reads import ERRORS
 from tests.faults.sweep import MAX_LIVES, Sweep, record
-from tests.faults.verdict import Verdict, judge
+from tests.faults.verdict import Verdict
 from tests.faults.world import PROFILES, World
 
 SAVED = 4
@@ -82,7 +82,7 @@ def _try(world: World, sweep: Sweep, plan: Plan) -> tuple[Verdict, int, bool, in
         rows = read_attempts(world.root / name / "attempts.jsonl")[1:]
         began = [row for row in rows if row["why"] != "ended before it began"]
         over = sum((row["resume_step"] or 0) < SAVED for row in began)
-        found = judge(world.root / name, sweep.reference.rollouts, sweep.oracle, ckpt)
+        found = sweep.judge(name, ckpt)
         found.failed = verdict.failed + found.failed
         return found, len(lives), reached, over
     finally:

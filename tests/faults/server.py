@@ -1,18 +1,26 @@
-"""The inference server of the fault harness: `python -m tests.faults.server TOKENIZER_DIR ADDRESS_FILE GROUP_SIZE`.
+"""The fault harness's inference server: `python -m tests.faults.server TOKENIZER_DIR ADDRESS_FILE GROUP_SIZE [--long]`.
 
 Speaks what prime-hpc's own server speaks (`tests.support.scripted_server`). The r-th rollout of a prompt is always the
 same text, so whatever was killed in between, a prompt's rollouts can be told from another's.
 """
 
+import asyncio
+import json
 import random
 import sys
 import threading
+import time
 import zlib
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from tests.support.scripted_server import AdminServer, Reply
+
+LONGEST_S = 5.0
 
 
 def reply_of(prompt: str, rollout: int) -> str:
@@ -41,12 +49,41 @@ class CountingServer(AdminServer):
         return Reply(reply_of(prompt, rollout))
 
 
-def main(tokenizer_dir: str, address_file: str, group_size: str) -> None:
+class LongReplyServer(CountingServer):
+    """One reply in four goes on until the second version after the one that it began with: each sampled a third of it.
+
+    Its words are those that it has anyway. It waits no longer than `LONGEST_S`: nobody may be training any more.
+    """
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        began = self.version
+        answer = await super()._generate(request)
+        (choice,) = (found := json.loads(answer.text or ""))["choices"]
+        ids = choice["token_ids"]
+        if zlib.crc32(bytes(str(ids), "ascii")) % 4:
+            return answer
+        sampled_by, end = [began], time.monotonic() + LONGEST_S
+        while len(sampled_by) < 3 and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+            if self.version > sampled_by[-1]:
+                sampled_by.append(self.version)
+            elif self.version < sampled_by[-1]:  # another attempt's, which begins with older ones
+                sampled_by = [self.version]
+        bounds = [len(ids) * part // len(sampled_by) for part in range(len(sampled_by) + 1)]
+        choice["weight_versions"] = [
+            {"version": str(version), "start": start, "end": stop}
+            for version, (start, stop) in zip(sampled_by, pairwise(bounds), strict=True)
+        ]
+        return web.json_response(found)
+
+
+def main(tokenizer_dir: str, address_file: str, group_size: str, *options: str) -> None:
     """Answer until killed."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-    with CountingServer(tokenizer, int(group_size)) as server:
+    kind = LongReplyServer if "--long" in options else CountingServer
+    with kind(tokenizer, int(group_size)) as server:
         temporary = Path(f"{address_file}.tmp")
         temporary.write_text(server.url)
         temporary.replace(address_file)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions
 from tests.faults.inject import ROLES, Plan
 from tests.faults.oracle import Oracle
-from tests.faults.verdict import Verdict, judge, rollouts_of
-from tests.faults.world import DELTA, PROFILES, REAL_ENGINE, Life, World, read_record
+from tests.faults.verdict import Rollouts, Verdict, judge, most_masked, rollouts_of
+from tests.faults.world import DELTA, MASK, PROFILES, REAL_ENGINE, Life, World, read_record
 
 MAX_LIVES = 4
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
@@ -65,7 +66,7 @@ class Reference:
     """What an uninterrupted run of each profile does."""
 
     operations: dict[str, dict[str, list[tuple[str, str, int]]]] = field(default_factory=dict)
-    rollouts: dict[int, set[bytes]] = field(default_factory=dict)
+    rollouts: dict[int, Rollouts] = field(default_factory=dict)
     run_dir: Path = Path()
     """Of one of them."""
 
@@ -85,13 +86,14 @@ def record(root: Path, model: Path, profiles: Iterable[str]) -> Reference:
             reference.run_dir = run_dir = root / f"whole-{profile}"
             known = {} if profile == REAL_ENGINE else rollouts_of(RunPaths(run_dir))  # an engine samples anew
             for position, sequences in known.items():
-                reference.rollouts.setdefault(position, set()).update(sequences)
+                reference.rollouts.setdefault(position, {}).update(sequences)
             sweep = sweep or Sweep(world, reference)
-            verdict = judge(run_dir, reference.rollouts, sweep.oracle, PROFILES[profile])
+            verdict = sweep.judge(run_dir.name, PROFILES[profile])
             assert verdict.ok, verdict.words()
             versions = RunPaths(run_dir)
             changes = [v for v in list_versions(versions) if holds_changes(versions.weights_step(v))]
             assert bool(changes) == (profile == DELTA), f"versions {changes} hold changes"
+            assert bool(most_masked(versions)) == (profile == MASK), "this profile's old tokens are (not) masked"
     finally:
         if sweep is not None:
             sweep.oracle.close()
@@ -138,7 +140,7 @@ class Sweep:
             for life in lives:
                 left = life.wait_for_all(15)
                 verdict.failed += [f"{len(left)} processes of attempt {lives.index(life) + 1} are left"] if left else []
-            found = judge(self.world.root / name, self.reference.rollouts, self.oracle, ckpt)
+            found = self.judge(name, ckpt)
             if point.role == "supervisor" and len(lives) == 1 and reached:
                 found.failed = []  # its disk took the work, but not the line that it had ended
             found.failed = verdict.failed + found.failed
@@ -150,6 +152,11 @@ class Sweep:
             for life in lives:
                 life.end()
         return self.result(point, verdict, reached, lives, began, name)
+
+    def judge(self, name: str, ckpt: dict[str, Any]) -> Verdict:
+        """Check a finished run of this world against the reference."""
+        run_dir, known = self.world.root / name, self.reference.rollouts
+        return judge(run_dir, known, self.oracle, ckpt, masks=self.world.masks)
 
     def next_name(self) -> str:
         """Of another run."""

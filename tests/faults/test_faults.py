@@ -33,8 +33,9 @@ def test_no_read_that_fails_deletes_or_starts_over() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_broken_in_every_way_loses_nothing(tmp_path: Path) -> None:
-    flags = ["--how", HOWS, "--roles", "orchestrator,rank0,rank1", "--sample", str(SAMPLE), "--profiles", "async"]
+@pytest.mark.parametrize("profile", ["async", pytest.param("mask", marks=pytest.mark.exhaustive)])
+def test_a_run_broken_in_every_way_loses_nothing(profile: str, tmp_path: Path) -> None:
+    flags = ["--how", HOWS, "--roles", "orchestrator,rank0,rank1", "--sample", str(SAMPLE), "--profiles", profile]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "faults"), "--json", *flags, "--keep", str(tmp_path)],
         cwd=ROOT,

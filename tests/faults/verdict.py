@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.attempts import read_attempts
@@ -14,7 +17,10 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.weight_transport.delta_image import restore
 from tests.faults.oracle import WORLD_SIZE, Oracle
-from tests.faults.world import GROUP, PROMPTS, STEPS
+from tests.faults.world import ASYNC_LEVEL, GROUP, PROMPTS, STEPS
+
+Rollouts = dict[bytes, "np.ndarray"]
+"""Token ids -> the engine's log-probability of each, NaN of those that do not train."""
 
 
 @dataclass
@@ -42,23 +48,41 @@ class Verdict:
         return [f"{kind}: {item}" for kind, items in vars(self).items() for item in items]
 
 
-def rollouts_of(paths: RunPaths) -> dict[int, set[bytes]]:
+def rollouts_of(paths: RunPaths) -> dict[int, Rollouts]:
     """Prompt position -> the token sequences that were trained on for it, of all batches."""
-    found: dict[int, set[bytes]] = {}
+    found: dict[int, Rollouts] = {}
     for step in list_steps(paths.rollouts):
         for rank in range(WORLD_SIZE):
             batch = read_rank_batch(paths.rollouts_step(step), rank)
             for index, group in enumerate(batch.group_ids.tolist()):
-                found.setdefault(group, set()).add(_tokens(batch, index))
+                tokens, logprobs = _sequence(batch, index)
+                found.setdefault(group, {})[tokens] = logprobs
     return found
 
 
-def _tokens(batch: RankBatch, index: int) -> bytes:
+def most_masked(paths: RunPaths) -> float:
+    """Return the largest share of a batch's sampled tokens that were masked because they were too old."""
+    return max((row.get("tokens/stale", 0.0) for row in read_metrics(paths.metrics("orchestrator"))), default=0.0)
+
+
+def _sequence(batch: RankBatch, index: int) -> tuple[bytes, np.ndarray]:
     span = slice(int(batch.seq_offsets[index]), int(batch.seq_offsets[index + 1]))
-    return batch.token_ids[span].tobytes() + batch.logprobs[span].tobytes()
+    return batch.token_ids[span].tobytes(), np.where(batch.loss_mask[span], batch.logprobs[span], np.float32(np.nan))
 
 
-def judge(run_dir: Path, reference: dict[int, set[bytes]], oracle: Oracle, ckpt: dict[str, Any]) -> Verdict:
+def _is_same(known: Rollouts, tokens: bytes, logprobs: np.ndarray, masks: bool) -> bool:
+    """Whether a prompt has this rollout. Where old tokens are masked (`masks`), chance says which of them train, and a
+    rollout of which none did is in no batch: a prompt with fewer than it should have is not known whole."""
+    if tokens not in known:
+        return masks and len(known) < GROUP
+    is_masked = np.isnan([known[tokens], logprobs])
+    is_equal = (known[tokens] == logprobs) | is_masked.any(axis=0)
+    return bool(is_equal.all()) and (masks or bool((is_masked[0] == is_masked[1]).all()))
+
+
+def judge(
+    run_dir: Path, reference: dict[int, Rollouts], oracle: Oracle, ckpt: dict[str, Any], *, masks: bool = False
+) -> Verdict:
     """Check a finished run.
 
     Args:
@@ -66,11 +90,12 @@ def judge(run_dir: Path, reference: dict[int, set[bytes]], oracle: Oracle, ckpt:
         reference: `rollouts_of` an uninterrupted run with the same server.
         oracle: knows the state that it should have.
         ckpt: its checkpoint section.
+        masks: `orchestrator.stale: mask`.
     """
     paths, verdict = RunPaths(run_dir), Verdict()
     try:
         _judge_prompts(paths, verdict)
-        _judge_rollouts(paths, reference, verdict)
+        _judge_rollouts(paths, reference, masks, verdict)
         _judge_artifacts(paths, verdict)
         if not verdict.broken:
             verdict.mismatches += oracle.differences(run_dir, STEPS)
@@ -98,8 +123,9 @@ def _judge_prompts(paths: RunPaths, verdict: Verdict) -> None:
     verdict.failed += [f"prompt {position} lies beyond the stream's cursor" for position in beyond]
 
 
-def _judge_rollouts(paths: RunPaths, reference: dict[int, set[bytes]], verdict: Verdict) -> None:
-    """What a batch says that it used is what its ranks hold, once, and each sequence is one of its prompt's."""
+def _judge_rollouts(paths: RunPaths, reference: dict[int, Rollouts], masks: bool, verdict: Verdict) -> None:
+    """What a batch says that it used is what its ranks hold, once; each sequence is one of its prompt's, and none of
+    the tokens that train is older than `async_level` allows."""
     for step in range(1, STEPS + 1):
         used = set(read_state(paths.rollouts_step(step))["used"])
         samples: list[int] = []
@@ -109,8 +135,11 @@ def _judge_rollouts(paths: RunPaths, reference: dict[int, set[bytes]], verdict: 
             for index, group in enumerate(batch.group_ids.tolist()):
                 if group not in used or group != batch.sample_ids[index] >> EPISODE_BITS:
                     verdict.mismatches.append(f"batch {step} holds a rollout of prompt {group}, which it did not use")
-                elif group in reference and _tokens(batch, index) not in reference[group]:
+                elif group in reference and not _is_same(reference[group], *_sequence(batch, index), masks):
                     verdict.mismatches.append(f"batch {step}: a rollout of prompt {group} is another prompt's")
+            oldest = min(batch.versions[batch.loss_mask].tolist(), default=step)
+            if oldest < step - 1 - ASYNC_LEVEL:
+                verdict.mismatches.append(f"batch {step} trains on a token of version {oldest}")
         if len(samples) != len(set(samples)) or len(samples) > PROMPTS * GROUP:
             verdict.duplicated += sorted({s >> EPISODE_BITS for s in samples if samples.count(s) > 1})
 

@@ -26,6 +26,7 @@ from tests.faults import inject
 from tests.faults.inject import Plan
 
 STEPS = 6
+ASYNC_LEVEL = 1
 PROMPTS = 3
 GROUP = 2
 LIFE_TIMEOUT_S = 240.0
@@ -35,12 +36,15 @@ PROFILES: dict[str, dict[str, Any]] = {
     "vllm": {"interval": 2, "keep_last": 1},
     "delta": {"interval": 2, "keep_last": 1},
     "envs": {"interval": 2, "keep_last": 1},
+    "mask": {"interval": 2, "keep_last": 1},
 }
 """`ckpt` of the run that is killed. `vllm` is served by a real engine, which each attempt starts anew; the versions of
-`delta` are what changed; the episodes of `envs` are played by two workers. Each is swept by itself."""
+`delta` are what changed; the episodes of `envs` are played by two workers; those of `mask` may outlast several
+versions, and their old tokens are masked. Each is swept by itself."""
 REAL_ENGINE = "vllm"
 DELTA = "delta"
 ENVS = "envs"
+MASK = "mask"
 FEW_CHANGES_LR = 5e-11
 """At which float32 weights of a usual size stay as they are."""
 ENGINE_TIMEOUT_S = 900.0
@@ -95,12 +99,13 @@ class World:
         """`profiles`: of the runs. Without `vllm` they attach to the scripted server."""
         self.root, self.model = root, model
         self._real_engine, self._is_delta = REAL_ENGINE in profiles, DELTA in profiles
-        self._has_workers = ENVS in profiles
+        self._has_workers, self.masks = ENVS in profiles, MASK in profiles
         root.mkdir(parents=True, exist_ok=True)
         self._lives = 0
         address = root / "server"
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.server", str(model), str(address), str(GROUP)],
+            [sys.executable, "-m", "tests.faults.server", str(model), str(address), str(GROUP)]
+            + ["--long"] * self.masks,
             stdin=subprocess.DEVNULL,
             stdout=(root / "server.log").open("wb"),
             stderr=subprocess.STDOUT,
@@ -122,7 +127,7 @@ class World:
             "name": name,
             "output_dir": str(self.root),
             "max_steps": STEPS,
-            "async_level": 1,
+            "async_level": ASYNC_LEVEL,
             "seq_len": 96,
             "model": {"name": str(self.model), "dtype": "float32", "renderer": "qwen3"},
             "log": {"level": "INFO"},
@@ -146,6 +151,8 @@ class World:
         if self._is_delta:
             tree["weights"] = {"transport": "delta"}
             tree["trainer"]["optim"]["lr"] = FEW_CHANGES_LR
+        if self.masks:
+            tree["orchestrator"] |= {"stale": "mask", "max_concurrent": 4 * PROMPTS * GROUP}
         if self._has_workers:
             tree["orchestrator"]["env_servers"] = {"workers": 2}
         path = self.root / f"{name}.yaml"
