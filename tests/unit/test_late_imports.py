@@ -53,8 +53,9 @@ DIALECTS[2].routes
 from verifiers.v1 import dialects
 from verifiers.v1.dialects.anthropic import AnthropicDialect as Later
 print(before, isinstance(Later(), AnthropicDialect), dialects.AnthropicDialect is Later, isinstance(DIALECTS[2], Later))
+print(issubclass(Later, AnthropicDialect), (AnthropicDialect | None) == (Later | None) == (None | AnthropicDialect))
 """
-    assert run(code) == "[False, False, True] True True True"
+    assert run(code) == "[False, False, True] True True True\nTrue True"
 
 
 def test_a_harness_elsewhere_is_answered() -> None:
@@ -104,3 +105,48 @@ from verifiers.v1.utils.loaders import harness_class
 print(HarborTaskset.__name__, harnesses.NullHarness is harness_class("null"), hasattr(harnesses, "NoSuchHarness"))
 """
     assert run(code) == "HarborTaskset True False"
+
+
+@pytest.mark.parametrize("name", ["harnesses", "tasksets"])
+def test_threads_that_ask_at_once_all_find_it(name: str) -> None:
+    """Training's and evaluation's environments are loaded side by side."""
+    code = f"""
+import importlib, threading
+package = importlib.import_module("verifiers.v1.{name}")
+member = {{"harnesses": "NullHarness", "tasksets": "HarborTaskset"}}["{name}"]
+begin, found = threading.Barrier(8), []
+def ask():
+    begin.wait()
+    found.append(getattr(package, member, None))
+threads = [threading.Thread(target=ask) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found), len(set(found)), None in found)
+"""
+    assert run(code) == "8 1 False"
+
+
+def test_bundled_members_are_listed() -> None:
+    """For `import *`, and for whoever looks what there is."""
+    code = """
+from verifiers.v1.tasksets import *
+import verifiers.v1.harnesses as harnesses
+print(HarborTaskset.__name__, "NullHarness" in dir(harnesses), "__getattr__" in vars(harnesses))
+"""
+    assert run(code) == "HarborTaskset True False"
+
+
+def test_a_package_that_cannot_be_run_says_so_each_time() -> None:
+    """Not once, and then that it has no such member."""
+    code = """
+sys.modules["verifiers.v1.tasksets.harbor"] = None
+import verifiers.v1.tasksets as tasksets
+for _ in range(2):
+    try:
+        tasksets.HarborTaskset
+    except ImportError as error:
+        print("halted" in str(error))
+del sys.modules["verifiers.v1.tasksets.harbor"]
+print(tasksets.HarborTaskset.__name__)
+"""
+    assert run(code) == "True\nTrue\nHarborTaskset"

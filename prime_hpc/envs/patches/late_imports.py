@@ -66,17 +66,46 @@ class _LateLoader(_Wrapped):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run nothing yet."""
-        lock = threading.RLock()
+        late = _Late(module, self._loader)
+        vars(module).update(__getattr__=late.find, __dir__=late.names)
 
-        def find(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            with lock:
-                if vars(module).pop("__getattr__", None) is not None:
-                    self._loader.exec_module(module)
-            return getattr(module, name)
 
-        vars(module)["__getattr__"] = find
+class _Late:
+    """A module that is not run yet. Threads that ask meanwhile wait for the one that runs it."""
+
+    def __init__(self, module: ModuleType, loader: Any) -> None:
+        self._module, self._loader = module, loader
+        self._lock = threading.RLock()
+        self._is_begun = False
+        """For the thread that has the lock: what a module asks of itself while it runs, it has or has not."""
+
+    def run(self) -> None:
+        """Run it once. One that fails is as it was: the next that asks is told the same."""
+        with self._lock:
+            names = vars(self._module)
+            if self._is_begun or names.get("__getattr__") != self.find:
+                return
+            self._is_begun = True
+            try:
+                self._loader.exec_module(self._module)
+            finally:
+                self._is_begun = False
+            for name, own in (("__getattr__", self.find), ("__dir__", self.names)):
+                if names.get(name) == own:  # no other one of the module itself
+                    del names[name]
+
+    def find(self, name: str) -> Any:
+        """`__getattr__`. Of double underscores only `__all__` makes it run: the import system asks for others."""
+        if name == "__all__" or not name.startswith("__"):
+            self.run()
+            if name in vars(self._module) or vars(self._module).get("__getattr__") != self.find:
+                return getattr(self._module, name)
+        raise AttributeError(f"module {self._module.__name__!r} has no attribute {name!r}")
+
+    def names(self) -> list[str]:
+        """`__dir__`."""
+        self.run()
+        return sorted(vars(self._module))
 
 
 class _DialectLoader(_LateLoader):
@@ -111,6 +140,15 @@ class _LateDialect:
 
     def __instancecheck__(self, other: object) -> bool:
         return isinstance(other, self._real())
+
+    def __subclasscheck__(self, other: type) -> bool:
+        return issubclass(other, self._real())
+
+    def __or__(self, other: Any) -> Any:
+        return self._real() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._real()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real(), name)
