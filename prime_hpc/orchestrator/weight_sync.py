@@ -363,24 +363,34 @@ class WeightSync:
     async def _load(self, index: int) -> None:
         """Bring one server to the current version; what goes wrong makes it suspect, a refusal ends the run."""
         async with self._locks[index]:
-            version = self.current
-            try:
-                if version > 0:
-                    folder = self._paths.weights_step(version)
-                    answer = await self._clients[index].update_weights(folder, version, self._name)
-                    paused = answer.get("seconds", {}).get("paused", 0.0)
-                    self.paused_seconds = max(self.paused_seconds, float(paused))
-                else:
-                    await self._serve_base(self._clients[index])
-            except InferenceError as error:
-                url = self._table.servers[index].url
-                if error.status is not None and 400 <= error.status < 500:
-                    await self._say_if_fenced()  # a newer attempt may have removed the version
-                    raise OrchestratorError(f"inference server {url} refuses version {version}: {error}") from error
-                logger.warning(f"inference server {url} did not load version {version}: {error}")
-                self.report_error(index)
-                return
-            self._table.mark_ready(index, version)
+            loaded = None
+            while loaded != self.current:  # the next one may come while a server that is back gets this one
+                loaded = self.current
+                if not await self._load_version(index, loaded):
+                    return
+            self._table.mark_ready(index, self.current)
+
+    async def _load_version(self, index: int, version: int) -> bool:
+        """Return whether a server has it now, or whether it need not any more."""
+        try:
+            if version > 0:
+                folder = self._paths.weights_step(version)
+                answer = await self._clients[index].update_weights(folder, version, self._name)
+                paused = answer.get("seconds", {}).get("paused", 0.0)
+                self.paused_seconds = max(self.paused_seconds, float(paused))
+            else:
+                await self._serve_base(self._clients[index])
+        except InferenceError as error:
+            if version != self.current:
+                return True
+            url = self._table.servers[index].url
+            if error.status is not None and 400 <= error.status < 500:
+                await self._say_if_fenced()  # a newer attempt may have removed the version
+                raise OrchestratorError(f"inference server {url} refuses version {version}: {error}") from error
+            logger.warning(f"inference server {url} did not load version {version}: {error}")
+            self.report_error(index)
+            return False
+        return True
 
     async def _say_if_fenced(self) -> None:
         """Raise an OrchestratorError where a newer attempt of the run has begun."""
