@@ -131,8 +131,13 @@ def test_a_batch_without_any_signal_keeps_its_smallest_group() -> None:
     assert all((s.advantages == 0).all() for s in samples)
     # the same where nothing may train because every rollout was cut short
     groups = [make_group(0, [cut_short(1.0), cut_short(0.0)])]
-    [one, other] = train_samples(score(groups, AdvantageConfig(overlong="mask", zero="keep")))
-    assert not one.advantages.any() and not other.advantages.any()
+    for kind in ("grpo", "sft"):  # an objective that imitates looks at no advantage
+        scored = score(groups, AdvantageConfig(type=kind, overlong="mask", zero="keep"))
+        samples = train_samples(scored)
+        assert len(samples) == 2 and not any(s.advantages.any() or s.sample.loss_mask.any() for s in samples)
+        assert count_rollouts(scored).tolist() == [0, 0]
+        [rank] = build_ranks(samples, num_ranks=1, micro_batch_tokens=64, sampling=SAMPLING)
+        rank.check()
 
 
 def test_rollouts_that_were_cut_short_are_masked_dropped_or_kept() -> None:
@@ -290,3 +295,23 @@ def test_a_batch_whose_young_tokens_are_of_groups_without_a_signal_still_makes_a
     samples = train_samples(scored)
     assert {s.group_id for s in samples} == {0} and not any(s.advantages.any() for s in samples)
     assert sum(s.sample.num_loss_tokens for s in samples) == 3
+
+
+def test_the_young_tokens_of_a_long_reply_count_as_a_part_of_it() -> None:
+    """Where a sequence's length divides: not as a whole reply of few tokens."""
+    late, young = make_result([0] * 190 + [5] * 10, reward=1.0), make_result([5] * 200, reward=0.0)
+    scored = score_groups(
+        [make_group(0, [late, young])], Scorer(AdvantageConfig(), max_tokens=300), zero="drop", floor=4
+    )
+    samples = train_samples(scored)
+    assert [s.sample.num_loss_tokens for s in samples] == [10, 200]
+    assert [s.rollout_tokens for s in samples] == [200, 200] and count_rollouts(scored).tolist() == [210, 2]
+
+
+def test_a_batch_whose_young_episodes_are_unusable_after_all_still_makes_a_version() -> None:
+    """A teacher refused to score the only one that is young enough."""
+    group = make_group(0, [make_result([0, 1], reward=1.0), make_result([5], reward=0.0)])
+    group.slots[1] = replace(group.usable[1], usable=False)
+    scored = score_groups([group], Scorer(AdvantageConfig(type="reinforce"), max_tokens=9), zero="keep", floor=4)
+    [sample] = train_samples(scored)
+    assert not sample.sample.loss_mask.any() and not sample.advantages.any()

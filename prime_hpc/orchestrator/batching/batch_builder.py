@@ -18,7 +18,7 @@ from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.rollouts.episodes import Episode, mask_older
+from prime_hpc.orchestrator.rollouts.episodes import Episode, mask_all, mask_older
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.batch.packing import pack, pack_rows
 from prime_hpc.store.batch.rank_batch import SPECS, FieldSpec, RankBatch, drop_idle
@@ -42,7 +42,8 @@ class TrainSample:
     ce_weights: NDArray[np.float32] | None = None
     """float32[L], see `echo`; None without."""
     rollout_tokens: int = 0
-    """Trained tokens of the whole rollout: all the samples of its trace."""
+    """Tokens of the whole rollout, all the samples of its trace, that train or would if they were not too old: else the
+    few young tokens of a long reply would weigh as much as another whole one."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ def score_groups(
     """Advantages of every group, in order, and which groups train; `references` are the groups', in order. No token
     trains that a version before `floor` sampled.
 
-    With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where nothing at
-    all would train, the smallest group (in tokens) stays with advantages of 0, whose gradient is zero, so that step n
-    still makes version n.
+    With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty, so that step n
+    still makes version n: where nothing at all would train, the smallest group (in tokens) without a signal stays with
+    advantages of 0; where all rollouts were left out on purpose, the smallest one stays without a token that trains.
+    Rewards, advantages and lengths are those of whole replies, also where their older tokens do not train.
 
     Raises:
         OrchestratorError: no group at all could be scored, or the algorithm failed.
@@ -99,37 +101,32 @@ def score_groups(
     problems = [s.problem for s in scored if s.problem]
     if len(problems) == len(scored):
         raise OrchestratorError(f"none of the batch's {len(scored)} groups could be scored; e.g. {problems[0]}")
-    if not any(s.trains for s in scored):
-        smallest = min(range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
-        scored[smallest] = _without_signal(scored[smallest])
-    return mask_stale(scored, floor)
-
-
-def mask_stale(scored: Sequence[ScoredGroup], floor: int) -> list[ScoredGroup]:
-    """Have no token train that a version before `floor` sampled. Rewards, advantages and lengths stay as they are.
-
-    Every group has a younger token. Where none of them is one that would train, the smallest group's train with
-    advantages of 0, as in `score_groups`.
-    """
-    masked = [replace(entry, episodes=[mask_older(episode, floor) for episode in entry.episodes]) for entry in scored]
-    if any(e.max_version is not None for entry in masked if entry.trains for e in _kept(entry)):
-        return masked
-    if not any(e.num_stale_tokens for entry in masked for e in entry.episodes):
-        return masked
-    left = [i for i, entry in enumerate(masked) if any(e.max_version is not None for e in entry.episodes)]
-    smallest = min(left, key=lambda i: _num_tokens(masked[i].episodes))
-    masked[smallest] = _without_signal(masked[smallest])
-    return masked
+    scored = [replace(entry, episodes=[mask_older(episode, floor) for episode in entry.episodes]) for entry in scored]
+    with_tokens = [i for i, entry in enumerate(scored) if any(map(_has_targets, _kept(entry)))]
+    if any(scored[i].trains for i in with_tokens):
+        return scored
+    smallest = min(with_tokens or range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
+    scored[smallest] = (_without_signal if with_tokens else _without_targets)(scored[smallest])
+    return scored
 
 
 def _kept(entry: ScoredGroup) -> list[Episode]:
     return [episode for episode, kept in zip(entry.episodes, entry.kept.tolist(), strict=True) if kept]
 
 
+def _has_targets(episode: Episode) -> bool:
+    return any(_tokens_by_trace(episode).values())
+
+
 def _without_signal(entry: ScoredGroup) -> ScoredGroup:
-    """Have all of a group train, with advantages of 0."""
-    no_advantage, everyone = np.zeros_like(entry.advantages), np.ones_like(entry.kept)
-    return replace(entry, trains=True, advantages=no_advantage, kept=everyone, tokens=None)
+    """Have a group train with advantages of 0: those of its episodes that may."""
+    return replace(entry, trains=True, advantages=np.zeros_like(entry.advantages), tokens=None)
+
+
+def _without_targets(entry: ScoredGroup) -> ScoredGroup:
+    """Have a group stand in a batch of which nothing trains, whatever the objective: the weights stay as they are."""
+    everyone = np.ones_like(entry.kept)
+    return replace(_without_signal(entry), kept=everyone, episodes=[mask_all(episode) for episode in entry.episodes])
 
 
 def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], references: References) -> ScoredGroup:
@@ -190,21 +187,23 @@ def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> li
     for entry in scored:
         if not entry.trains:
             continue
-        prompt = entry.group.prompt
+        prompt, originals = entry.group.prompt, entry.group.usable
         numbers = [i for i, slot in enumerate(entry.group.slots) if slot is not None and slot.usable]
         for i, episode in enumerate(entry.episodes):
             if not entry.kept[i]:
                 continue
             ident = sample_id(prompt.position, numbers[i])
-            whole_rollout = _tokens_by_trace(episode)
+            whole_rollout = _tokens_by_trace(originals[i])
             for j, sample in enumerate(episode.result.samples):
-                if episode.num_stale_tokens and not sample.loss_mask.any():
+                ce_weights = echo.weights(sample) if echo is not None else None
+                is_idle = not sample.loss_mask.any() and (ce_weights is None or not ce_weights.any())
+                if episode.num_stale_tokens and is_idle:
                     continue
                 whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
                 advantages = whole if entry.tokens is None else entry.tokens[i][j]
                 if episode.num_stale_tokens:
                     advantages = np.where(sample.loss_mask, advantages, np.float32(0.0))
-                reward, ce_weights = episode.result.reward, echo.weights(sample) if echo is not None else None
+                reward = episode.result.reward
                 ids, of_rollout = (ident, prompt.position, prompt.source), whole_rollout[sample.trace]
                 samples.append(TrainSample(sample, advantages, reward, *ids, ce_weights, of_rollout))
     return samples

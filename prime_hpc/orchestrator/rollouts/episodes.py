@@ -68,6 +68,22 @@ def mask_older(episode: Episode, floor: int) -> Episode:
     )
 
 
+def mask_all(episode: Episode) -> Episode:
+    """Return the episode without a token that trains, in whatever loss; its samples, reward and lengths stay."""
+    samples = [
+        replace(
+            sample,
+            loss_mask=np.zeros_like(sample.loss_mask),
+            logprobs=np.zeros_like(sample.logprobs),
+            versions=np.full_like(sample.versions, NOT_SAMPLED),
+            roles=None,
+        )
+        for sample in episode.result.samples
+    ]
+    result = replace(episode.result, samples=samples)
+    return replace(episode, result=result, min_version=None, max_version=None, version_sum=0, num_stale_tokens=0)
+
+
 def is_retryable(result: EpisodeResult) -> bool:
     """Return whether the episode itself may be innocent. What an environment does wrong, it would do wrong again."""
     return is_server_error(result) or (result.state is EpisodeState.FAILED and result.error_type in COLLATERAL_ERRORS)

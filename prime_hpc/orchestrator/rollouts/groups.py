@@ -13,8 +13,8 @@ A batch takes the first complete groups. A prompt that was sent back once is wai
 it stale again: long rollouts are late, never lost.
 
 With `masks_stale` the bound is one of the trained tokens alone: older ones are masked when the batch is scored
-(`batching.batch_builder.mask_stale`). Only a group without any younger token is stale then; one in flight never is, and
-another one may be opened in place of one that outlasts the batches for which it was opened.
+(`batching.batch_builder.score_groups`). Only a group without any younger token is stale then; one in flight never is,
+and another one may be opened in place of one that outlasts the batches for which it was opened.
 """
 
 from collections import deque

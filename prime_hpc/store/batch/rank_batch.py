@@ -126,7 +126,8 @@ class RankBatch:
             filler=1,
         ),
     )
-    """[S] trained tokens of the rollout (an agent's part of an episode) that it is a piece of; absent: it is whole."""
+    """[S] trained tokens of the rollout (an agent's part of an episode) that it is a piece of, with those that are
+    masked because they are too old; absent: those of the sequence."""
     routed: npt.NDArray[np.uint16] | npt.NDArray[np.uint8] | None = field(
         default=None, metadata=_spec("token", np.uint16, trailing=2, narrow=np.uint8)
     )
