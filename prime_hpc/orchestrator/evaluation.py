@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -43,10 +43,26 @@ class EvalRun:
     num_ended: int = 0
 
 
-def first_due(start_version: int, interval: int, last_version: int) -> int:
+def first_due(start_version: int, interval: int, last_version: int, newest: int | None = None) -> int:
     """Return the first version to evaluate in an attempt that starts at `start_version`: that one itself if it is a
-    multiple."""
+    multiple, or in place of the multiple before it, whose evaluation was under way when the attempt before ended.
+
+    `newest`: the newest version that was evaluated, -1 where none was; None: not known.
+    """
+    if newest is not None and newest < start_version // interval * interval:
+        return start_version
     return min(-(-start_version // interval) * interval, last_version)
+
+
+def newest_evaluated(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the newest version of which a run's metrics hold an evaluation, by environment."""
+    found: dict[str, int] = {}
+    for row in rows:
+        for key in row:
+            if key.startswith("eval/") and key.endswith("/num_episodes"):
+                name = key.removeprefix("eval/").removesuffix("/num_episodes")
+                found[name] = max(int(row["step"]), found.get(name, -1))
+    return found
 
 
 def next_due(version: int, interval: int, last_version: int) -> int | None:
@@ -92,8 +108,10 @@ class Evaluator:
         start_version: int,
         last_version: int,
         on_report: Callable[[int, dict[str, Any], list[dict[str, Any]]], None],
+        newest: Mapping[str, int] | None = None,
     ) -> None:
-        """`on_report(version, metrics, sample rows)` is called in the event loop."""
+        """`on_report(version, metrics, sample rows)` is called in the event loop. `newest`: of `newest_evaluated`, in
+        an attempt that goes on after others."""
         self._config = config
         self._runner = runner
         self._sources = sources
@@ -101,7 +119,12 @@ class Evaluator:
         self._last_version = last_version
         self._on_report = on_report
         self._plans = plans(config, len(sources))
-        self._due: list[int | None] = [first_due(start_version, p.interval, last_version) for p in self._plans]
+        self._due: list[int | None] = [
+            first_due(
+                start_version, plan.interval, last_version, None if newest is None else newest.get(source.name, -1)
+            )
+            for plan, source in zip(self._plans, sources, strict=True)
+        ]
         self._run: EvalRun | None = None
 
     @property

@@ -21,7 +21,7 @@ from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.observe.metrics import MetricsWriter, read_metrics
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
@@ -40,7 +40,7 @@ from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.deadlines import Deadlines, explain
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
+from prime_hpc.orchestrator.evaluation import Evaluator, newest_evaluated, rewards_text
 from prime_hpc.orchestrator.metrics import (
     SampleLog,
     StepStats,
@@ -485,6 +485,7 @@ class Orchestrator:
             start_version=self.start_step,
             last_version=self.last_step,
             on_report=self._report_evaluation,
+            newest=newest_evaluated(read_metrics(self.parts.paths.metrics("orchestrator"))),
         )
 
     def _report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:

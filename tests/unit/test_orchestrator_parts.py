@@ -11,7 +11,14 @@ import pytest
 from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluation import Evaluator, first_due, next_due, rewards_text, summarize
+from prime_hpc.orchestrator.evaluation import (
+    Evaluator,
+    first_due,
+    newest_evaluated,
+    next_due,
+    rewards_text,
+    summarize,
+)
 from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
@@ -290,6 +297,24 @@ def test_when_evaluations_are_due(start: int, interval: int, last: int, due: lis
         found.append(version)
         version = next_due(version, interval, last)
     assert found == due
+
+
+@pytest.mark.parametrize(
+    ("start", "newest", "due"),
+    [(12, -1, 12), (12, 0, 12), (12, 10, 20), (10, 0, 10), (0, -1, 0), (3, 0, 10), (3, -1, 3)],
+)
+def test_an_evaluation_that_was_cut_off_is_made_up_for_where_the_run_goes_on(start: int, newest: int, due: int) -> None:
+    """It ran beside steps that a checkpoint holds."""
+    assert first_due(start, 10, 40, newest) == due
+
+
+def test_what_was_evaluated_is_known_by_environment() -> None:
+    rows: list[dict[str, float]] = [
+        {"step": 0, "eval/a/num_episodes": 4, "eval/b/num_episodes": 4, "eval/a/mean_reward": 0.5},
+        {"step": 3, "reward/mean": 1.0},
+        {"step": 10, "eval/a/num_episodes": 4},
+    ]
+    assert newest_evaluated(rows) == {"a": 10, "b": 0}
 
 
 def test_evaluations_run_one_after_another_and_a_skipped_version_is_made_up_for() -> None:
