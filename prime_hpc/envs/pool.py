@@ -12,6 +12,7 @@ does not answer after that is interrupted, and replaced if that does not help.
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -306,6 +307,7 @@ class EnvPool:
         self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
         for source, own in zip(self.sources, self._samplings, strict=False):
             source.sampling = VerifiersSampling(**own.parameters())
+        most_s = MAX_PATIENCE_S if self._chat is None else math.inf  # an API's limits may ask for minutes
         self._target = PolicyTarget(
             model_name=self._model_name,
             urls=self._urls,
@@ -313,7 +315,7 @@ class EnvPool:
             api_key=os.environ.get(self._api_key_var) or self._api_key,
             sampling=VerifiersSampling(**self._sampling.parameters()),
             max_model_len=self._max_model_len,
-            patience_s=min(MAX_PATIENCE_S, *(config.timeout_s / 2 for config in self._configs)),
+            patience_s=min(most_s, *(config.timeout_s / 2 for config in self._configs)),
             chat=self._chat,
             keep_messages=self._keep_messages,
             keep_samples=self._keep_samples,

@@ -187,7 +187,8 @@ class EpisodeLog:
         """
         if not replaces(record, self.records.get(record.key)):
             return
-        line = json.dumps(as_row(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        text = json.dumps(as_row(record), ensure_ascii=False, allow_nan=False)
+        line = text.encode(errors="replace") + b"\n"  # an environment's words may hold half a surrogate pair
         with disk_errors(self.path):
             try:
                 written = os.write(self._descriptor, line)

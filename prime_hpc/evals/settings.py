@@ -15,12 +15,17 @@ from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
+from prime_hpc.evals.versions import Version, find_versions
+from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import write_atomic
 from prime_hpc.store.model_fingerprint import weights_fingerprint
 
 FILE = "settings.json"
 _HERE = ("127.0.0.1", "localhost", "::1")
+_STEP = "eval.weights_dir, step "
+"""With a number: the key of a version's weights. A run that was begun anew has others of the same number."""
 _NOT_DECISIVE = ("num_examples", "rollouts_per_example", "ratio")
 
 
@@ -35,6 +40,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
     if kind == "eval":
         versions = experiment.eval.weights_dir
         found["eval.weights_dir"] = str(versions) if versions else None
+        found |= {f"{_STEP}{v.step}": _weights_of(v.path) for v in _versions(experiment) if v.path is not None}
     else:
         found["synthesize.split"] = experiment.synthesize.split
         if experiment.synthesize.prompts:
@@ -74,7 +80,7 @@ def recorded(run_dir: Path) -> dict[str, Any] | None:
 
 
 def refuse_others(experiment: Experiment, run_dir: Path) -> None:
-    """Raise where a directory's episodes were played in another way; new environments may join.
+    """Raise where a directory's episodes were played in another way; new environments and versions may join.
 
     Raises:
         ConfigError: names the file and every key that differs.
@@ -85,7 +91,7 @@ def refuse_others(experiment: Experiment, run_dir: Path) -> None:
             message = f"{results_file(run_dir)} is there without {FILE}, which says how its episodes were played"
             raise ConfigError(Problem(f"{message}; choose another --name, or start over with --clean", "name"))
         return
-    now, joins = settings_of(experiment), f"{experiment.kind}.env."
+    now, joins = settings_of(experiment), (f"{experiment.kind}.env.", _STEP)
     keys = [key for key in now if key in before or not key.startswith(joins)]
     keys += [key for key in before if key not in now and not key.startswith(joins)]
     problems = [
@@ -102,7 +108,7 @@ def refuse_others(experiment: Experiment, run_dir: Path) -> None:
 
 
 def record(experiment: Experiment, run_dir: Path) -> dict[str, Any]:
-    """Write the settings where there are none, and add environments that joined; returns what is recorded.
+    """Write the settings where there are none, and add environments and versions that joined; returns what is recorded.
 
     Raises:
         StoreError: the directory cannot be written.
@@ -112,6 +118,21 @@ def record(experiment: Experiment, run_dir: Path) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(merged, indent=1, ensure_ascii=False).encode() + b"\n")
     return merged
+
+
+def _versions(experiment: Experiment) -> list[Version]:
+    try:
+        return find_versions(experiment.eval)
+    except ConfigError:
+        return []  # whoever plays them says so
+
+
+def _weights_of(folder: Path) -> str | None:
+    """Sum over a version's weights: its manifest's, else of samples of its files."""
+    try:
+        return read_manifest(folder).digest
+    except StoreError:
+        return weights_fingerprint(folder) or None
 
 
 def _sum_of(config: SynthesizeConfig) -> str:

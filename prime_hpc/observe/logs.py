@@ -94,7 +94,8 @@ def _file_sink(path: Path) -> _PatientSink:
     """Append to a file, unbuffered. On a full disk the terminal has the lines, and the run's own error says why."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    return _PatientSink(lambda message: os.write(descriptor, message.encode()), lambda: os.close(descriptor))
+    write = lambda message: os.write(descriptor, message.encode(errors="replace"))  # noqa: E731
+    return _PatientSink(write, lambda: os.close(descriptor))
 
 
 def _console_sink() -> _PatientSink:

@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def test_every_key_has_one_score(paths: RunPaths) -> None:
     assert read_records(log.path)[0].keys() == records.keys()
 
 
+def test_an_episode_with_half_a_surrogate_pair_is_kept(paths: RunPaths) -> None:
+    """An environment's message quotes what it read from a model's JSON."""
+    log = EpisodeLog(paths, 1)
+    log.add(replace(episode(0, reward=None, state=FAILED), reason="unknown word \ud83d"))
+    log.close()
+    [record] = read_records(log.path)[0].values()
+    assert record.reason == "unknown word ?"
+
+
 def test_a_write_that_fails_leaves_no_half_line(paths: RunPaths) -> None:
     log = EpisodeLog(paths, 1)
     log.add(episode(0))
@@ -126,6 +136,22 @@ def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None
     before = settings_of(experiment("--model.name", str(model)))
     (model / "model.safetensors").write_bytes(b"b" * 100)
     assert settings_of(experiment("--model.name", str(model))) != before
+
+
+def test_versions_of_a_run_that_was_begun_anew_are_others(tmp_path: Path) -> None:
+    """Of the same directory and number. Others may join, and those that are not asked for may be gone."""
+    argv = ["--weights-dir", str(tmp_path / "weights"), "--steps"]
+    for step, content in ((10, b"a" * 100), (20, b"b" * 100)):
+        folder = tmp_path / "weights" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(content)
+    record(experiment(*argv, "10"), tmp_path)
+    refuse_others(experiment(*argv, "10,20"), tmp_path)
+    record(experiment(*argv, "10,20"), tmp_path)
+    (tmp_path / "weights" / "step_000010" / "model.safetensors").write_bytes(b"c" * 100)
+    refuse_others(experiment(*argv, "20"), tmp_path)
+    with pytest.raises(ConfigError, match=r"eval\.weights_dir, step 10"):
+        refuse_others(experiment(*argv, "10,20"), tmp_path)
 
 
 @pytest.mark.parametrize(

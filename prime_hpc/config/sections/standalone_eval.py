@@ -22,7 +22,8 @@ class StandaloneClientConfig(ClientConfig):
     model: str | None = None
     """Name under which the API serves the model; default `model.name`."""
     max_retries: int = Field(6, ge=0)
-    """How often a request is sent again that got 408, 409, 429, 5xx, a broken answer or none, with growing pauses."""
+    """How often a request is sent again that got 408, 409, 429, 5xx, a broken answer or none, with growing pauses or
+    those that the API asks for; within half of the environments' shortest `timeout_s`."""
 
 
 class StandaloneSamplingConfig(SamplingSection):
