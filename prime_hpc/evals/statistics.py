@@ -98,7 +98,7 @@ def sign_flip_test(
     array = array[array != 0]  # they stay 0 under every pattern
     if array.size == 0:
         return 1.0
-    least = abs(array.sum()) * (1 - 1e-12)  # equal sums must not differ by rounding
+    least = abs(array.sum()) - 1e-12 * np.abs(array).sum()  # equal sums must not differ by rounding
     if array.size <= EXACT_UP_TO:
         signs = 1 - 2 * ((np.arange(2**array.size)[:, None] >> np.arange(array.size)) & 1)
         return float(np.mean(np.abs(signs @ array) >= least))

@@ -248,7 +248,9 @@ class GroupBook:
 
     def _late_returners(self) -> bool:
         """Return a prompt that came back once is still in flight, and the batch after the next would find it stale
-        again."""
+        again. None is where old tokens are masked."""
+        if self.masks_stale:
+            return False
         floor_after = version_floor(self.next_batch + 1, self.async_level)
         return any(g.attempt > 0 and g.start_version < floor_after for g in self.in_flight.values())
 
