@@ -37,6 +37,13 @@ def cluster() -> Iterator[Cluster]:
     cluster.down()
 
 
+@pytest.fixture
+def bubblewrap(cluster: Cluster) -> None:
+    """The nodes have it: another Debian's, which have apptainer instead, are `test_sandbox_image`'s."""
+    if cluster.x(["bash", "-c", "command -v bwrap"]).returncode:
+        pytest.skip("the nodes have no bubblewrap")
+
+
 @pytest.fixture(scope="module")
 def site() -> Iterator[pairs.Site]:
     """A cluster of the module's own, on a file system that can hang."""

@@ -41,6 +41,7 @@ def newest(run_dir: Path, name: str) -> float:
     return figures(run_dir)[-1][f"env_workers/reverse-text/{name}"]
 
 
+@pytest.mark.usefixtures("bubblewrap")
 def test_packed_one_host_is_killed_and_comes_back_while_the_other_plays_on(cluster: Cluster) -> None:
     folder = make_folder(cluster)
     (folder / "humaneval.jsonl").write_text(json.dumps(PROBLEM) + "\n")

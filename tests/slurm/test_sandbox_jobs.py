@@ -9,6 +9,7 @@ from tests.support.slurm import DONE, Cluster
 from tests.support.small_jobs import attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600), needs_sandboxes()]
+pytestmark += [pytest.mark.usefixtures("bubblewrap")]
 
 HANG = "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(600)\n"
 
