@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from loguru import logger
 
+from prime_hpc.runtime.page_locked import lock_pages
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import make_dir
@@ -139,8 +139,4 @@ def _pin(memory: np.ndarray) -> bool:
     """Register host memory with CUDA, where there is any."""
     if not torch.cuda.is_available():
         return False
-    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    if int(code) != 0:
-        logger.warning(f"{memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)})")
-        return False
-    return True
+    return lock_pages(memory.ctypes.data, memory.nbytes)
