@@ -36,7 +36,7 @@ from prime_hpc.weight_transport.network import sender as network_sender
 from prime_hpc.weight_transport.network.group import Group, connect
 from prime_hpc.weight_transport.network.layout import buckets, read_layout
 from prime_hpc.weight_transport.network.sender import NetworkSender
-from prime_hpc.weight_transport.transport import Place, WholeFile
+from prime_hpc.weight_transport.transport import Place, VersionForm, WholeFile
 
 NUM_WORKERS = 2
 
@@ -455,3 +455,21 @@ def test_a_version_that_lacks_a_part_is_not_offered(world: World) -> None:
     facts = {"file": "model.safetensors", "address": "127.0.0.1:1", "size": 9, "xxh3": "0"}
     assert "network" in sender.meta([facts, {}])  # a rank that owns no file
     assert sender.meta([facts, {"not sent": "model-2.safetensors"}]) == {} == sender.meta([{}, {}])
+
+
+def test_an_image_for_gpus_takes_its_exact_size(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's own page-locked memory takes the next power of two."""
+    registered: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.append(size) or 0,  # type: ignore[func-returns-value]
+        cudaHostUnregister=lambda address: None,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    file = WholeFile("model.safetensors", 70_001, b"a header", is_owned_here=True)
+    sender = NetworkSender(WeightsConfig(transport="nccl"), [file], 0, "nccl")
+    with contextlib.ExitStack() as stack:
+        sender.open(VersionForm(is_whole=False), tmp_path, stack)
+    assert sender._image is not None and sender._image.untyped_storage().nbytes() == 70_001 == registered[0]
+    sender.close()

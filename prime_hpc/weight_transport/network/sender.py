@@ -30,6 +30,7 @@ from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.runtime.page_locked import page_locked
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.files import FileEntry
@@ -126,7 +127,9 @@ class NetworkSender:
         if form.is_whole:
             self._files.open(form, stage, stack)
         if self._server is not None and self._own is not None and self._image is None:
-            self._image = torch.empty(self._own.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            like = torch.empty(self._own.size, dtype=torch.uint8, device="meta")
+            on_gpu = self._device.type == "cuda"
+            self._image = page_locked(like, self._device) if on_gpu else torch.empty_like(like, device="cpu")
 
     def _retire(self) -> None:
         """Give the image free for the next values."""
