@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
+from prime_hpc.runtime.host_memory import available_bytes
 from prime_hpc.runtime.page_locked import lock_pages
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import disk_errors
@@ -113,7 +113,7 @@ class HostStage:
 
 
 def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> mmap.mmap:
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if size * ranks_per_node > available * _HEADROOM:
         raise StoreError(
             f"{wanted_by} needs {size * ranks_per_node / 2**30:.1f} GiB of host memory on this node, "
