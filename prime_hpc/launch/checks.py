@@ -21,7 +21,7 @@ from prime_hpc.store.datafiles import find_data, first_columns, has_columns, mis
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
-from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
+from prime_hpc.store.model_files import SINGLE, other_vocabulary, quantised, stored_tensors
 from prime_hpc.store.run_paths import parse_step
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -327,6 +327,8 @@ def _weights_bytes(experiment: Experiment) -> int:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return int(json.loads(index.read_text())["metadata"]["total_size"])
+    if (folder / SINGLE).is_file():
+        return (folder / SINGLE).stat().st_size
     return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
 
 

@@ -90,6 +90,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is no readable safetensors file ({said})") from error
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that make up a model, in the order of their names; [] where it has none.
+
+    Others may lie beside them: some repositories hold the weights a second time under other names (`consolidated*`).
+
+    Raises:
+        ValueError: its index is none.
+    """
+    weight_map = _weight_map(folder)
+    if weight_map is not None:
+        return sorted(set(weight_map.values()))
+    return [folder / SINGLE] if (folder / SINGLE).is_file() else []
+
+
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of all safetensors of a model directory; {} where it has none.
 

@@ -4,12 +4,15 @@ The trainer writes `model_identity` into each checkpoint's manifest; `conflicts`
 is about to train, in the supervisor before anything starts and in the trainer before anything is loaded.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from prime_hpc.store.model_files import weight_files
 
 _SHAPE = (
     "hidden_size",
@@ -49,7 +52,10 @@ def weights_fingerprint(folder: Path) -> str:
     another base model. Empty where there are no safetensors.
     """
     digest = xxhash.xxh3_64()
-    files = sorted(folder.glob("*.safetensors"))
+    files: list[Path] = []
+    with contextlib.suppress(ValueError):  # an index that is none: who loads the model says so
+        files = [path for path in weight_files(folder) if path.is_file()]
+    files = files or sorted(folder.glob("*.safetensors"))  # of an adapter
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

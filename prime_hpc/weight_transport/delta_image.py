@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +159,7 @@ def apply_changes(folder: Path, manifest: Manifest, image: Path) -> None:
             if files.hash_bytes(content) != entry:
                 raise ArtifactError(folder / name, f"xxh3 {entry.xxh3}", "another sum")
             changes = delta_codec.parse(content, folder / name)
-            with contextlib.ExitStack() as stack:
-                opened = [_open(image / file, os.O_RDWR) for file in changes.names]
-                for descriptor in opened:
-                    stack.callback(os.close, descriptor)
-                stack.enter_context(disk_errors(image))
-                jobs = [pool.submit(_apply, opened, row, frame) for row, frame in changes.chunks()]
-                wrong = [row for job, row in zip(jobs, changes.table, strict=True) if not job.result()]
+            wrong = _apply_all(pool, changes, image)
             if wrong:
                 file, offset = changes.names[int(wrong[0]["file"])], int(wrong[0]["offset"])
                 raise ArtifactError(
@@ -173,6 +167,23 @@ def apply_changes(folder: Path, manifest: Manifest, image: Path) -> None:
                     f"changes that lead to version {manifest.version}",
                     f"another content of {file} at byte {offset} ({len(wrong)} of {len(changes.table)} places)",
                 )
+
+
+def _apply_all(pool: ThreadPoolExecutor, changes: delta_codec.DeltaFile, image: Path) -> list[Any]:
+    """Apply one file's chunks; returns the rows of those that are not what they should be then.
+
+    Returns, or raises, when no thread uses the descriptors any more: a number that is closed may soon be another file.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [_open(image / file, os.O_RDWR) for file in changes.names]
+        for descriptor in opened:
+            stack.callback(os.close, descriptor)
+        stack.enter_context(disk_errors(image))
+        jobs = [pool.submit(_apply, opened, row, frame) for row, frame in changes.chunks()]
+        try:
+            return [row for job, row in zip(jobs, changes.table, strict=True) if not job.result()]
+        finally:
+            wait([job for job in jobs if not job.cancel()])
 
 
 _memory = threading.local()

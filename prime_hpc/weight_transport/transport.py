@@ -115,7 +115,7 @@ class WeightTransport(Protocol):
         """True if each rank hands over its whole file, and so needs what other ranks hold of it."""
 
     def sender(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int) -> Sender:
-        """Return a rank's side; `files` are those into which it writes."""
+        """Return a rank's side; `files` are those into which it writes. Every rank calls it at the same point."""
 
     def receiver(self, scratch: Path) -> Receiver:
         """Return a server's side; `scratch` is a directory on this node, shared by the server's processes there."""

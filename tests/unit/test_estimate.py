@@ -40,7 +40,9 @@ def test_parameters_of_stored_weights(tmp_path: Path) -> None:
     facts = read_model(str(tmp_path))
     assert facts is not None
     assert facts.num_params == 17
-    (tmp_path / "other.safetensors").write_bytes(b"\xff" * 20)
+    save_file({"a.other": np.zeros((3, 4), np.float32)}, tmp_path / "consolidated.safetensors")  # the weights once more
+    assert stored_params(tmp_path) == 17
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     assert stored_params(tmp_path) is None
 
 

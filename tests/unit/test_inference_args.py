@@ -16,7 +16,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
-from prime_hpc.inference.vllm.args import Device, build_argv, build_env
+from prime_hpc.inference.vllm.args import NUM_WORKERS, Device, build_argv, build_env
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.weight_transport.transport import VersionReader
 
@@ -174,6 +174,8 @@ def test_environment(tmp_path: Path) -> None:
     assert cpu["TMPDIR"] == cpu["VLLM_RPC_BASE_PATH"] == "/s"
     assert cpu["HF_HUB_OFFLINE"] == "1" and cpu["VLLM_NO_USAGE_STATS"] == "1" and cpu["VLLM_SERVER_DEV_MODE"] == "0"
     cuda = build_env(experiment(), device="cuda", scratch=Path("/s"))
+    several = experiment({"num_replicas": 4, "tensor_parallel_size": 2, "data_parallel_size": 3})
+    assert build_env(several, device="cuda", scratch=Path("/s"))[NUM_WORKERS] == "24" and NUM_WORKERS not in cpu
     replayed = experiment(trainer={"router_replay": True})
     runners = [
         build_env(replayed, device=d, scratch=Path("/s")).get("VLLM_USE_V2_MODEL_RUNNER") for d in ("cpu", "cuda")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_hpc.inference.vllm import pinned
 from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage
+from prime_hpc.runtime import host_memory
 
 
 class Recorded(TorchDispatchMode):
@@ -92,3 +93,57 @@ def test_only_copies_of_what_is_there_do_not_wait(handles: list[Any]) -> None:
         parameter.copy_(staged.narrow(0, 32, 32))  # as a loader of a tensor-parallel rank does
     assert below.waits == [True, False] and mode.num_copies == 1
     assert torch.equal(parameter, mapped[32:])
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """60 GiB are free; a job's cgroup may limit it."""
+    monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {60 << 20} kB\n")
+    return tmp_path
+
+
+def limited(machine: Path, own: str, folder: str, **content: str) -> None:
+    (machine / "proc" / "self" / "cgroup").write_text(own)
+    (machine / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
+    for name, text in content.items():
+        (machine / "cgroup" / folder / f"memory.{name}").write_text(text)
+
+
+def test_all_workers_of_a_node_take_a_quarter_of_its_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "num_device_files", lambda: 8)
+    for said, num_own, expected in (("8", 1, 8), ("64", 8, 8), ("2", 1, 2), ("1", 1, 1), ("64", 16, 16)):
+        assert pinned.workers_of_node(num_own, {pinned.NUM_WORKERS: said}) == expected
+        together = expected * pinned.most_bytes(expected)
+        assert together <= (60 << 30) // 4 and pinned.most_bytes(expected) <= pinned.MAX_BYTES
+    assert pinned.workers_of_node(2, {}) == 2
+
+
+def test_a_job_has_the_memory_that_its_cgroup_leaves(machine: Path) -> None:
+    assert host_memory.available_bytes() == 60 << 30  # no cgroups at all
+    stat = f"anon 1\nactive_file {1 << 29}\ninactive_file {1 << 29}\n"
+    limited(machine, "0::/job_7/step_0\n", "job_7/step_0", max="max\n", current="5\n", stat=stat)
+    assert host_memory.available_bytes() == 60 << 30
+    limited(machine, "0::/job_7/step_0\n", "job_7", max=f"{32 << 30}\n", current=f"{30 << 30}\n", stat=stat)
+    assert host_memory.available_bytes() == 3 << 30 and pinned.most_bytes(1) == 3 << 28
+    v1 = {"limit_in_bytes": str(8 << 30), "usage_in_bytes": str(6 << 30), "stat": f"total_inactive_file {1 << 29}"}
+    limited(machine, "9:cpu:/x\n4:memory:/job_7\n0::/\n", "memory/job_7", **v1)
+    assert host_memory.available_bytes() == (2 << 30) + (1 << 29)
+    limited(machine, "4:memory:/job_7\n", "memory/job_7", usage_in_bytes=str(9 << 30))
+    assert host_memory.available_bytes() == 0 == pinned.most_bytes(1)
+
+
+def test_the_buffer_is_pinned_to_its_size_or_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def page_locked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        asked.append((like.nbytes, device))
+        return torch.empty_like(like, device="cpu")  # pageable
+
+    monkeypatch.setattr(pinned, "page_locked", page_locked)
+    device = torch.device("cuda", 3)
+    with pytest.raises(MemoryError, match="cannot be pinned"):
+        pinned.pinned_memory(device)(70_001)
+    assert asked == [(70_001, device)]

@@ -343,6 +343,36 @@ def test_the_fingerprint_tells_weights_apart(model: Path, tmp_path: Path) -> Non
     same, other = make_tiny_model(tmp_path / "same"), make_tiny_model(tmp_path / "other", seed=1)
     assert weights_fingerprint(same) == weights_fingerprint(model) != weights_fingerprint(other)
     assert weights_fingerprint(tmp_path) == ""
+    save_file({"a": torch.ones(2)}, same / "consolidated.safetensors")  # a download may have it or not
+    assert weights_fingerprint(same) == weights_fingerprint(model)
+
+
+def test_weights_that_the_base_holds_a_second_time_are_left_out(model: Path, tmp_path: Path) -> None:
+    """Engines prefer `consolidated*` where it is there, and would serve the base model."""
+    policy = lora_policy(model)
+    tensors = fill_randomly(policy, 0, seed=8)
+    paths = RunPaths(tmp_path)
+    build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)).publish(1)
+    base, output = tmp_path / "base", tmp_path / "merged"
+    shutil.copytree(model, base)
+    weights = load_file(model / "model.safetensors")
+    (base / "model.safetensors").unlink()
+    save_file(weights, base / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, base / "consolidated-00001-of-00001.safetensors")
+    (base / "consolidated.safetensors.index.json").write_text("{}")
+    assert merge_lora.merge(paths.weights_step(1), base, output) == 14
+    assert sorted(path.name for path in output.iterdir() if "safetensors" in path.name) == [
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    expected = merged_model(model, tensors, 2.0).state_dict()
+    for name, tensor in load_file(output / "model-00001-of-00001.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    (base / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match="lacks model-00001-of-00001.safetensors, which its index names"):
+        merge_lora.merge(paths.weights_step(1), base, tmp_path / "no")
 
 
 def test_the_merged_model(model: Path, tmp_path: Path) -> None:

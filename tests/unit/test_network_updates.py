@@ -1,7 +1,10 @@
 """A server's updates over the network: a real sender, links and groups; engines whose workers only keep what comes."""
 
 import asyncio
+import contextlib
+import json
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,17 +19,24 @@ from safetensors.torch import load_file, save_file
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
+from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.inference.vllm.transfer_engine import DTYPES
 from prime_hpc.inference.vllm.weight_updates import PolicyService
 from prime_hpc.runtime.role_context import BUS
-from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage
+from prime_hpc.store.io import files as store_files
+from prime_hpc.store.messaging import sockets
+from prime_hpc.store.model_files import INDEX, stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
+from prime_hpc.trainer.weights.safetensors_layout import SafetensorsLayout, TensorSpec
 from prime_hpc.weight_transport.network import sender as network_sender
 from prime_hpc.weight_transport.network.group import Group, connect
 from prime_hpc.weight_transport.network.layout import buckets, read_layout
+from prime_hpc.weight_transport.network.sender import NetworkSender
+from prime_hpc.weight_transport.transport import Place, VersionForm, WholeFile
 
 NUM_WORKERS = 2
 
@@ -302,8 +312,6 @@ def test_the_next_version_waits_for_who_holds_this_one(world: World, monkeypatch
         world.publish(2)
         network = world.service._network
         assert network is not None
-        from prime_hpc.inference.vllm.network_updates import read_offer
-
         offer = read_offer(world.run.weights_step(2), 2, None, False)
         assert offer is not None
         await network.prepare(offer)  # and never says that it has it
@@ -359,3 +367,109 @@ def test_engines_that_die_end_the_server(world: World) -> None:
         assert len(world.failures) == 1 and "resume" not in world.engine.said
 
     asyncio.run(go())
+
+
+class TwoRanks:
+    """A process group of two threads, as far as senders need it."""
+
+    def __init__(self) -> None:
+        self._barrier, self._local = threading.Barrier(2, timeout=20.0), threading.local()
+        self._said: list[Any] = [None, None]
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def all_gather_object(self, every: list[Any], own: Any) -> None:
+        self._said[self._local.rank] = own
+        self._barrier.wait()
+        every[:] = self._said
+
+    def senders(self) -> list[NetworkSender]:
+        names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+        def build(rank: int) -> NetworkSender:
+            self._local.rank = rank
+            layout = SafetensorsLayout([TensorSpec("ab"[rank], (4,), torch.float32)])
+            file = WholeFile(names[rank], layout.size, layout.header, is_owned_here=True)
+            return NetworkSender(WeightsConfig(transport="gloo"), [file], rank, "gloo")
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(build, (0, 1)))
+
+
+def publish_parts(senders: list[NetworkSender], run: RunPaths, version: int) -> Manifest:
+    """Publish a version of two files, as `Publisher` does."""
+    final = run.weights_step(version)
+    stage = prepare_stage(final, 0, run=run)
+    form, sealed = senders[0].plan(version), []
+    for sender, name in zip(senders, "ab", strict=True):
+        layout = SafetensorsLayout([TensorSpec(name, (4,), torch.float32)])
+        with contextlib.ExitStack() as stack:
+            sender.open(form, stage, stack)
+            sender.write(Place(sender._own.name, layout.offset(name), 4), torch.arange(4.0).numpy().view("u1"))  # type: ignore[union-attr]
+            sealed.append(sender.finalize())
+    entries = {name: entry for part, _ in sealed for name, entry in part.items()}
+    if form.is_whole:
+        weight_map = {name: sender._own.name for sender, name in zip(senders, "ab", strict=True)}  # type: ignore[union-attr]
+        entries[INDEX] = store_files.write_file(stage / INDEX, [json.dumps({"weight_map": weight_map}).encode()])
+    manifest = Manifest("weights", version, version, "t", 0, entries, senders[0].meta([fact for _, fact in sealed]))
+    manifest = commit_stage(stage, final, manifest, run=run)
+    senders[0].sent(manifest)
+    return manifest
+
+
+@pytest.mark.parametrize("num_ports", [1, 2])
+def test_a_rank_without_a_socket_makes_all_versions_files(
+    num_ports: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen, left = sockets.listen, [None] * num_ports
+
+    def listen_while_there_are_ports(host: str, **options: Any) -> Any:
+        if not left:
+            raise OSError("no port of network.port_range is free")
+        left.pop()
+        return listen(host, **options)
+
+    monkeypatch.setattr(sockets, "listen", listen_while_there_are_ports)
+    monkeypatch.setattr(network_sender, "dist", TwoRanks())
+    monkeypatch.setenv(BUS, "the-secret-of-the-job@127.0.0.1:1")
+    senders, run = network_sender.dist.senders(), RunPaths(tmp_path)  # type: ignore[attr-defined]
+    for version in (1, 2):
+        manifest = publish_parts(senders, run, version)
+        offer = read_offer(run.weights_step(version), version, {"a": (4,), "b": (4,)}, False)
+        if num_ports == 2:
+            assert offer is not None and len(offer.sent.parts) == 2 and offer.is_whole == (version == 1)
+        else:
+            assert offer is None and INDEX in manifest.files and len(manifest.files) == 3
+    for sender in senders:
+        assert bool(sender.address) == (num_ports == 2)
+        sender.close()
+
+
+def test_a_version_that_lacks_a_part_is_not_offered(world: World) -> None:
+    sender = world.publisher.sender
+    world.publish(1)
+    facts = {"file": "model.safetensors", "address": "127.0.0.1:1", "size": 9, "xxh3": "0"}
+    assert "network" in sender.meta([facts, {}])  # a rank that owns no file
+    assert sender.meta([facts, {"not sent": "model-2.safetensors"}]) == {} == sender.meta([{}, {}])
+
+
+def test_an_image_for_gpus_takes_its_exact_size(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's own page-locked memory takes the next power of two."""
+    registered: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.append(size) or 0,  # type: ignore[func-returns-value]
+        cudaHostUnregister=lambda address: None,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    file = WholeFile("model.safetensors", 70_001, b"a header", is_owned_here=True)
+    sender = NetworkSender(WeightsConfig(transport="nccl"), [file], 0, "nccl")
+    with contextlib.ExitStack() as stack:
+        sender.open(VersionForm(is_whole=False), tmp_path, stack)
+    assert sender._image is not None and sender._image.untyped_storage().nbytes() == 70_001 == registered[0]
+    sender.close()

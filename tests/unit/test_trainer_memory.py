@@ -3,14 +3,19 @@
 import contextlib
 import copy
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from loguru import logger
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from prime_hpc.config.sections.common import ActivationCheckpointConfig  # noqa: E402
+from prime_hpc.runtime import page_locked as page_locked_module  # noqa: E402
+from prime_hpc.trainer.checkpointing.staging import HostStage  # noqa: E402
 from prime_hpc.trainer.ops import host_copies as host_copies_module  # noqa: E402
 from prime_hpc.trainer.ops.recompute import HostCopy, kept_operators, recompute  # noqa: E402
 from prime_hpc.trainer.optim.offload import keep_in_host_memory  # noqa: E402
@@ -288,7 +293,7 @@ def test_host_memory_of_the_optimizer_has_its_exact_size_and_is_given_back(monke
 
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    host = host_copies_module.page_locked(torch.empty(3, 5, dtype=torch.bfloat16))
+    host = page_locked_module.page_locked(torch.empty(3, 5, dtype=torch.bfloat16))
     assert host.shape == (3, 5) and host.dtype == torch.bfloat16 and host.untyped_storage().nbytes() == 30
     address = host.data_ptr()
     row = host[1]
@@ -296,13 +301,62 @@ def test_host_memory_of_the_optimizer_has_its_exact_size_and_is_given_back(monke
     assert calls == [("register", address, 30)]
     del row
     assert calls[1:] == [("unregister", address)]
-    cudart.code = 2
-    calls.clear()
-    host = host_copies_module.page_locked(torch.ones(4))
-    host.fill_(1)
-    del host
-    assert [call[0] for call in calls] == ["register"]  # pageable, and nothing to take back
-    assert host_copies_module.page_locked(torch.empty(0, 4)).shape == (0, 4)
+    assert page_locked_module.page_locked(torch.empty(0, 4)).shape == (0, 4)
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """Calls into a CUDA that registers nothing, and keeps its error until it is asked for it."""
+    calls: list[str] = []
+
+    def register(*_):
+        calls.append("register")
+        return 2
+
+    library = SimpleNamespace(cudaGetLastError=lambda: calls.append("clear"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(page_locked_module, "_loaded", lambda _: [library])
+    monkeypatch.setattr(page_locked_module, "_said", set())
+    return calls
+
+
+def test_host_memory_that_cannot_be_page_locked_leaves_no_error_behind(refusing, monkeypatch):
+    page_locked_module.page_locked(torch.ones(4)).fill_(1)
+    assert refusing == ["register", "clear"]  # pageable, and nothing to take back
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    stage = HostStage({"a": torch.ones(4)}, None, 1)
+    stage.touch()
+    stage.copy({"a": torch.ones(4)})
+    assert refusing == ["register", "clear"] * 2 and torch.equal(stage.tensors["a"], torch.ones(4))
+    monkeypatch.setattr(page_locked_module, "_loaded", lambda _: [])
+    monkeypatch.setattr(torch, "ones", lambda *_, device: refusing.append(f"launch on {device}"))
+    page_locked_module.page_locked(torch.zeros(4))
+    assert refusing[4:] == ["register", "launch on cuda"]
+
+
+def test_libraries_of_this_process_are_found_by_their_name():
+    [library] = page_locked_module._loaded("libtorch_cpu.so")
+    assert Path(library._name).samefile(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+    assert page_locked_module._loaded("libnone.so") == []
+
+
+def test_host_memory_that_was_refused_once_is_used_again_and_not_asked_for_anew(refusing, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    copies = host_copies_module.StreamCopies(torch.device("cuda"))
+    like, read = torch.empty(3, 4, device="meta"), torch.ones(3, 4)
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    try:
+        room = copies.room(like, None)
+        assert room.shape == (3, 4) and room.device.type == "cpu"
+        assert copies.room(like, room) is room and copies.room(like, read) is read
+        assert refusing.count("register") == 1
+        other = copies.room(like, like)  # state of the device has no room yet
+        assert other.device.type == "cpu" and copies.room(torch.empty(5, device="meta"), room).shape == (5,)
+    finally:
+        logger.remove(sink)
+    assert refusing.count("register") == 3 and len(said) == 1
 
 
 def test_the_estimate_knows_what_saves_memory():

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import link_of, list_versions, prune_weights, read_chain
 from prime_hpc.supervisor.attempt.resume import _weights_of
-from prime_hpc.weight_transport import delta_codec
+from prime_hpc.weight_transport import delta_codec, delta_image
 from prime_hpc.weight_transport.delta import DELTA, DeltaSender
 from prime_hpc.weight_transport.delta_image import restore
 from prime_hpc.weight_transport.transport import Place, VersionReader, WholeFile, transport_of
@@ -223,6 +225,33 @@ def test_a_damaged_chain_is_refused_with_the_file_at_fault(tmp_path: Path, versi
     else:
         with pytest.raises(ArtifactError, match=words):
             fetch(reader, paths, 4)
+
+
+def test_no_chunk_is_written_after_the_image_was_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths(tmp_path / "run")
+    monkeypatch.setattr(delta_codec, "CHUNK_BYTES", 4000)
+    trainer = Trainer(paths)
+    trainer.run([1, 2])
+    image = tmp_path / "image"
+    delta_image.copy_whole(paths.weights_step(2), read_manifest(paths.weights_step(2)), image)
+    trainer.run([3])
+    apply, numbers_in_use, begun = delta_image._apply, [], []
+
+    def fail_first(opened: Sequence[int], row: Any, frame: memoryview) -> bool:
+        begun.append(row)
+        if len(begun) == 1:
+            raise OSError(5, "I/O error")
+        time.sleep(0.02)
+        with contextlib.suppress(OSError):
+            numbers_in_use.append(os.path.samestat(os.fstat(opened[0]), (image / FILE).stat()))
+            return apply(opened, row, frame)
+        numbers_in_use.append(False)
+        return True
+
+    monkeypatch.setattr(delta_image, "_apply", fail_first)
+    with pytest.raises(StoreError, match="I/O error"):
+        delta_image.apply_changes(paths.weights_step(3), read_manifest(paths.weights_step(3)), image)
+    assert all(numbers_in_use)
 
 
 def test_retention_keeps_the_chain_of_what_it_keeps(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ RECEIVING_EXTENSION = "prime_hpc.inference.vllm.transfer_worker.ReceivingWorker"
 TRANSFER_ENGINE = "prime_hpc"
 """By which vLLM knows `transfer_engine.TransferEngine`."""
 
+NUM_WORKERS = "PRIMEHPC_NUM_WORKERS"
+"""Environment variable: workers of all servers of a role together."""
+
 GIB = 1 << 30
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -182,6 +185,8 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         env["VLLM_BATCH_INVARIANT"] = "1"
     if experiment.replays_routers and device == "cuda":
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that records experts
+    if device == "cuda":
+        env[NUM_WORKERS] = str(config.num_gpus)
     if device == "cpu":
         env |= {
             # `auto` would pin every engine to the first cores.

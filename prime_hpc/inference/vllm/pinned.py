@@ -6,14 +6,19 @@ pinned buffer while requests go on; inside the pause they are copied from there 
 bounded and kept from version to version; tensors that do not fit are loaded from their files, as all are on a CPU.
 """
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from loguru import logger
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from prime_hpc.inference.vllm.args import NUM_WORKERS
+from prime_hpc.runtime.gpus import num_device_files
+from prime_hpc.runtime.host_memory import available_bytes
+from prime_hpc.runtime.page_locked import page_locked
 
 MAX_BYTES = 8 << 30
 """For one worker."""
@@ -23,22 +28,41 @@ _ALIGNMENT = 512
 Allocate = Callable[[int], torch.Tensor]
 
 
-def pinned_memory(size: int) -> torch.Tensor:
-    """Return pinned bytes; rounded to no power of two, as torch's own allocator would."""
-    return torch.empty(size, dtype=torch.uint8).pin_memory()
+def pinned_memory(device: torch.device) -> Allocate:
+    """Return what makes pinned bytes for a device, in whatever thread: so many, not the next power of two.
+
+    Raises (what is returned):
+        MemoryError: they cannot be pinned.
+    """
+
+    def allocate(size: int) -> torch.Tensor:
+        memory = page_locked(torch.empty(size, dtype=torch.uint8, device="meta"), device)
+        if size and not memory.is_pinned():
+            raise MemoryError(f"{size / 2**20:.0f} MiB cannot be pinned")
+        return memory
+
+    return allocate
+
+
+def workers_of_node(num_own: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many workers of all servers this node may have.
+
+    Args:
+        num_own: of this server.
+        environ: says how many all servers have, wherever they are (`args.build_env`); no node has more than GPUs.
+    """
+    return max(num_own, min(int(environ.get(NUM_WORKERS, "1")), num_device_files()))
 
 
 def most_bytes(num_workers: int) -> int:
     """Return how much one of a node's workers may pin now."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), 0)
-    return min(MAX_BYTES, available // (SHARE_OF_MEMORY * num_workers))
+    return min(MAX_BYTES, available_bytes() // (SHARE_OF_MEMORY * num_workers))
 
 
 class PinnedStage:
     """Of one worker. `begin`, `wait` and the copies come one after another."""
 
-    def __init__(self, limit: int, allocate: Allocate = pinned_memory) -> None:
+    def __init__(self, limit: int, allocate: Allocate) -> None:
         """Args:
         limit: bytes.
         allocate: makes the buffer.

@@ -20,7 +20,13 @@ from safetensors import safe_open
 
 from prime_hpc.inference.check_version import server_scratch, weight_files
 from prime_hpc.inference.vllm import cpu_lora, routing
-from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage, most_bytes
+from prime_hpc.inference.vllm.pinned import (
+    CopyWithoutWaiting,
+    PinnedStage,
+    most_bytes,
+    pinned_memory,
+    workers_of_node,
+)
 from prime_hpc.runtime.process_memory import keep_freed_memory
 from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.weight_transport.transport import VersionReader
@@ -114,7 +120,8 @@ class PolicyWorker:
         if not current_platform.is_cuda():
             return None
         config = self.vllm_config.parallel_config
-        return PinnedStage(most_bytes(config.world_size * max(1, config.data_parallel_size_local)))
+        num_workers = workers_of_node(config.world_size * max(1, config.data_parallel_size_local))
+        return PinnedStage(most_bytes(num_workers), pinned_memory(torch.device("cuda", torch.cuda.current_device())))
 
     def policy_staged(self) -> dict[str, Any]:
         """Return `{"rank", "is_staged"}`: whether all that fits is in pinned memory. At once: requests go on."""

@@ -17,7 +17,7 @@ from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.inference.backend import load_backend, section
 from prime_hpc.store.model_config import find_config, read_config
-from prime_hpc.store.model_files import read_header
+from prime_hpc.store.model_files import stored_tensors
 
 GIB = 2**30
 CONTEXT_GIB = 1.0
@@ -107,13 +107,10 @@ def stored_params(folder: Path) -> int | None:
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Name -> shape of the tensors in a directory's safetensors files; None where they cannot be read, or are none."""
-    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for path in folder.glob("*.safetensors"):
-            shapes |= {name: tensor.shape for name, tensor in read_header(path).items()}
-    except ValueError:  # half-written, or no safetensors at all
+        return {name: tensor.shape for name, tensor in stored_tensors(folder).items()} or None
+    except ValueError:  # half-written
         return None
-    return shapes or None
 
 
 def adapter_params(experiment: Experiment, facts: ModelFacts) -> int:

@@ -17,6 +17,7 @@ from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, fetch_command, file_of, folder
 from prime_hpc.launch.checks import taskset_module
+from prime_hpc.launch.fetch.download import is_loaded
 from prime_hpc.launch.fetch.needs import Need, needs_of
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.store.model_config import hub_cache, hub_folder, hub_home
@@ -128,7 +129,7 @@ def _lacks(folder: Path) -> Iterator[str]:
     try:
         wanted = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except FileNotFoundError:
-        if not any(name.endswith(".safetensors") for name in names):
+        if not any(name.endswith(".safetensors") and is_loaded(name) for name in names):
             yield "weights (*.safetensors)"
         return
     except (OSError, ValueError, KeyError, AttributeError, TypeError):

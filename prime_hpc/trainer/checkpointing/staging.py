@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
-from loguru import logger
 
+from prime_hpc.runtime.host_memory import available_bytes
+from prime_hpc.runtime.page_locked import lock_pages
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import make_dir
@@ -113,7 +113,7 @@ class HostStage:
 
 
 def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> mmap.mmap:
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if size * ranks_per_node > available * _HEADROOM:
         raise StoreError(
             f"{wanted_by} needs {size * ranks_per_node / 2**30:.1f} GiB of host memory on this node, "
@@ -139,8 +139,4 @@ def _pin(memory: np.ndarray) -> bool:
     """Register host memory with CUDA, where there is any."""
     if not torch.cuda.is_available():
         return False
-    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    if int(code) != 0:
-        logger.warning(f"{memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)})")
-        return False
-    return True
+    return lock_pages(memory.ctypes.data, memory.nbytes)

@@ -150,10 +150,9 @@ def resolve_source(name: str) -> Path:
         raise ValueError(f"model.name = {name}: no such directory")
     from huggingface_hub import snapshot_download
 
+    others = ["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "consolidated*"]
     try:
-        return Path(
-            snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"])
-        )
+        return Path(snapshot_download(name, ignore_patterns=others))
     except Exception as error:  # the hub client raises a dozen unrelated classes
         raise ValueError(
             f"model.name = {name}: no such local directory, and the hub has no model of that name or cannot be "

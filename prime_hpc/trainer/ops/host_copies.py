@@ -5,17 +5,16 @@
     coming = copies.to_device(leaving)        # queued behind `leaving`; the computation goes on
     coming.for_device()                       # what is queued from now on waits for it
 
-On a CPU nothing is copied. Host memory is page-locked. What is kept for long has exactly the tensor's size (`room`):
-torch's own allocator, which keeps and uses again what it once locked, takes the next power of two, up to twice as much.
+On a CPU nothing is copied. Host memory is page-locked. What is kept for long has exactly the tensor's size (`room`,
+see `runtime.page_locked`).
 """
 
 import functools
-import mmap
-import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from loguru import logger
+
+from prime_hpc.runtime.page_locked import page_locked
 
 
 class Copy(Protocol):
@@ -95,10 +94,17 @@ class StreamCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._was_refused = False
+        """True if host memory could not be page-locked: what is pageable then stays so."""
 
     def room(self, like: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
         """See `HostCopies`. State that was made on the device, or read from a checkpoint, has none yet."""
-        return old if old is not None and old.is_pinned() else page_locked(like)
+        is_here = old is not None and old.device.type == "cpu" and (old.shape, old.dtype) == (like.shape, like.dtype)
+        if old is not None and (old.is_pinned() or (is_here and self._was_refused)):
+            return old
+        new = page_locked(like, self._device)
+        self._was_refused |= new.numel() > 0 and not new.is_pinned()
+        return old if old is not None and is_here and self._was_refused else new
 
     def to_host(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
         """See `HostCopies`."""
@@ -133,27 +139,3 @@ def at_home(tensor: torch.Tensor) -> Copy:
 def host_copies(device: torch.device) -> HostCopies:
     """Return how tensors of a device leave it."""
     return StreamCopies(device) if device.type == "cuda" else NoCopies()
-
-
-def page_locked(like: torch.Tensor) -> torch.Tensor:
-    """Return new host memory of a tensor's shape and dtype, registered with CUDA until it is let go of.
-
-    Where it cannot be registered it is pageable: copies are then slower, and as right.
-    """
-    if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    host = torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
-    cudart: Any = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(host.data_ptr(), like.nbytes, 0))
-    if code:
-        logger.warning(f"{like.nbytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {code})")
-    else:
-        released = weakref.finalize(host.untyped_storage(), _release, cudart, host.data_ptr(), memory)
-        released.atexit = False  # CUDA may have gone before
-    return host
-
-
-def _release(cudart: Any, address: int, memory: mmap.mmap) -> None:
-    """Unregister before the pages go: `memory` is held until then."""
-    cudart.cudaHostUnregister(address)

@@ -22,6 +22,7 @@ import torch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.model_files import INDEX, weight_files
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.weights.lora_files import CONFIG_FILE, read_adapter
 from prime_hpc.trainer.weights.safetensors_layout import write_tensors
@@ -60,7 +61,7 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
         the number of modules that were merged.
 
     Raises:
-        ValueError: no adapter, no safetensors, modules that the base does not have.
+        ValueError: no adapter, no safetensors or not all of them, modules that the base does not have.
         StoreError: `output` exists, disk full.
     """
     from safetensors import safe_open
@@ -68,9 +69,11 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
     tensors = read_adapter(adapter)
     scale = adapter_scale(json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")))
     modules = {n.removeprefix(PREFIX).removesuffix(".lora_A.weight") for n in tensors if n.endswith(".lora_A.weight")}
-    sources = sorted(base.glob("*.safetensors"))
+    sources = weight_files(base)
     if not sources:
         raise ValueError(f"{base} holds no safetensors to merge with")
+    if absent := [source.name for source in sources if not source.is_file()]:
+        raise ValueError(f"{base} lacks {absent[0]}, which its index names")
     if output.exists():
         raise StoreError(f"{output} exists: name another directory")
     stage = output.with_name(f".tmp-{output.name}-{store_files.unique_suffix()}")
@@ -100,9 +103,11 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
 
 
 def _copy_rest(base: Path, stage: Path, dtype: torch.dtype | None) -> None:
-    """config.json, tokenizer, index, remote code."""
+    """config.json, tokenizer, index, remote code; no index of weights in another form, which are not there any more."""
     for path in sorted(base.iterdir()):
-        if path.is_file() and path.suffix not in _NOT_COPIED and path.name not in _OWN:
+        is_left_out = path.suffix in _NOT_COPIED or path.name in _OWN
+        is_other_index = path.name.endswith(".index.json") and path.name != INDEX
+        if path.is_file() and not is_left_out and not is_other_index:
             shutil.copyfile(path, stage / path.name)
     if dtype is not None:
         config = json.loads((stage / "config.json").read_text(encoding="utf-8"))

@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.runtime.page_locked import page_locked
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.files import FileEntry
@@ -53,6 +55,12 @@ class NetworkSender:
     """One rank's side."""
 
     def __init__(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int, backend: str) -> None:
+        """Begin to listen. Collective where there is a process group: all ranks that have something to send, or none.
+
+        Args:
+            config, files, rank: see `WeightTransport.sender`.
+            backend: of the groups.
+        """
         self._interval, self._rank, self._backend = config.whole_interval, rank, backend
         self._files, self._form = FilesSender(files), VersionForm()
         own_gpu = backend == "nccl"  # a new thread's own would be the first of the node
@@ -69,6 +77,8 @@ class NetworkSender:
         self._num_since_whole: int | None = None
         """Versions since the last whole one; None: there is none yet."""
         self._server, self.address = self._serve()
+        self._all_listen = self._agree()
+        """True if every rank that has something to send can send it."""
 
     def _serve(self) -> tuple[ProvenServer | None, str]:
         """Listen, where this rank has something to send and there are others to prove themselves to."""
@@ -92,10 +102,23 @@ class NetworkSender:
         threading.Thread(target=server.serve_forever, args=(0.2,), name="send-weights", daemon=True).start()
         return server, sockets.join(self._host, listening.getsockname()[1])
 
+    def _agree(self) -> bool:
+        """Return whether no rank lacks a socket; else no rank listens, for a version without one's part is none."""
+        lacks = self._own is not None and self._server is None
+        every = [lacks]
+        if dist.is_initialized():
+            every = [False] * dist.get_world_size()
+            dist.all_gather_object(every, lacks)
+        if any(every) and self._server is not None:
+            logger.warning(f"weights go as whole files: rank {every.index(True)} cannot send them")
+            self.close()
+            self._server, self.address = None, ""
+        return not any(every)
+
     def plan(self, version: int, *, is_kept: bool = False) -> VersionForm:
         """Whole: the first of an attempt, every so many, and those that are kept."""
         since = self._num_since_whole
-        return VersionForm(is_whole=since is None or is_kept or since + 1 >= self._interval or self._server is None)
+        return VersionForm(is_whole=since is None or is_kept or since + 1 >= self._interval or not self._all_listen)
 
     def open(self, form: VersionForm, stage: Path, stack: contextlib.ExitStack) -> None:
         """Begin a version: those who hold the one before come first."""
@@ -104,7 +127,9 @@ class NetworkSender:
         if form.is_whole:
             self._files.open(form, stage, stack)
         if self._server is not None and self._own is not None and self._image is None:
-            self._image = torch.empty(self._own.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            like = torch.empty(self._own.size, dtype=torch.uint8, device="meta")
+            on_gpu = self._device.type == "cuda"
+            self._image = page_locked(like, self._device) if on_gpu else torch.empty_like(like, device="cpu")
 
     def _retire(self) -> None:
         """Give the image free for the next values."""
@@ -130,8 +155,10 @@ class NetworkSender:
         """Make this rank's files durable, and offer its image."""
         entries: dict[str, FileEntry] = self._files.finalize()[0] if self._form.is_whole else {}
         own = self._own
-        if own is None or self._image is None:
+        if own is None:
             return entries, {}
+        if self._image is None:
+            return entries, {"not sent": own.name}
         if not self._form.is_whole:
             name = own.name + HEADER_SUFFIX
             entries = {name: store_files.write_file(self._stage / name, [own.header])}
@@ -142,9 +169,9 @@ class NetworkSender:
 
     def meta(self, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Say where the version can be had."""
-        parts = tuple(Part(**fact) for fact in facts if fact)
-        if not parts:
+        if not any(facts) or any("not sent" in fact for fact in facts):
             return {}
+        parts = tuple(Part(**fact) for fact in facts if fact)
         said = {KEY: Sent(self._backend, self._session, parts).as_json()}
         return said if self._form.is_whole else {"transport": self._backend, **said}
 
