@@ -25,7 +25,7 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.runtime.device import NONE_SEEN
 from prime_hpc.runtime.open_files import raise_descriptor_limit
-from prime_hpc.slurm.allocation import Allocation, held_devices
+from prime_hpc.slurm.allocation import Allocation, held_devices, job_argument
 from prime_hpc.slurm.containers import container_of
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.hostlist import compress_hosts
@@ -201,7 +201,7 @@ def _end_early(run_dir: Path, environment: dict[str, str], in_job: bool, request
     logger.error(request.reason)
     try:
         experiment = load_run(run_dir)
-        write_early_end(run_paths(experiment, run_dir), request, environment.get("SLURM_JOB_ID") if in_job else None)
+        write_early_end(run_paths(experiment, run_dir), request, job_argument(environment) if in_job else None)
         allocation = read_nodes(environment) if in_job else None
         return (
             request.code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, request.code)
@@ -291,10 +291,10 @@ def _how_agents_return(
     allocation: Allocation, environment: dict[str, str], mode: Mode, num_nodes: int, exclude: bool
 ) -> dict[str, str]:
     """Return what the agents of a Slurm job need to know to give it back should their supervisor be lost."""
-    raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
+    in_steps = environment.get("SLURM_JOB_ID", allocation.job_id)
     return Return(
-        job=raw_job,
-        parts=[raw_job, *allocation.component_ids],
+        job=allocation.job_id,
+        parts=[in_steps, *allocation.component_ids],
         hosts=compress_hosts(allocation.all_hosts),
         batch_host=allocation.batch_host,
         mode=mode,
