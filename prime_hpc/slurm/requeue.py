@@ -25,12 +25,15 @@ def requeue(job_id: str, num_nodes: int) -> str:
         what `scontrol show job --oneliner` said of it before.
 
     Raises:
-        SlurmError: Slurm refuses, or cannot be asked.
+        SlurmError: Slurm refuses, or cannot be asked, or somebody has cancelled the job.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the requeue's own, and Slurm's warning of the time limit
         signal.signal(number, signal.SIG_IGN)
     job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-    run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)
+    command = ["scontrol", "requeue", job_id]
+    if field(job, "JobState") == "CANCELLED":  # Slurm would do it
+        raise SlurmError(command, 1, "it was cancelled: it is left so")
+    run_slurm(command, timeout_s=SCONTROL_TIMEOUT_S)
     logger.info(f"job {job_id} is requeued")
     if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
         update(job_id, f"NumNodes={num_nodes}")
