@@ -84,9 +84,10 @@ def _queue_successor(run_dir: Path) -> None:
     """Queue the job that takes over should this one end ill; where Slurm refuses, the run goes on and asks again."""
     from loguru import logger
 
+    from prime_hpc.slurm.allocation import job_argument
     from prime_hpc.supervisor.attempt.successor import try_successor
 
-    refusal = try_successor(run_dir, os.environ["SLURM_JOB_ID"])
+    refusal = try_successor(run_dir, job_argument() or "")
     if refusal is not None:
         logger.warning(f"no successor waits behind this job yet: {refusal.words}")
 
@@ -126,12 +127,12 @@ def _prepare(run_dir: Path, argv: list[str]) -> None:
 
 def _leave_result(run_dir: Path, code: int) -> None:
     """Write the result where submitit looks for it, so that `job.result()` works for a job of ours."""
+    from prime_hpc.slurm.allocation import job_argument
+
     folder = run_dir / "logs" / "submitit"
-    job_id = os.environ.get("SLURM_JOB_ID")
+    job_id = job_argument()
     if job_id is None or not folder.is_dir():
         return
-    if "SLURM_ARRAY_TASK_ID" in os.environ:
-        job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     final = folder / f"{job_id}_0_result.json"
     write_atomic(final, json.dumps(["success", code]), sync=False)
 

@@ -101,6 +101,10 @@ def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: S
         run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
     _note_cancel(run_dir)
     gone = _wait_until_gone(run_dir, job_id)
+    if not gone and saved:  # another attempt began in it
+        say(f"{run_dir}: job {job_id} goes on after it saved; ending it")
+        run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+        gone = _wait_until_gone(run_dir, job_id)
     if not gone:
         return Ended(
             str(run_dir), False, "unknown", f"job {job_id} still ends after {GONE_TIMEOUT_S:.0f} s; see squeue", job_id
@@ -120,19 +124,19 @@ def _newest(step: Any) -> str:
 
 
 def _stop_and_wait(run_dir: Path, job_id: str | None, timeout_s: float, say: Say) -> bool:
-    """Ask by file; True once the attempt has written its end and its job is gone.
+    """Ask by file; True once the attempt has written its end.
 
-    The file does not outlive the wait: it would stop the run's next attempt at its first step.
+    The file does not outlive the wait: it would stop the run's next attempt at its first step. The newest attempt may
+    be over before it is asked: of a job that was requeued under its id, and has not written its new attempt's line yet.
     """
-    stop = run_dir / STOP
+    stop, over_before = run_dir / STOP, _ended_attempt(run_dir, job_id)
     stop.touch()
     began = asked = told = time.monotonic()
     pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
     next_ask_s = ask_pause.next()
     try:
         while (passed := time.monotonic() - began) < timeout_s:
-            last = _last_row(run_dir, job_id)
-            if last is not None and last.get("ended") is not None:
+            if _ended_attempt(run_dir, job_id) not in (None, over_before):
                 return True
             if job_id is not None and time.monotonic() - asked >= next_ask_s:
                 asked, next_ask_s = time.monotonic(), ask_pause.next()
@@ -177,6 +181,12 @@ def _last_row(run_dir: Path, job_id: str | None) -> AttemptRow | None:
         return None
     theirs = rows[-1].get("job_id")
     return rows[-1] if theirs is None or job_id is None or str(theirs) == job_id else None
+
+
+def _ended_attempt(run_dir: Path, job_id: str | None) -> int | None:
+    """Return the newest attempt's number, if it is this job's and over."""
+    row = _last_row(run_dir, job_id)
+    return row["attempt"] if row is not None and row.get("ended") is not None else None
 
 
 def _note_cancel(run_dir: Path) -> None:

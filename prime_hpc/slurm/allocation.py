@@ -53,25 +53,37 @@ class Allocation:
         return [host for group in self.hosts for host in group]
 
 
+def job_argument(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the id of this process's job as Slurm's commands are to be told it; None outside a job.
+
+    The task of an array that is started last has the array's own id in SLURM_JOB_ID: to `scancel`, `scontrol requeue`
+    and the like that means every task.
+    """
+    job_id = environ.get("SLURM_JOB_ID") or None
+    if job_id is None:
+        return None
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    is_het = int(environ.get("SLURM_HET_SIZE", "1")) > 1
+    return environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id) if is_het else job_id
+
+
 def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return the allocation that this process is the batch step of; None outside a job.
 
     Raises:
         ConfigError: the variables contradict each other (a shell inside another job).
     """
-    job_id = environ.get("SLURM_JOB_ID")
+    job_id = job_argument(environ)
     if not job_id or ("SLURM_JOB_NODELIST" not in environ and "SLURM_JOB_NODELIST_HET_GROUP_0" not in environ):
         return None
     size = int(environ.get("SLURM_HET_SIZE", "1"))
     if size > 1:
-        job_id = environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id)
         lists = [environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in range(size)]
     else:
         lists = [environ.get("SLURM_JOB_NODELIST")]
     if None in lists:
         raise ConfigError(f"job {job_id}: Slurm names no nodes for component {lists.index(None)}")
-    if "SLURM_ARRAY_TASK_ID" in environ:
-        job_id = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     hosts = tuple(tuple(expand_hosts(text)) for text in lists if text is not None)
     return Allocation(
         job_id=job_id,

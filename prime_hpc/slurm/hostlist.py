@@ -23,23 +23,26 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def compress_hosts(hosts: Iterable[str]) -> str:
-    """Return the shortest host list of names, sorted by name and number: the inverse of `expand_hosts` up to order."""
+    """Return the shortest host list of names, sorted by name and number: the inverse of `expand_hosts` up to order.
+
+    Slurm takes a bracket at a name's end alone: names that end otherwise (`gpu1-a`) stay as they are.
+    """
     plain: list[str] = []
-    groups: dict[tuple[str, int, str], list[int]] = {}
+    groups: dict[tuple[str, int], list[int]] = {}
     for host in dict.fromkeys(hosts):
-        match = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
+        match = re.fullmatch(r"(.*?)(\d+)", host)
         if match is None:
             plain.append(host)
             continue
-        prefix, digits, suffix = match.groups()
+        prefix, digits = match.groups()
         # names with leading zeros, and numbers of their width without them, belong together: n08, n09, n10
         width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
-        groups.setdefault((prefix, width, suffix), []).append(int(digits))
-    for prefix, width, suffix in [key for key in groups if key[1]]:
-        loose = groups.get((prefix, 0, suffix), [])
+        groups.setdefault((prefix, width), []).append(int(digits))
+    for prefix, width in [key for key in groups if key[1]]:
+        loose = groups.get((prefix, 0), [])
         fitting = [n for n in loose if len(str(n)) == width]
-        groups[prefix, width, suffix] += fitting
-        groups[prefix, 0, suffix] = [n for n in loose if n not in fitting]
+        groups[prefix, width] += fitting
+        groups[prefix, 0] = [n for n in loose if n not in fitting]
     texts = plain + [_compressed(*key, numbers) for key, numbers in groups.items() if numbers]
     return ",".join(sorted(texts))
 
@@ -55,9 +58,9 @@ def index_ranges(numbers: Iterable[int], width: int = 0) -> str:
     return ",".join(f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in ranges)
 
 
-def _compressed(prefix: str, width: int, suffix: str, numbers: list[int]) -> str:
+def _compressed(prefix: str, width: int, numbers: list[int]) -> str:
     inner = index_ranges(numbers, width)
-    return f"{prefix}{inner}{suffix}" if len(numbers) == 1 else f"{prefix}[{inner}]{suffix}"
+    return f"{prefix}{inner}" if len(numbers) == 1 else f"{prefix}[{inner}]"
 
 
 def _numbers(part: str, text: str) -> list[str]:

@@ -287,13 +287,12 @@ def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -
     Args:
         config: the experiment's Slurm section.
         site: the cluster.
-        partition: of the batch component.
+        partition: of the batch component, names separated by commas.
     """
     how = config.restart.how
     if how != "auto":
         return how
-    facts = [site.partitions.get(name) for name in (partition or "").split(",")]
-    cancels = any(part is not None and part.preempt == "cancel" for part in facts)
+    cancels = any(part.preempt == "cancel" for part in known_partitions(split_names(partition or ""), site))
     return "requeue" if site.requeue and not cancels else "successor"
 
 

@@ -90,7 +90,7 @@ def render_submission(loaded: Loaded, *, as_rendered: bool = False) -> Submissio
         command_tail=command_tail(loaded.argv),
         token=None if as_rendered else token,
     )
-    how = restart_mode(experiment, site, str(placement.components[0].options.get("partition", "")))
+    how = restart_mode(experiment, site, placement)
     return Submission(experiment, site, placement, how, token, text, other)
 
 

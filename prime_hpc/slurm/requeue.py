@@ -1,8 +1,10 @@
 """`scontrol requeue` and what must follow it. Imports nothing heavy: agents need it as well (`orphan`)."""
 
+import re
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from loguru import logger
 
@@ -12,6 +14,8 @@ from prime_hpc.slurm.termination import field
 
 SCONTROL_TIMEOUT_S = 30.0
 UPDATE_TRIES = 6
+_NOT_UP = ("down", "drain", "drng", "maint", "fail", "inval", "unk", "futr")
+"""Beginnings of the short states of nodes that take no more jobs."""
 
 
 def requeue(job_id: str, num_nodes: int) -> str:
@@ -25,12 +29,15 @@ def requeue(job_id: str, num_nodes: int) -> str:
         what `scontrol show job --oneliner` said of it before.
 
     Raises:
-        SlurmError: Slurm refuses, or cannot be asked.
+        SlurmError: Slurm refuses, or cannot be asked, or somebody has cancelled the job.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the requeue's own, and Slurm's warning of the time limit
         signal.signal(number, signal.SIG_IGN)
     job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-    run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)
+    command = ["scontrol", "requeue", job_id]
+    if field(job, "JobState") == "CANCELLED":  # Slurm would do it
+        raise SlurmError(command, 1, "it was cancelled: it is left so")
+    run_slurm(command, timeout_s=SCONTROL_TIMEOUT_S)
     logger.info(f"job {job_id} is requeued")
     if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
         update(job_id, f"NumNodes={num_nodes}")
@@ -52,21 +59,39 @@ def update(job_id: str, change: str) -> None:
 
 
 def leave_out(job: str, job_id: str, exclude: Sequence[str], num_nodes: int) -> None:
-    """Have the requeued job not get these nodes, unless it asked for them or too few others are up.
+    """Have the requeued job not get these nodes, unless it asked for them or too few others are up: it must not wait
+    for ever for want of one.
 
     Args:
         job: what `requeue` returned.
         job_id: its leader.
         exclude: nodes.
-        num_nodes: that the job needs.
+        num_nodes: that a homogeneous job needs; 0: as many as each component states.
     """
-    if not exclude or not _enough_without(job_id, exclude, num_nodes):
+    if not exclude:
         return
-    for component, own, required in _nodes_before(job, job_id):
+    try:  # a running job names one partition, where it may have asked for several
+        now = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
+        parts = _components(now, job_id, num_nodes)
+        tables = {name: _nodes_of(name) for name in {part.partition for part in parts}}
+    except SlurmError as error:
+        logger.warning(f"no node is excluded, the partition's nodes are unknown: {error}")
+        return
+    before = {part.job_id: part for part in _components(job, job_id, num_nodes)}
+    for part in parts:
+        nodes, was = tables[part.partition], before.get(part.job_id, part)
         # a job that must run on a node and must not would wait for ever: it gets its node again
-        new = [node for node in exclude if node not in required]
-        if new:
-            update(component, f"ExcNodeList={compress_hosts(list(dict.fromkeys([*own, *new])))}")
+        new = [node for node in exclude if node in nodes and node not in was.required]
+        left_out = list(dict.fromkeys([*was.excluded, *new]))
+        good = [
+            name for name, node in nodes.items() if name not in left_out and node.is_up and node.fits(part.features)
+        ]
+        wanted = sum(other.num_nodes for other in parts if other.partition == part.partition)
+        if new and len(good) < wanted:
+            words = f"{', '.join(new)} cannot be excluded from {part.partition}"
+            logger.warning(f"{words}: only {len(good)} other nodes are up that job {part.job_id} could have")
+        elif new:
+            update(part.job_id, f"ExcNodeList={compress_hosts(left_out)}")
 
 
 def silent_nodes(hosts: str) -> list[str]:
@@ -83,42 +108,73 @@ def silent_nodes(hosts: str) -> list[str]:
     return list(dict.fromkeys(name for name, state in rows if state.startswith("down") or state.endswith("*")))
 
 
-def _nodes_before(job: str, job_id: str) -> list[tuple[str, list[str], list[str]]]:
-    """Return the nodes that each component's user, or an admin, had excluded (an update replaces the whole list) or
-    asked for.
+@dataclass(frozen=True)
+class _Component:
+    """A component of a het job, or a whole job."""
+
+    job_id: str
+    """As `scontrol update` takes it, `12+1` of a component."""
+    partition: str
+    """Names separated by commas."""
+    num_nodes: int
+    features: str
+    excluded: list[str]
+    """By its user, or an admin: an update replaces the whole list."""
+    required: list[str]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of a partition."""
+
+    state: str
+    """In short, `drng*`."""
+    features: frozenset[str]
+
+    @property
+    def is_up(self) -> bool:
+        """True if it takes jobs, now or when those on it have ended."""
+        return not self.state.startswith(_NOT_UP) and not self.state.endswith(("*", "$"))
+
+    def fits(self, asked: str) -> bool:
+        """Return whether it has the features `a&b|c`; an expression with counts or brackets fits no node."""
+        if asked in ("", "(null)"):
+            return True
+        return any(self.features.issuperset(re.split("[&,]", words)) for words in asked.split("|"))
+
+
+def _components(job: str, job_id: str, num_nodes: int) -> list[_Component]:
+    """Return the components of a job.
 
     Args:
         job: of `scontrol show job --oneliner`, a line a component.
         job_id: of the job, or of a het job's leader.
-
-    Returns:
-        the id of the job, or of each component (`12+1`), its excluded nodes, and those that it must have.
+        num_nodes: that it needs at least.
     """
     found = []
     for line in job.splitlines():
         if not line.startswith("JobId="):
             continue
-        offset = field(line, "HetJobOffset")
-        own, required = (_hosts_of(field(line, name)) for name in ("ExcNodeList", "ReqNodeList"))
-        found.append((f"{job_id}+{offset}" if offset else job_id, own, required))
-    return found or [(job_id, [], [])]
+        offset, stated = field(line, "HetJobOffset"), field(line, "NumNodes").partition("-")[0]
+        found.append(
+            _Component(
+                job_id=f"{job_id}+{offset}" if offset else job_id,
+                partition=field(line, "Partition"),
+                num_nodes=max(1, num_nodes, int(stated) if stated.isdigit() else 0),
+                features=field(line, "Features"),
+                excluded=_hosts_of(field(line, "ExcNodeList")),
+                required=_hosts_of(field(line, "ReqNodeList")),
+            )
+        )
+    return found
 
 
 def _hosts_of(text: str) -> list[str]:
     return [] if text in ("", "(null)") else expand_hosts(text)
 
 
-def _enough_without(job_id: str, exclude: Sequence[str], num_nodes: int) -> bool:
-    """Return whether the partition has enough other nodes that are up: a job must not wait for ever for want of one."""
-    try:
-        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-        table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t", "-p", field(job, "Partition")], SCONTROL_TIMEOUT_S)
-    except SlurmError as error:
-        logger.warning(f"no node is excluded, the partition's nodes are unknown: {error}")
-        return False
+def _nodes_of(partition: str) -> dict[str, _Node]:
+    """Return the nodes of partitions by name. Raises SlurmError where Slurm does not say."""
+    table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t %f", "-p", partition], SCONTROL_TIMEOUT_S)
     rows = [line.split() for line in table.splitlines() if line.strip()]
-    good = {name for name, state in rows if name not in exclude and not state.startswith(("down", "drain", "fail"))}
-    if len(good) < max(1, num_nodes):
-        logger.warning(f"{', '.join(exclude)} cannot be excluded: only {len(good)} other nodes are up")
-        return False
-    return True
+    return {name: _Node(state, frozenset(",".join(features).split(","))) for name, state, *features in rows}

@@ -17,7 +17,7 @@ from prime_hpc.config.secret import Secret, command_without_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.flags import parse_flags
 from prime_hpc.slurm.hostlist import index_ranges
-from prime_hpc.slurm.options import JOB_WIDE, Mode, Options, options_with, resolve_mode, split_names
+from prime_hpc.slurm.options import JOB_WIDE, Mode, Options, options_with, resolve_mode
 from prime_hpc.slurm.packed_env.facts import pack_of, python_words
 from prime_hpc.slurm.placement import Component, Placement
 from prime_hpc.slurm.submission_record import submission_environment
@@ -125,15 +125,15 @@ def escape_pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-def restart_mode(experiment: Experiment, site: SiteConfig, partition: str = "") -> "Mode":
-    """How the job comes back: what was asked, or what the site and its partition allow.
+def restart_mode(experiment: Experiment, site: SiteConfig, placement: Placement) -> "Mode":
+    """How the job comes back: what was asked, or what the site and the partitions of its batch component allow.
 
     Args:
         experiment: states the policy.
         site: the cluster's profile.
-        partition: of component 0, names separated by commas.
+        placement: of the experiment there.
     """
-    return resolve_mode(experiment.slurm, site, ",".join(split_names(partition)))
+    return resolve_mode(experiment.slurm, site, str(placement.components[0].options.get("partition", "")))
 
 
 def job_name(experiment: Experiment) -> str:
@@ -199,8 +199,7 @@ def _component_options(
     options: Options = {"nodes": str(component.num_nodes), "ntasks-per-node": "1"}
     options |= {name: value for name, value in asked.items() if name != "comment"}
     options["signal"] = f"B:USR1@{experiment.slurm.restart.signal_lead_s}"
-    leader = placement.components[0].options
-    how = restart_mode(experiment, site, str(leader.get("partition", "")))
+    leader, how = placement.components[0].options, restart_mode(experiment, site, placement)
     options["requeue" if how == "requeue" else "no-requeue"] = True
     if placement.abilities.survives_lost_node and component.num_nodes > 1:
         options["no-kill"] = True  # a lost node ends its role, not the job; het jobs do not honour it

@@ -25,7 +25,7 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.runtime.device import NONE_SEEN
 from prime_hpc.runtime.open_files import raise_descriptor_limit
-from prime_hpc.slurm.allocation import Allocation, held_devices
+from prime_hpc.slurm.allocation import Allocation, held_devices, job_argument
 from prime_hpc.slurm.containers import container_of
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.hostlist import compress_hosts
@@ -154,9 +154,10 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         if isinstance(error, OSError) and error.errno in PROOFS:
             raise
         words = f"{error}. Nothing whole was deleted; the next attempt goes on from the newest checkpoint"
-        return _end_early(run_dir, environment, in_job, StopRequest(words, "failed", EXIT_UNREADABLE, False, 0.0))
+        request = StopRequest(words, "failed", EXIT_UNREADABLE, False, 0.0)
+        return _end_early(run_dir, environment, in_job, request, controls)
     except StartEnded as end:
-        return _end_early(run_dir, environment, in_job, end.request)
+        return _end_early(run_dir, environment, in_job, end.request, controls)
     except (ConfigError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -168,7 +169,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         while supervisor.left is not None and (following := begin_in_place(supervisor, experiment, run_dir, patience)):
             supervisor, code = following, following.run()
     except StartEnded as end:
-        return _end_early(run_dir, environment, in_job, end.request)
+        return _end_early(run_dir, environment, in_job, end.request, controls)
     finally:
         ports.release(sockets.reserved())
     if experiment.trainer.tinker is not None and read_attempts(RunPaths(run_dir).attempts)[-1]["ended"] is not None:
@@ -179,7 +180,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         # not the run's own failure, after which a job would come back: it is complete, and says little
         logger.error("; ".join(failed))
         code = 1
-    return code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, code)
+    return code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, code, controls)
 
 
 def _summary(experiment: Experiment, run_dir: Path) -> list[str]:
@@ -195,17 +196,19 @@ def _summary(experiment: Experiment, run_dir: Path) -> list[str]:
     return lines if line is None else [*lines, line]
 
 
-def _end_early(run_dir: Path, environment: dict[str, str], in_job: bool, request: StopRequest) -> int:
+def _end_early(
+    run_dir: Path, environment: dict[str, str], in_job: bool, request: StopRequest, controls: Controls | None
+) -> int:
     """End the attempt before any role was started: say why, and have the job come back where it is one."""
     print(f"error: {request.reason}", file=sys.stderr, flush=True)
     logger.error(request.reason)
     try:
         experiment = load_run(run_dir)
-        write_early_end(run_paths(experiment, run_dir), request, environment.get("SLURM_JOB_ID") if in_job else None)
+        write_early_end(run_paths(experiment, run_dir), request, job_argument(environment) if in_job else None)
         allocation = read_nodes(environment) if in_job else None
-        return (
-            request.code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, request.code)
-        )
+        if allocation is None:
+            return request.code
+        return _apply_restart_policy(experiment, run_dir, allocation, request.code, controls)
     except (ConfigError, StoreError, OSError) as error:
         logger.error(f"that could not be written down: {error}")
     if in_job and request.code == EXIT_UNREADABLE and requeue_blindly(environment):
@@ -291,10 +294,10 @@ def _how_agents_return(
     allocation: Allocation, environment: dict[str, str], mode: Mode, num_nodes: int, exclude: bool
 ) -> dict[str, str]:
     """Return what the agents of a Slurm job need to know to give it back should their supervisor be lost."""
-    raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
+    in_steps = environment.get("SLURM_JOB_ID", allocation.job_id)
     return Return(
-        job=raw_job,
-        parts=[raw_job, *allocation.component_ids],
+        job=allocation.job_id,
+        parts=[in_steps, *allocation.component_ids],
         hosts=compress_hosts(allocation.all_hosts),
         batch_host=allocation.batch_host,
         mode=mode,
@@ -315,8 +318,13 @@ def _where(specs: list[RoleSpec]) -> str:
     return "; ".join(f"{spec.label} on {', '.join(spec.hosts)}" for spec in specs)
 
 
-def _apply_restart_policy(experiment: Experiment, run_dir: Path, allocation: Allocation, code: int) -> int:
-    """After the attempt's end: have the job start again where the policy says so. Returns the job's exit code."""
+def _apply_restart_policy(
+    experiment: Experiment, run_dir: Path, allocation: Allocation, code: int, controls: Controls | None = None
+) -> int:
+    """After the attempt's end: have the job start again where the policy says so. Returns the job's exit code.
+
+    `controls`: that listened to the end; a scancel that came while it was written down holds as well.
+    """
     paths = run_paths(experiment, run_dir)
     rows = read_attempts(paths.attempts)
     site = read_site(run_dir)
@@ -328,6 +336,10 @@ def _apply_restart_policy(experiment: Experiment, run_dir: Path, allocation: All
         if last["outcome"] not in FINAL:
             logger.error(f"the job does not come back: {decision.why}")
         return code
+    if controls is not None and (cancel := controls.cancelled()) is not None:
+        cause = f"{cancel.reason}; before that: {last['cause']}"
+        _note(paths, {**last, "outcome": cancel.outcome, "exit_code": cancel.code, "cause": cause, "next": None})
+        return cancel.code
     if last["next"] == "slurm":
         return EXIT_AGAIN  # it is in the queue again already
     logger.info(f"the job comes back ({mode}): {decision.why}")

@@ -6,7 +6,7 @@ The supervisor polls `Controls` at every tick; it decides nothing itself but wha
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,12 +17,15 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.io import files
+from prime_hpc.supervisor.attempt.restart_policy import FINAL
 from prime_hpc.supervisor.stalls.collect import WHY
 
 LOOK_S = 2.0
 SAVE_BUDGET_S = 600.0
 """Longest wait for a save that nothing else limits."""
 LIMIT_MARGIN_S = 10.0
+CANCELLED_BUDGET_S = 10.0
+"""Left to a save that is under way when the job is cancelled: KillWait after the signal (30 s) nothing is left."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Controls:
     def poll(self) -> StopRequest | None:
         """Return what was asked for since the start, if anything; asked again, the same."""
         if self._signals:
-            return self._of_signal(self._signals[0])
+            return self.cancelled() or self._of_signal(self._signals[0])
         if self._asked_to_stop is not None:
             return self._of_request()
         now = time.time()
@@ -145,6 +148,30 @@ class Controls:
                 return request
             self._warned = False
         return self._of_files() or self._of_limit(now)
+
+    def cancelled(self, outcome: str | None = None) -> StopRequest | None:
+        """Return the end that a scancel asks for, whatever was asked for before it.
+
+        Args:
+            outcome: of the end that is under way; one after which the job does not come back is left as it is.
+
+        Returns:
+            None: the job was not cancelled.
+        """
+        is_slurms = self._allocation is not None and self._allocation.by_slurm
+        if not is_slurms or outcome in FINAL or signal.SIGTERM not in self._signals:
+            return None
+        request = self._of_signal(signal.SIGTERM)
+        return replace(request, budget_s=CANCELLED_BUDGET_S) if request.outcome == "interrupted" else None
+
+    def stop_or_cancel(self, request: StopRequest, deadline: float, now: float) -> tuple[StopRequest, float]:
+        """Return the end that is under way, and its deadline; a scancel that came since takes its place."""
+        cancel = self.cancelled(request.outcome)
+        if cancel is None:
+            return request, deadline
+        logger.warning(f"{cancel.reason}: the save under way has {cancel.budget_s:.0f} s more, the job stays ended")
+        cancel = replace(cancel, reason=f"{cancel.reason}; before that: {request.reason}")
+        return cancel, min(deadline, now + cancel.budget_s)
 
     def _of_signal(self, number: int) -> StopRequest:
         name = signal.Signals(number).name

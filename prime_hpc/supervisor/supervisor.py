@@ -23,6 +23,7 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
 from prime_hpc.supervisor.attempt.fence import Fence
+from prime_hpc.supervisor.attempt.restart_policy import FINAL
 from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
 from prime_hpc.supervisor.heartbeat import Pulse
 from prime_hpc.supervisor.hub import Hubs
@@ -142,7 +143,7 @@ class Supervisor:
         finally:
             ended = self._fence.true_end(ended)
             self.left = self._roles_to_leave(ended)
-            self._end(ended)
+            ended = self._end(ended)
             self._run_watch.close()
             if self.left is None:
                 self._pulse.close()
@@ -330,9 +331,11 @@ class Supervisor:
             logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
             self._hubs.publish("save", id=self._attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
         if self._stop is not None:
-            request, deadline = self._stop
+            request, deadline = self._stop = self._controls.stop_or_cancel(*self._stop, self._clock.now())
+            self._attempt.next = "slurm" if request.by_slurm else None
             if self._clock.now() > deadline:
-                raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", "failed")
+                outcome = request.outcome if request.outcome in FINAL else "failed"
+                raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", outcome)
         elif request is not None:
             self._attempt.next = "slurm" if request.by_slurm else None
             self._note_lost(request.lost_nodes)
@@ -455,8 +458,9 @@ class Supervisor:
             self._hold.ask(self._roles, lost, left)
         return left
 
-    def _end(self, ended: Ended) -> None:
-        """End every role that no later attempt takes over, with all it started, and write down how this one ended."""
+    def _end(self, ended: Ended) -> Ended:
+        """End every role that no later attempt takes over, with all it started, and write down how this one ended:
+        as returned, cancelled if somebody did that meanwhile."""
         kept, spared = (self.left.roles, self.left.no_servers) if self.left is not None else ([], [])
         self._hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
         grace = self._experiment.supervisor.grace_s
@@ -469,9 +473,13 @@ class Supervisor:
         if killed := [*killed, *reap_roles(over, [*self._others, self._reaper.pid, *serving])]:
             logger.debug(f"processes that had to be killed: {killed}")
         self._console.close()
+        if (cancel := self._controls.cancelled(ended.outcome)) is not None:
+            self._attempt.next = "slurm" if cancel.by_slurm else None
+            ended = Ended(cancel.code, f"{cancel.reason}; before that: {ended.cause}", cancel.outcome)
         self._write_down(ended)
         level = "INFO" if ended.code == 0 else "ERROR"
         logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
+        return ended
 
     def _write_down(self, ended: Ended) -> None:
         if self._fence.true_end(ended) is not ended or self._fence.is_fenced:

@@ -3,17 +3,20 @@
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.config import ConfigError
+from prime_hpc.launch import stop_resume
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.stop_resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import drop_successor, queue_successor
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
@@ -90,6 +93,50 @@ def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> 
     thread.join()
     assert (result.outcome, result.note) == ("stopped", "saved at step 15 and ended")
     assert fake.calls("scancel") == []
+
+
+def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    ended(config, "preempted", saved_step=40, next="slurm")  # before it was requeued
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        path = run_dir(config) / "attempts.jsonl"
+        new = Attempt(2, 2, time.time(), "preempted", job_id="100")
+        write_attempt(path, new)
+        wait_for(lambda: len(fake.calls("squeue")) > asked)
+        assert (run_dir(config) / "STOP").exists(), "nobody has obeyed it"
+        (run_dir(config) / "STOP").unlink()
+        new.ended, new.outcome, new.saved_step = time.time(), "stopped", 45
+        write_attempt(path, new)
+        fake.change("100", state="COMPLETED")
+
+    asked = len(fake.calls("squeue"))
+    thread = threading.Thread(target=supervisor)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    assert (result.outcome, result.note) == ("stopped", "saved at step 45 and ended")
+    assert fake.calls("scancel") == []
+
+
+def test_cancel_ends_a_job_in_which_another_attempt_follows(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_resume, "GONE_TIMEOUT_S", 0.5)
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        ended(config, "failed", next="in_place")
+
+    thread = threading.Thread(target=supervisor)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    assert result.ended and fake.calls("scancel") == [["scancel", "100"]]
 
 
 def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> None:

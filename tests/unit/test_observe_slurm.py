@@ -340,6 +340,8 @@ def test_host_lists_that_are_none(text: str) -> None:
 def test_short_host_lists() -> None:
     assert compress_hosts(f"n{i:04}" for i in range(1000)) == "n[0000-0999]"
     assert compress_hosts(["n3", "n1", "n2", "n9"]) == "n[1-3,9]"
+    assert compress_hosts(["r1n1", "r1n2", "r2n1"]) == "r1n[1-2],r2n1"
+    assert compress_hosts(["gpu1-a", "gpu2-a", "gpu3-b"]) == "gpu1-a,gpu2-a,gpu3-b", "Slurm takes no bracket inside"
 
 
 @given(st.lists(st.from_regex(r"[a-z]{1,3}[0-9]{0,4}(-[a-z]{1,2})?", fullmatch=True), unique=True, max_size=30))

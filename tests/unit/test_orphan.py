@@ -1,15 +1,19 @@
 """Agents without a supervisor: when, and by whom, a job is given back that nobody leads any more."""
 
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.slurm import requeue
+from prime_hpc.slurm.allocation import read_allocation
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.supervisor.attempt import lost_batch_host
+from prime_hpc.slurm.options import Mode
+from prime_hpc.supervisor.attempt import lost_batch_host, restart_policy
+from prime_hpc.supervisor.attempt.early_end import requeue_blindly
 from prime_hpc.supervisor.attempt.lost_batch_host import (
     LOOK_S,
     MAX_TURNS,
@@ -20,11 +24,15 @@ from prime_hpc.supervisor.attempt.lost_batch_host import (
     batch_host_state,
     requeue_orphaned_job,
 )
+from prime_hpc.supervisor.main import _how_agents_return
+from prime_hpc.supervisor.roles import slurm_step
+from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
 
 LINE = "JobId=7 JobState={state} Restarts={restarts} NodeList={nodes} BatchHost=n1 NumNodes=2"
 WHOLE = LINE.format(state="RUNNING", restarts=1, nodes="n[1-3]")
 SHRUNK = LINE.format(state="RUNNING", restarts=1, nodes="n[2-3]")
 AGAIN = LINE.format(state="PENDING", restarts=2, nodes="(null)")
+OF_JOB = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 JOB = Return("7", ["7", "8"], "n[1-3]", "n1", "requeue", 3)
 AWAY = SlurmError(["scontrol"], 1, "Unable to contact slurm controller")
 
@@ -104,6 +112,17 @@ def test_turns_end_and_a_stand_in_has_nothing_to_give_back() -> None:
     assert Return.from_env({"SLURM_JOB_ID": "7"}) is None
 
 
+LAST_TASK = {
+    "SLURM_JOB_ID": "100",  # of the task that is started last: the array's own
+    "SLURM_ARRAY_JOB_ID": "100",
+    "SLURM_ARRAY_TASK_ID": "9",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_END_TIME": "1000",
+    "SLURM_RESTART_COUNT": "1",
+}
+
+
 class Slurm:
     """Answers `scontrol show job`, and refuses what it is told to."""
 
@@ -137,8 +156,8 @@ class Slurm:
         self.done.append(words)
         return WHOLE
 
-    def give_back(self, run_dir: Path, known: Return = JOB) -> list[str]:
-        environ = {**known.to_env(), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    def give_back(self, run_dir: Path, known: Return = JOB, job: Mapping[str, str] = OF_JOB) -> list[str]:
+        environ = {**known.to_env(), **job}
         requeue_orphaned_job(run_dir, environ, "n2", lambda: False, lambda words: None, self.clock)
         return self.done
 
@@ -164,3 +183,42 @@ def test_nodes_that_are_silent_are_left_out(tmp_path: Path, monkeypatch: pytest.
     known = replace(JOB, exclude=True)
     told = Slurm(monkeypatch).give_back(tmp_path / "gone", known)
     assert told == ["requeue 7 3", "JobId=7 ExcNodeList=n[1-2]"]
+
+
+@pytest.mark.parametrize(("mode", "told"), [("requeue", "requeue 100_9 3"), ("off", "scancel 100_9")])
+def test_of_an_array_one_task_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, told: str
+) -> None:
+    allocation = read_allocation(LAST_TASK)
+    assert allocation is not None
+    known = Return.from_env(LAST_TASK | _how_agents_return(allocation, LAST_TASK, mode, 3, False))
+    assert known is not None, "its steps state the array's id"
+    assert Slurm(monkeypatch).give_back(tmp_path / "gone", known, LAST_TASK) == [told]
+
+
+def test_a_task_that_cannot_read_its_run_directory_asks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def requeued(job_id: str, num_nodes: int) -> str:
+        asked.append(job_id)
+        return ""
+
+    monkeypatch.setattr(restart_policy, "requeue", requeued)
+    assert requeue_blindly(LAST_TASK)
+    assert asked == ["100_9"]
+
+
+def test_a_step_of_an_array_task_is_ended_by_the_tasks_own_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocation = read_allocation(LAST_TASK)
+    assert allocation is not None
+    told: list[str] = []
+    monkeypatch.setattr(slurm_step, "run_slurm", lambda argv, **_: told.append(" ".join(argv)))
+    spec = StepSpec("trainer", ["true"], 60.0, hosts=("n2",))
+    context = StepContext(allocation, tmp_path, True)
+    role = StepRole(spec, tmp_path, {}, {}, context, lambda *_, **__: None, 1.0)
+    with subprocess.Popen(["sleep", "60"]) as srun:
+        role._process, role.start_number = srun, 1
+        hello = {"start_number": 1, "key": "n2/0", "host": "n2", "event": "hello", "step": "3", "job_id": "100"}
+        role.on_message(hello)
+        role.kill()
+    assert told == ["scancel 100_9.3"]

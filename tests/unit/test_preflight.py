@@ -14,7 +14,7 @@ import torch
 
 from prime_hpc.cli.verbs.cluster import preflight as verb
 from prime_hpc.config import Experiment
-from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.sections.slurm import PreflightConfig, SiteConfig
 from prime_hpc.runtime.gpus import stated_devices
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import place_slurm
@@ -27,7 +27,9 @@ from prime_hpc.supervisor.preflight.allreduce_node import fastest_port
 from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
 from prime_hpc.supervisor.preflight.launcher import parse_line
 from prime_hpc.supervisor.preflight.phase import Checkup
+from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan, Report
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, clock_bounds, judge_unseen, lateness
+from prime_hpc.supervisor.preflight.run import run_preflight
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs
 from prime_hpc.supervisor.roles.slurm_step import StepContext
 
@@ -126,6 +128,48 @@ def test_gpus_are_compared_with_what_was_asked_or_with_the_fellows() -> None:
     assert set(found) == {"c"}
     asked = preflight_rules.few_gpus({"a": 8, "b": 4, "c": 8, "x": 0}, {"a": 8, "b": 8, "c": 4, "x": 0}, component)
     assert set(asked) == {"b"}
+
+
+# ---- a launcher that starts nothing
+
+BUSY = "srun: Job 12 step creation temporarily disabled, retrying (Requested nodes are busy)"
+
+
+def refused(tmp_path: Path, hosts: Sequence[str], words: str) -> Report:
+    """The report where srun says this, and ends or (as of a step that has to wait) does not."""
+    settings = PreflightConfig(timeout_s=5)
+    plan = PreflightPlan(tmp_path, 1, [HostCheck(host) for host in hosts], settings, list(hosts), tmp_path / "logs")
+
+    def run_step(argv: list[str], hosts: list[str], component: int) -> "subprocess.Popen[Any]":
+        command = [
+            "sh",
+            "-c",
+            'echo "$0"; test "$1" = ends || exec sleep 60',
+            words,
+            "waits" if words == BUSY else "ends",
+        ]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    return run_preflight(plan, run_step)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["srun: unrecognized option '--mpi-type=none'", "srun: error: Couldn't find the specified plugin name", BUSY],
+)
+def test_where_no_node_is_reached_none_is_blamed(tmp_path: Path, words: str) -> None:
+    report = refused(tmp_path, ["n1", "n2", "n3"], words)
+    assert not report.ok and report.bad == {}
+    (problem,) = report.problems
+    assert "none of 3 nodes began" in problem and words in problem
+
+
+def test_a_step_that_has_to_wait_is_no_fault_of_a_single_node(tmp_path: Path) -> None:
+    report = refused(tmp_path, ["n1"], BUSY)
+    checkup = Checkup.__new__(Checkup)
+    assert not report.ok and checkup.nodes_at_fault(report) == {}
+    silent = refused(tmp_path / "silent", ["n1"], "srun: error: n1: task 0: Killed")
+    assert set(checkup.nodes_at_fault(silent)) == {"n1"}
 
 
 # ---- GPUs, with recorded words of nvidia-smi

@@ -242,7 +242,7 @@ def test_how_a_job_comes_back_is_in_the_script() -> None:
     assert flags({}, restart={"how": "off"}) == {"--no-requeue", "--no-kill"}
     assert flags({}, layout="het") == {"--requeue"}
     one = Experiment.model_validate({**RL, "slurm": {"restart": {"how": "successor"}}})
-    assert restart_mode(one, GENERIC) == "successor"
+    assert restart_mode(one, GENERIC, place_slurm(one, GENERIC)) == "successor"
 
 
 def test_a_component_states_what_slurm_would_hand_on() -> None:

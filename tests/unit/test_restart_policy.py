@@ -4,17 +4,22 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.config.sections.slurm import RestartConfig, SiteConfig, SlurmConfig
+from prime_hpc.config.site import write_site
 from prime_hpc.slurm import time_limit
 from prime_hpc.slurm.allocation import Allocation, parse_end_time, read_allocation
 from prime_hpc.slurm.options import resolve_mode
+from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.slurm.script import render_job
 from prime_hpc.slurm.termination import JobLog, parse_termination
 from prime_hpc.slurm.time_limit import TimeLimit
-from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide
+from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
 from prime_hpc.supervisor.stop_requests import Controls
 
 JOB = (
@@ -125,6 +130,49 @@ def test_mode_follows_the_site() -> None:
     assert resolve_mode(config, site.model_copy(update={"requeue": False}), None) == "successor"
     own = SlurmConfig.model_validate({"restart": {"how": "off"}})
     assert resolve_mode(own, site, "gpu") == "off"
+
+
+HET = {
+    "inference": {"data_parallel_size": 16},
+    "trainer": {"num_ranks": 16},
+    "slurm": {"gpus_per_node": 8, "trainer": {"partition": "gpu"}, "inference": {"partition": "gpu"}},
+}
+EVALUATION = {
+    "kind": "eval",
+    "eval": {"env": [{"id": "reverse-text"}]},
+    "inference": {"data_parallel_size": 8},
+    "slurm": {"gpus_per_node": 8, "partition": "gpu", "inference": {"partition": "scav"}},
+}
+
+
+def het(**partitions: str) -> dict[str, Any]:
+    """A het job, its roles in these partitions."""
+    return {
+        **HET,
+        "slurm": {"layout": "het", "gpus_per_node": 8, **{r: {"partition": p} for r, p in partitions.items()}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tree", "mode"),
+    [
+        (het(orchestrator="scav", trainer="gpu", inference="gpu"), "successor"),
+        (het(orchestrator="gpu", trainer="scav", inference="gpu"), "requeue"),
+        (EVALUATION, "successor"),
+        ({**HET, "slurm": {"gpus_per_node": 8, "partition": "gpu, scav"}}, "successor"),
+        ({**HET, "slurm": {"gpus_per_node": 8, "partition": "gpu"}}, "requeue"),
+    ],
+)
+def test_a_job_comes_back_as_its_script_says(tmp_path: Path, tree: dict[str, Any], mode: str) -> None:
+    partitions = {"scav": {"preempt": "cancel", "gpus_per_node": 8}, "gpu": {"gpus_per_node": 8}}
+    site = SiteConfig.model_validate({"name": "s", "partitions": partitions})
+    env = {} if "kind" in tree else {"orchestrator": {"env": [{"id": "reverse-text"}]}}
+    experiment = Experiment.model_validate({"name": "r", "output_dir": str(tmp_path), **env, **tree})
+    write_snapshot(experiment, tmp_path, ["x"])
+    write_site(site, tmp_path)
+    script = render_job(place_slurm(experiment, site), experiment, site, python="/bin/python", command_tail=[])
+    assert mode_of_run(tmp_path) == mode
+    assert ("#SBATCH --requeue" in script) == (mode == "requeue")
 
 
 def test_allocation_of_het_packed_and_array_jobs() -> None:

@@ -12,6 +12,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.sections.sbatch_options import REFUSED
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import parse_site
+from prime_hpc.slurm import requeue
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.jobs import jobs
@@ -156,6 +157,51 @@ def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
     assert restart_policy.return_to_queue(job, "requeue", 0, ["n3"])
     updates = [call[2:] for call in fake.calls("scontrol") if call[1] == "update"]
     assert updates == [[f"JobId={job}+0", "ExcNodeList=n3"], [f"JobId={job}+1", "ExcNodeList=n[3,5]"]]
+
+
+def left_out(
+    monkeypatch: pytest.MonkeyPatch, exclude: list[str], num_nodes: int, *lines: str, **tables: str
+) -> list[str]:
+    """What is changed of job 12 with these components; `tables`: what sinfo prints of each partition."""
+    changed: list[str] = []
+    job = "\n".join(f"{line} ExcNodeList=(null) ReqNodeList=(null)" for line in lines)
+
+    def run_slurm(argv: list[str], timeout_s: float) -> str:
+        if argv[0] == "sinfo":
+            return tables[argv[-1]].replace("; ", "\n")
+        if argv[1] == "update":
+            changed.append(" ".join(argv[2:]))
+        return job
+
+    monkeypatch.setattr(requeue, "run_slurm", run_slurm)
+    requeue.leave_out(job, "12", exclude, num_nodes)
+    return changed
+
+
+def test_of_a_het_job_each_component_looks_at_its_own_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    het = (
+        "JobId=12 HetJobId=12 HetJobOffset=0 Partition=train NumNodes=4 Features=(null)",
+        "JobId=13 HetJobId=12 HetJobOffset=1 Partition=infer NumNodes=2 Features=(null)",
+    )
+    four = "; ".join(f"t{i} alloc (null)" for i in range(1, 5))
+    two, three = "i1 alloc (null); i2 alloc (null)", "i1 down* (null); i2 idle (null); i3 mix (null)"
+    assert left_out(monkeypatch, ["t2"], 0, *het, train=four, infer=two) == [], "it needs all four"
+    assert left_out(monkeypatch, ["i1"], 0, *het, train=four, infer=two) == []
+    assert left_out(monkeypatch, ["i1", "t2"], 0, *het, train=four, infer=three) == ["JobId=12+1 ExcNodeList=i1"]
+    shared = [line.replace("infer", "train") for line in het]
+    six = "; ".join(f"t{i} alloc (null)" for i in range(1, 7))
+    assert left_out(monkeypatch, ["t2"], 0, *shared, train=six) == [], "both take their nodes from there"
+
+
+def test_nodes_that_the_job_cannot_get_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = "JobId=12 Partition=mixed NumNodes=2-2 Features={}"
+    others = "h1 alloc h100,ib; h2 idle h100,ib; a1 drng h100; a2 maint h100; a3 idle* h100; c1 idle a100; c2 idle a100"
+    assert left_out(monkeypatch, ["h1"], 2, job.format("h100"), mixed=others) == []
+    assert left_out(monkeypatch, ["h1"], 2, job.format("h100&ib"), mixed=f"{others}; h3 mix h100,ib") == [
+        "JobId=12 ExcNodeList=h1"
+    ]
+    assert left_out(monkeypatch, ["h1"], 2, job.format("h100|a100"), mixed=others) == ["JobId=12 ExcNodeList=h1"]
+    assert left_out(monkeypatch, ["h1"], 2, job.format("[h100*1&a100*1]"), mixed=others) == [], "nobody can tell"
 
 
 # ---------------------------------------------------------------------------------------------------------- stand-ins

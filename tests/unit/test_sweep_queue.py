@@ -25,6 +25,7 @@ from prime_hpc.runtime import gpus
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts import submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.submission_record import check_in, write_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
 
@@ -355,6 +356,22 @@ def test_two_submits_at_once(slurm: FakeSlurm, folder: Path) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+def test_cancel_ends_the_successor_in_which_a_point_runs(slurm: FakeSlurm, folder: Path) -> None:
+    submit(write_sweep(folder, "seeds: 1\n"))
+    sweep = read_sweep(folder / "out" / "s")
+    run_dir, first = sweep.run_dir(sweep.rows[0]), slurm.jobs()[0]["id"]
+    slurm.add(state="RUNNING", name="s", comment="prime-hpc:second", nodes="n1")
+    write_record(run_dir, by_job=True, successor_token="second", successor="101")
+    slurm.forget(first)  # it reached its time limit; its successor began, and has the next one wait
+    inside = {"PRIMEHPC_SUBMISSION": f"second {run_dir}", "SLURM_JOB_ID": "101"}
+    assert check_in(run_dir, inside) is None
+    slurm.add(state="PENDING", name="s", comment="prime-hpc:third", dependency="afternotok:101")
+    write_record(run_dir, by_job=True, successor_token="third", successor="102")
+    slurm.add(state="RUNNING", name="s", comment="prime-hpc:of-another-run", nodes="n2")
+    assert run(["cancel", str(sweep.dir), "--now"], "sweep") == 0
+    assert [job["state"] for job in slurm.jobs()] == ["CANCELLED", "CANCELLED", "RUNNING"]
 
 
 def test_an_ordinary_run_is_not_taken_for_a_sweep(slurm: FakeSlurm, folder: Path) -> None:

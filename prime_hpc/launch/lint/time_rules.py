@@ -140,8 +140,7 @@ def coming_back(subject: Subject) -> Iterator[Finding]:
     experiment, site = subject.experiment, subject.site
     if subject.placement is None:
         return
-    leader = str(subject.placement.components[0].options.get("partition", ""))
-    how = restart_mode(experiment, site, leader)
+    how = restart_mode(experiment, site, subject.placement)
     if how == "off":
         yield from _staying_away(subject.placement, site)
     if how != "requeue":

@@ -59,7 +59,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
     """
     experiment, micro_batch = with_micro_batch(experiment, site)
     placement = place_slurm(experiment, site)
-    how = restart_mode(experiment, site, str(placement.components[0].options.get("partition", "")))
+    how = restart_mode(experiment, site, placement)
     return _tree(experiment, site, placement, choose_layout(experiment, site)[1], how, micro_batch)
 
 

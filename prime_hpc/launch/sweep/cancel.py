@@ -154,7 +154,9 @@ def _jobs_of(sweep: Sweep, views: Sequence[PointView]) -> list[JobInfo]:
     """Return the jobs of these points and their successors, if they carry a token of theirs. Raises SlurmError."""
     records = [read_record(sweep.run_dir(view.row)) or {} for view in views]
     ids = {str(i) for record in records for i in (record.get("job_id"), record.get("successor")) if i}
-    tokens = {row.token for row in sweep.submits} | {record.get("successor_token") for record in records}
+    tokens: set[object] = {row.token for row in sweep.submits}
+    for record in records:  # a successor that runs has made its own token the record's
+        tokens |= {record.get("token"), record.get("successor_token")}
     return [info for key, info in jobs(ids, ASK_TIMEOUT_S).items() if key in ids and info.token in tokens - {None}]
 
 

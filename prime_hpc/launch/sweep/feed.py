@@ -176,8 +176,7 @@ def _points(parts: Iterable[dict[str, Any]]) -> set[int]:
 def _slots(job: Job, site: SiteConfig) -> tuple[int, str]:
     """Jobs that Slurm counts for a point, its successor's too, and the kind of its submit."""
     placement = place_slurm(job.experiment, site)
-    partition = str(placement.components[0].options.get("partition", ""))
-    lives = 2 if restart_mode(job.experiment, site, partition) == "successor" else 1
+    lives = 2 if restart_mode(job.experiment, site, placement) == "successor" else 1
     return lives * len(placement.components), "array" if placement.abilities.takes_arrays else "job"
 
 

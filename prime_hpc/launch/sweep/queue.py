@@ -291,8 +291,7 @@ def _depending(experiment: Experiment, after: Sequence[str]) -> Experiment:
 
 def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
     """Keep, where a point comes back as a job of its own, that job's script in its run directory."""
-    partition = str(part.placement.components[0].options.get("partition", ""))
-    if restart_mode(part.experiment, site, partition) != "successor":
+    if restart_mode(part.experiment, site, part.placement) != "successor":
         return
     for job in part.jobs:
         text = render_job(part.placement, job.experiment, site, python=interpreter(), command_tail=[])

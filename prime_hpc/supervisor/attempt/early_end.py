@@ -11,6 +11,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.sections.supervisor import SupervisorConfig
+from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.store.attempts import begin, write_attempt
 from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.io import files
@@ -104,7 +105,7 @@ def requeue_blindly(environ: Mapping[str, str]) -> bool:
 
     Where a successor waits (afternotok), the exit code lets it start, whatever Slurm answers here.
     """
-    job_id, restarts = environ.get("SLURM_JOB_ID"), int(environ.get("SLURM_RESTART_COUNT") or 0)
+    job_id, restarts = job_argument(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     if job_id is None or restarts >= BLIND_RESTARTS:
         logger.error("the job does not come back by itself: it was started again often enough")
         return False

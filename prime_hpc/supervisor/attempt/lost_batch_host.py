@@ -53,9 +53,9 @@ class Return:
     """Facts that an agent needs to give its job back without reading a file."""
 
     job: str
-    """Raw id of the leader."""
+    """The leader's id as Slurm's commands are told it, `<array>_<task>` of an array's task."""
     parts: list[str]
-    """Ids that the job's steps state: a stand-in's agent states another one, and has nothing to give back."""
+    """SLURM_JOB_ID as the job's steps may have it: a stand-in's agent has another one, and nothing to give back."""
     hosts: str
     """Host list of all nodes."""
     batch_host: str

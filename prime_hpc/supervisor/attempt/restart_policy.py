@@ -15,8 +15,10 @@ from prime_hpc.config import load_run
 from prime_hpc.config.sections.slurm import RestartConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.slurm.options import Mode, resolve_mode
+from prime_hpc.slurm.options import Mode
+from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.requeue import leave_out, requeue
+from prime_hpc.slurm.script import restart_mode
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
@@ -30,14 +32,13 @@ SLURMS_DOING = ("preempted",)
 
 
 def mode_of_run(run_dir: Path) -> Mode:
-    """How the run in `run_dir` comes back.
+    """How the run in `run_dir` comes back: as its script says.
 
     Raises:
-        ConfigError: it holds no run, or its profile is wrong.
+        ConfigError: it holds no run, its profile is wrong, or it cannot be placed.
     """
     experiment, site = load_run(run_dir), read_site(run_dir)
-    partition = experiment.slurm.trainer.partition or experiment.slurm.partition or site.options.partition
-    return resolve_mode(experiment.slurm, site, partition)
+    return restart_mode(experiment, site, place_slurm(experiment, site))
 
 
 @dataclass(frozen=True)

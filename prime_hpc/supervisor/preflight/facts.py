@@ -88,6 +88,17 @@ class FactsRound:
             self._steps.close()
         return self._judge(time.monotonic() - began)
 
+    def not_started(self) -> str | None:
+        """After `run`: the launcher's words where none of several nodes ever spoke, which is no node's fault; else
+        None."""
+        nodes = self._nodes.values()
+        if len(nodes) < 2 or any(n.phase is not None or n.answered or n.file_seen is not None for n in nodes):
+            return None
+        unlaunched = [problem for node in nodes for problem in node.problems]
+        words = [*unlaunched, *(self._steps.words_about(host) for host in self._nodes), *self._strangers]
+        said = next((text for text in words if text), "it said nothing")
+        return f"none of {len(nodes)} nodes began its check; the launcher said: {said}"
+
     def _write_spec(self, timeout_s: float) -> list[str]:
         """Write what the nodes read; returns the command that they run."""
         config = self._plan.config

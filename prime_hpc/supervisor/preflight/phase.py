@@ -16,8 +16,8 @@ from prime_hpc.supervisor.preflight.launcher import module_arguments
 from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
 
-NO_STEP = ("Unable to create step", "Unable to confirm allocation")
-"""srun's words when the controller refuses: no fault of a node."""
+NO_STEP = ("Unable to create step", "Unable to confirm allocation", "temporarily disabled", "still disabled")
+"""srun's words when the controller refuses, or has it wait: no fault of a node."""
 OUTSIDE = "prime_hpc.supervisor.preflight.node"
 """Looks at the node itself, so that it runs outside the container."""
 

@@ -49,6 +49,8 @@ def run_preflight(plan: PreflightPlan, run_step: RunStep, *, stop: Callable[[], 
         report.verdicts = part.run(plan.config.timeout_s)
         if stop():
             report.problems.append("preflight was interrupted")
+        elif (why := part.not_started()) is not None:
+            report.verdicts, report.problems = [], [why]
         elif allreduce:
             end = time.monotonic() + plan.config.allreduce_timeout_s
             _add_allreduce(plan, report, lambda hosts: check_allreduce(plan, hosts, run_step, end, stop))

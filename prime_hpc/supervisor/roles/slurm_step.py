@@ -405,7 +405,9 @@ class StepRole(Role):
             self._process.kill()
 
     def _step_job(self, hello: dict[str, Any]) -> str:
-        """Job id under which Slurm knows the step: a het component's own."""
-        if not self._context.allocation.is_het:
+        """Job id under which Slurm's commands know the step: a stand-in's, or a het component's own."""
+        if self.is_substitute_job:
             return str(hello["job_id"])
+        if not self._context.allocation.is_het:
+            return self._context.allocation.job_id
         return self._context.allocation.component_ids[self.spec.component]

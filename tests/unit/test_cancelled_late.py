@@ -1,0 +1,124 @@
+"""A scancel that comes while an attempt ends for another reason: the job does not come back."""
+
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import load_run
+from prime_hpc.launch.submission import submit
+from prime_hpc.slurm import requeue as requeue_module
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.requeue import requeue
+from prime_hpc.slurm.termination import Verdict
+from prime_hpc.store.attempts import Ended, read_attempts
+from prime_hpc.supervisor import main, stop_requests, supervisor
+from prime_hpc.supervisor.main import _apply_restart_policy
+from prime_hpc.supervisor.stop_requests import CANCELLED_BUDGET_S, Controls
+from prime_hpc.supervisor.supervisor import Supervisor
+from tests.support.submissions import ended, load, run_dir, use_fake_slurm, write_config
+
+CANCELLED = Verdict("interrupted", "cancelled (scancel)", False)
+AT_LIMIT = Verdict("requeued", "the time limit was reached before everything was saved", False)
+
+
+def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, left_s: float = 115.0) -> Controls:
+    monkeypatch.setattr(stop_requests, "why_terminated", lambda *_: verdict)
+    job = Allocation("12", (("n1",),), "n1", 0, ("12",), time.time() + left_s)
+    return Controls(tmp_path, job, 120.0)
+
+
+def saving(controls: Controls) -> Any:
+    """A supervisor with all roles at work, as far as requests reach."""
+    one: Any = object.__new__(Supervisor)
+    one._controls, one._roles, one._saves_asked, one._stop, one._children = controls, [], 0, None, None
+    one._attempt = SimpleNamespace(next=None, attempt=1, lost_nodes=[])
+    one._ready_at, one.now, one.left = 1.0, 0.0, None
+    one._clock = SimpleNamespace(now=lambda: one.now)
+    one._run_watch = SimpleNamespace(ask_why=lambda: None)
+    one._hubs = SimpleNamespace(publish=lambda *_, **__: None)
+    one._console = SimpleNamespace(progress=lambda: {"step": 5, "max_steps": 100}, close=lambda: None)
+    return one
+
+
+@pytest.mark.parametrize("first", ["signal", "limit"])
+def test_a_scancel_while_the_run_saves_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    asked = controls(tmp_path, monkeypatch, CANCELLED, 115 if first == "signal" else 30)
+    one = saving(asked)
+    if first == "signal":
+        asked._on_signal(signal.SIGUSR1, None)
+    one._handle_requests()
+    assert one._finished().outcome == "requeued"
+    asked._on_signal(signal.SIGTERM, None)
+    one._handle_requests()
+    end = one._finished()
+    assert (end.outcome, end.code) == ("interrupted", 143) and "before that: " in end.cause
+    one.now = CANCELLED_BUDGET_S + 1
+    with pytest.raises(Ended, match="not saved within") as raised:
+        one._handle_requests()
+    assert raised.value.outcome == "interrupted"
+
+
+def test_the_limit_that_strikes_a_run_which_saves_is_no_scancel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = controls(tmp_path, monkeypatch, AT_LIMIT)
+    one = saving(asked)
+    asked._on_signal(signal.SIGUSR1, None)
+    one._handle_requests()
+    asked._on_signal(signal.SIGTERM, None)
+    one._handle_requests()
+    assert one._finished().outcome == "requeued"
+
+
+def test_a_scancel_while_a_crashed_attempt_is_ended_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = controls(tmp_path, monkeypatch, CANCELLED)
+    one = saving(asked)
+    one._experiment = SimpleNamespace(supervisor=SimpleNamespace(grace_s=0.0))
+    one._others, one._pulse, one._reaper = [], SimpleNamespace(tick=None), SimpleNamespace(pid=0)
+    written: list[Ended] = []
+    one._write_down = written.append
+
+    def end_roles(*_: object) -> list[int]:
+        asked._on_signal(signal.SIGTERM, None)
+        return []
+
+    monkeypatch.setattr(supervisor, "end_roles", end_roles)
+    monkeypatch.setattr(supervisor, "reap_roles", lambda *_: [])
+    end = one._end(Ended(1, "trainer ended with exit code 1"))
+    assert (end.outcome, end.code, written) == ("interrupted", 143, [end])
+    assert one._end(Ended(0, "done")).outcome == "completed"
+
+
+def test_a_scancel_before_the_end_is_written_down_keeps_the_job_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_slurm(tmp_path, monkeypatch)
+    config = write_config(tmp_path)
+    submit(load(config))
+    ended(config, "requeued", exit_code=0, saved_step=5)
+    asked = controls(tmp_path, monkeypatch, CANCELLED)
+    asked._on_signal(signal.SIGTERM, None)
+    monkeypatch.setattr(main, "return_to_queue", lambda *_: pytest.fail("the job was requeued"))
+    run, job = run_dir(config), Allocation("100", (("n1",),), "n1", 0)
+    assert _apply_restart_policy(load_run(run), run, job, 0, asked) == 143
+    row = read_attempts(run / "attempts.jsonl")[-1]
+    assert (row["outcome"], row["next"]) == ("interrupted", None)
+
+
+def test_a_cancelled_job_is_not_requeued(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def run_slurm(argv: list[str], timeout_s: float) -> str:
+        told.append(argv[1])
+        return "JobId=12 JobState=CANCELLED Restarts=0 NumNodes=2"
+
+    monkeypatch.setattr(requeue_module, "run_slurm", run_slurm)
+    monkeypatch.setattr(requeue_module.signal, "signal", lambda *_: None)
+    with pytest.raises(SlurmError, match="it was cancelled"):
+        requeue("12", 2)
+    assert told == ["show"]
