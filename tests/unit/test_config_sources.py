@@ -221,6 +221,24 @@ def test_environment_forms() -> None:
     assert load(["--no-ckpt"], "trainer", environ).ckpt is None
 
 
+def test_keys_of_a_mapping_of_any_keys_are_as_typed_in_a_variable() -> None:
+    environ = {
+        "PRIME_SLURM__ENV__NCCL_DEBUG": "INFO",
+        "PRIME_SLURM__ENV__http_proxy": "h",
+        "PRIME_INFERENCE__VLLM__MAX_NUM_SEQS": "4",
+        "PRIME_ORCHESTRATOR__SAMPLING__EXTRA__STOP": "a",
+        "PRIME_ORCHESTRATOR__ENV__0__ARGS__userId": "7",
+        "PRIME_ORCHESTRATOR__ENV__0__ID": "reverse-text",
+        "PRIME_ORCHESTRATOR__ENV__0__ARGS__LIMITS__userId": "8",
+    }
+    experiment = load([], "trainer", environ)
+    assert experiment.slurm is not None and experiment.inference is not None
+    assert experiment.slurm.env == {"NCCL_DEBUG": "INFO", "http_proxy": "h"}
+    assert experiment.inference.vllm == {"max_num_seqs": 4}
+    assert experiment.orchestrator.sampling.extra == {"stop": "a"}
+    assert experiment.orchestrator.env[0].args == {"userId": 7, "limits": {"userId": 8}}
+
+
 def test_misspelt_variables() -> None:
     (problem,) = problems([], environ={"PRIME_MODEL__NAEM": "x"})
     assert "PRIME_MODEL__NAEM" in problem and "model.name" in problem
