@@ -79,6 +79,14 @@ def test_yaml_and_toml_mean_the_same(tmp_path: Path) -> None:
     assert load(["@", yaml]).trainer.optim.lr == 3e-4
 
 
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    """Editors of Windows begin a file with it."""
+    for suffix, text in (("yaml", "seq_len: 4096\n"), ("toml", "seq_len = 4096\n"), ("json", '{"seq_len": 4096}')):
+        path = tmp_path / f"a.{suffix}"
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert load(["@", str(path)]).seq_len == 4096
+
+
 def test_base_is_relative_to_its_file_and_lies_below(tmp_path: Path) -> None:
     write(tmp_path / "common" / "base.toml", 'seed = 5\nmax_steps = 9\n[model]\nname = "m"\n')
     path = write(tmp_path / "exp.yaml", "base: common/base.toml\nseed: 6\n")

@@ -82,7 +82,7 @@ def _parse(path: Path) -> Document:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: not a config file: its name must end in one of {', '.join(SUFFIXES)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
