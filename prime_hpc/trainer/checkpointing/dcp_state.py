@@ -36,18 +36,23 @@ def named_state(policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0)
     The tensors are the live ones: loading into them is loading into the policy. Of a policy with adapters they are
     those of one slot, under names that do not say which; the frozen model is not among them.
     """
+    names = _parameter_names(policy, slot)
     if policy.adapters is not None:
-        trained = {f"lora.{name}": parameter for name, parameter in slot_named_parameters(policy, slot).items()}
-        state = {f"{MODEL}{name}": parameter.detach() for name, parameter in trained.items()}
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
+        state = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
     else:
         state = {f"{MODEL}hf.{name}": tensor.detach() for name, tensor in policy.named_weights()}
-        names = {parameter: name for name, parameter in policy.named_parameters()}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 state[f"{OPTIMIZER}{names[parameter]}.{key}"] = value.detach()
     return state
+
+
+def _parameter_names(policy: Policy, slot: int) -> dict[torch.Tensor, str]:
+    """Names of the parameters that may train, as they are saved."""
+    if policy.adapters is not None:
+        return {parameter: f"lora.{name}" for name, parameter in slot_named_parameters(policy, slot).items()}
+    return {parameter: name for name, parameter in policy.named_parameters()}
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -61,6 +66,19 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def drop_unsaved_state(policy: Policy, optimizer: torch.optim.Optimizer, metadata: Metadata, slot: int = 0) -> None:
+    """Take away the state of each parameter of which a checkpoint holds none at all.
+
+    Optimizers make a parameter's state with its first gradient: there is none before the first step, or of the vision
+    tower of a model that has seen text alone. It is made when a gradient comes, as if the run had not been resumed.
+    """
+    names = [name for name in metadata.state_dict_metadata if name.startswith(OPTIMIZER)]
+    saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in names}
+    for parameter, name in _parameter_names(policy, slot).items():
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

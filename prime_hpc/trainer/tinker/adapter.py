@@ -233,6 +233,8 @@ class Adapter:
         self._optimizer.state.clear()
         if with_optimizer and saved.save.has_optimizer:
             dcp_state.create_optimizer_state(self._optimizer)
+            metadata = dcp_state.read_metadata(info.trainer_dir)
+            dcp_state.drop_unsaved_state(self._base.policy, self._optimizer, metadata, self.slot)
         state = dcp_state.named_state(self._base.policy, self._optimizer, self.slot)
         dcp_state.load_state(info.trainer_dir, state)
         self.steps = saved.save.steps if with_optimizer else 0
