@@ -44,7 +44,7 @@ class Experiment(Section):
     """Run name; the run directory is `<output_dir>/<name>` (`--exp-id` is an alias)."""
     output_dir: Path = Path("outputs")
     """Parent of the run directory, on a file system that all nodes share."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seed of everything random."""
     max_steps: int = Field(100, ge=1)
     """Optimizer updates in all, also after a resume."""

@@ -230,4 +230,5 @@ Values come from the command line, over config files, over PRIME_ variables, ove
   --a.b-c V  --a.b_c V  --a.b=V a key; --no-a.b switches off; a bare --section or --switch switches on
   --a "{'b': 1}"  --a 0,1,2     a mapping as JSON or Python; a list
   PRIME_A__B=V                  the same from the environment
+Keys of mappings of your own are as typed: --slurm.env.NCCL_DEBUG V, PRIME_SLURM__ENV__NCCL_DEBUG=V.
 """

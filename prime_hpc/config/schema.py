@@ -4,7 +4,7 @@
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,11 @@ _CHAINS: dict[str | None, tuple[tuple[str, ...], ...]] = {
     **{name: ((name,), ()) for name in COMPONENTS if name != "sft"},
 }
 """Scope -> sections in which a key is looked up, in order."""
+
+_OF_NAMES = frozenset({"args", "columns", "env_args", "extra", "vllm"})
+"""Mappings of any keys that take names of arguments, columns or options: snake case, as the schema's own keys."""
+_OF_KEYS = "overrides"
+"""A mapping of any keys whose keys are those of the schema again."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,29 @@ def _locate(segments: tuple[str, ...], scope: str | None) -> Node | None:
 
 def _has(base: tuple[str, ...], name: str) -> bool:
     return _child(_annotation(base), name) is not None
+
+
+def spelled(segments: tuple[str, ...], scope: str | None, spell: Callable[[str], str]) -> tuple[str, ...]:
+    """Return the key of a flag or a variable with `spell` applied to each segment that names a key of the schema.
+
+    The keys of a mapping of any keys are the user's, whose case and dashes have a meaning: `NCCL_DEBUG` of `slurm.env`,
+    `ephemeral-storage` of `kubernetes.requests`. Names of arguments and the like, one level deep, are spelled too.
+    """
+    done: tuple[str, ...] = ()
+    for segment in segments:
+        above = locate(done, scope) if done else None
+        is_plain = segment in (segment.lower(), segment.upper())
+        done = (*done, spell(segment) if _is_spelled(above, is_plain) else segment)
+    return done
+
+
+def _is_spelled(above: Node | None, is_plain: bool) -> bool:
+    """Return whether a key below `above` has one spelling for all; `is_plain`: it is not of mixed case."""
+    if above is None or _OF_KEYS in above.path:
+        return True
+    if above.kind == "free":
+        return is_plain and above.path[-1] in _OF_NAMES
+    return above.annotation is not Any
 
 
 def resolve(path: tuple[str, ...]) -> Node | None:

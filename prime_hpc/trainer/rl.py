@@ -4,6 +4,7 @@ orchestrator --rollouts/step_n--> [wait] -> [train] -> [publish] --weights/step_
 """
 
 import time
+from dataclasses import dataclass, field
 
 import torch
 from loguru import logger
@@ -12,7 +13,8 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, WaitCancelled
+from prime_hpc.store.io.files import VISIBLE_S
 from prime_hpc.store.waiting import ListingPace
 from prime_hpc.trainer.batching.micro_batches import read_local_batch
 from prime_hpc.trainer.bench import finish_bench
@@ -24,11 +26,40 @@ LOOK_S = 5.0
 """How long rank 0 waits for a batch before it tells the others that it is still waiting."""
 
 
+@dataclass
+class _Patience:
+    """How long rank 0 waits on for one batch. Neither a save nor time in which the job is suspended counts."""
+
+    limit_s: float
+    clock: AwakeClock = field(default_factory=lambda: AwakeClock(max_gap_s=2 * LOOK_S))
+    pace: ListingPace = field(default_factory=ListingPace)
+    broken_since: float | None = None
+    """Since when the batch is not what its manifest says, or not there at all though it was announced."""
+
+    def __post_init__(self) -> None:
+        self._end = self.clock.now() + self.limit_s
+
+    def remaining(self) -> float:
+        """Return the seconds before it is too late."""
+        return self._end - self.clock.now()
+
+    def bears(self, *, is_broken: bool) -> bool:
+        """Return whether to look again after a look in vain.
+
+        What was announced may be out of sight for as long as a network file system's client remembers that it was not
+        there; what is broken for longer stays so.
+        """
+        now = self.clock.now()
+        self.broken_since = (now if self.broken_since is None else self.broken_since) if is_broken else None
+        return self.remaining() > 0 and (self.broken_since is None or now - self.broken_since < VISIBLE_S)
+
+
 def run_rl(trainer: Trainer) -> None:
     """Train until `max_steps`, or until the supervisor publishes "stop"; returns when all saves are whole. Collective.
 
     Raises:
         ArtifactTimeout: no batch within `trainer.batch_timeout_s`.
+        ArtifactError: the batch is not what its manifest says.
         NonFiniteError: NaN in a step (see `train_step.py`).
     """
     experiment = trainer.experiment
@@ -79,14 +110,13 @@ def _next_signal(trainer: Trainer, step: int, num_samples: int, *, is_fake: bool
 
     Raises:
         ArtifactTimeout: on rank 0 after `trainer.batch_timeout_s`.
+        ArtifactError: on rank 0, the batch is broken and stays so.
     """
-    pace = ListingPace()
-    clock = AwakeClock(max_gap_s=2 * LOOK_S)  # neither a save nor time in which the job is suspended counts
-    end = clock.now() + trainer.experiment.trainer.batch_timeout_s
+    patience = _Patience(trainer.experiment.trainer.batch_timeout_s)
     while True:
         awaited = f"batch {step} from the orchestrator" if trainer.rank == 0 else "rank 0"
         activity.doing("wait", awaits=awaited, step=step)
-        signal = _look(trainer, step, end - clock.now(), pace, is_fake=is_fake) if trainer.rank == 0 else Signal.WAIT
+        signal = _look(trainer, step, patience, is_fake=is_fake) if trainer.rank == 0 else Signal.WAIT
         signal = trainer.agree(signal)
         if signal is Signal.SAVE:
             _save(trainer, step - 1, num_samples)
@@ -94,8 +124,8 @@ def _next_signal(trainer: Trainer, step: int, num_samples: int, *, is_fake: bool
             return signal
 
 
-def _look(trainer: Trainer, step: int, remaining: float, pace: ListingPace, *, is_fake: bool) -> Signal:
-    """Rank 0: what was asked for, else wait a little for batch `step`, `remaining` seconds before it is too late."""
+def _look(trainer: Trainer, step: int, patience: _Patience, *, is_fake: bool) -> Signal:
+    """Rank 0: what was asked for, else wait a little for batch `step`."""
     asked = trainer.requested()
     if asked is not None:
         return asked
@@ -104,7 +134,7 @@ def _look(trainer: Trainer, step: int, remaining: float, pace: ListingPace, *, i
     try:
         wait_for_artifact(
             trainer.paths.rollouts_step(step),
-            deadline_s=max(0.0, min(LOOK_S, remaining)),
+            deadline_s=max(0.0, min(LOOK_S, patience.remaining())),
             bus=trainer.bus,
             topic="batch",
             key={"step": step},
@@ -112,17 +142,20 @@ def _look(trainer: Trainer, step: int, remaining: float, pace: ListingPace, *, i
             handover=trainer.handover,
             min_incarnation=trainer.context.incarnation,
             cancelled=lambda: trainer.has_news,
-            pace=pace,
+            pace=patience.pace,
         )
     except WaitCancelled:
         return trainer.requested() or Signal.WAIT
     except ArtifactTimeout as error:
-        if remaining > LOOK_S:
+        if patience.bears(is_broken=False):
             return Signal.WAIT
-        limit = trainer.experiment.trainer.batch_timeout_s
         raise ArtifactTimeout(
-            f"no batch {step} from the orchestrator within trainer.batch_timeout_s = {limit:g} s: {error}"
+            f"no batch {step} from the orchestrator within trainer.batch_timeout_s = {patience.limit_s:g} s: {error}"
         ) from error
+    except ArtifactError:
+        if patience.bears(is_broken=True):
+            return Signal.WAIT
+        raise
     return Signal.GO
 
 

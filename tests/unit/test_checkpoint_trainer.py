@@ -232,6 +232,27 @@ def test_what_does_not_fit_is_refused_with_the_reason(group: None, model: Path, 
         sft.checkpointer.load(info)
 
 
+def test_parameters_without_a_gradient_have_no_state_then_and_now(group: None, model: Path, tmp_path: Path) -> None:
+    """As a vision tower that no text reaches, and as before the first step."""
+    first = Trainer(model, tmp_path / "run")
+    write_batch(first.paths, 1, [random_rank_batch([[20]], seed=1, step=1)], state={})
+    first.save(1)
+    second = Trainer(model, tmp_path / "run")
+    second.step(5)
+    second.checkpointer.load(resolve_resume(first.paths.checkpoints, 1))
+    assert not second.optimizer.state and same(second.state(), first.state())
+    first.step(2)
+    idle, *_ = first.policy.parameters()
+    del first.optimizer.state[idle]
+    first.save(2)
+    third = Trainer(model, tmp_path / "run")
+    third.checkpointer.load(resolve_resume(first.paths.checkpoints, 2))
+    assert same(third.state(), first.state())
+    for trainer in (first, third):
+        trainer.step(3)
+    assert same(third.state(), first.state()) and len(first.optimizer.state) == len(list(first.policy.parameters()))
+
+
 @pytest.mark.parametrize("kind", ["muon", "signsgd"])
 def test_other_optimizers_are_exact_too(group: None, model: Path, tmp_path: Path, kind: str) -> None:
     config = TrainerConfig.model_validate({"optim": {"type": kind, "lr": 1e-3, "momentum": 0.9}})

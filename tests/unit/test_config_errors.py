@@ -227,3 +227,23 @@ def test_an_empty_section_states_nothing(tmp_path: Path) -> None:
     path.write_text("model:\n  # name: x\ntrainer:\ninference:\n  vllm:\norchestrator:\n  env:\n")
     experiment = load_experiment(["@", str(path)], "trainer", {}).experiment
     assert experiment.model == Experiment().model and experiment.inference is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("orchestrator:\n  env:\n    - id: a\n      args: {p: {{question}}}\n", 4, "needs quotes"),
+        ("seed: 1\n? [a, b]\n: 2\n", 2, "needs quotes"),
+        ("seed: 1\nseq_len: 0x_\n", 2, "'0x_'"),
+        ("seed: 1\nseq_len: !!float x\n", 2, "'x'"),
+        ("seed: 1\nname: !!bool x\n", 2, "'x'"),
+        ("seed: 1\nmodel: !!map [a]\n", 2, "mapping"),
+    ],
+)
+def test_yaml_that_parses_and_means_nothing_is_told_with_its_line(
+    tmp_path: Path, text: str, line: int, said: str
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    (problem,) = problems(["@", str(path)])
+    assert problem.startswith(f"{path}:{line}:") and said in problem

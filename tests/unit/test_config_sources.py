@@ -79,6 +79,14 @@ def test_yaml_and_toml_mean_the_same(tmp_path: Path) -> None:
     assert load(["@", yaml]).trainer.optim.lr == 3e-4
 
 
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    """Editors of Windows begin a file with it."""
+    for suffix, text in (("yaml", "seq_len: 4096\n"), ("toml", "seq_len = 4096\n"), ("json", '{"seq_len": 4096}')):
+        path = tmp_path / f"a.{suffix}"
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert load(["@", str(path)]).seq_len == 4096
+
+
 def test_base_is_relative_to_its_file_and_lies_below(tmp_path: Path) -> None:
     write(tmp_path / "common" / "base.toml", 'seed = 5\nmax_steps = 9\n[model]\nname = "m"\n')
     path = write(tmp_path / "exp.yaml", "base: common/base.toml\nseed: 6\n")
@@ -219,6 +227,24 @@ def test_environment_forms() -> None:
     assert experiment.wandb is not None and experiment.wandb.project == "p"
     assert (experiment.inference_gpu_ids, experiment.max_steps) == ([0, 1], 100)
     assert load(["--no-ckpt"], "trainer", environ).ckpt is None
+
+
+def test_keys_of_a_mapping_of_any_keys_are_as_typed_in_a_variable() -> None:
+    environ = {
+        "PRIME_SLURM__ENV__NCCL_DEBUG": "INFO",
+        "PRIME_SLURM__ENV__http_proxy": "h",
+        "PRIME_INFERENCE__VLLM__MAX_NUM_SEQS": "4",
+        "PRIME_ORCHESTRATOR__SAMPLING__EXTRA__STOP": "a",
+        "PRIME_ORCHESTRATOR__ENV__0__ARGS__userId": "7",
+        "PRIME_ORCHESTRATOR__ENV__0__ID": "reverse-text",
+        "PRIME_ORCHESTRATOR__ENV__0__ARGS__LIMITS__userId": "8",
+    }
+    experiment = load([], "trainer", environ)
+    assert experiment.slurm is not None and experiment.inference is not None
+    assert experiment.slurm.env == {"NCCL_DEBUG": "INFO", "http_proxy": "h"}
+    assert experiment.inference.vllm == {"max_num_seqs": 4}
+    assert experiment.orchestrator.sampling.extra == {"stop": "a"}
+    assert experiment.orchestrator.env[0].args == {"userId": 7, "limits": {"userId": 8}}
 
 
 def test_misspelt_variables() -> None:

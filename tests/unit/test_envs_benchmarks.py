@@ -183,6 +183,9 @@ def test_a_damaged_file_is_named_with_its_line(data: Path) -> None:
     packed = path.with_suffix(".jsonl.gz")
     packed.write_bytes(gzip.compress(json.dumps(ROWS["math500"][0]).encode()))
     assert source("math500", data=str(packed)).num_tasks == 1
+    packed.write_bytes(packed.read_bytes()[:12] + bytes([255] * 40))
+    with pytest.raises(EnvError, match="fetch it again"):
+        source("math500", data=str(packed))
 
 
 def test_fetching_writes_the_source_s_rows_whole_or_not_at_all(

@@ -56,6 +56,8 @@ def test_the_run_itself_teaches() -> None:
     assert mtbf_s(4, 6.5, Events(5, 0, day)) == pytest.approx((site + day) / 6)
     assert mtbf_s(4, 0, Events(4, 0, 2 * day)) == day / 2
     assert math.isinf(mtbf_s(4, 0))
+    at_once = mtbf_s(1, 0, Events(1, 0, 0.0))
+    assert plan_interval(save_s=1, step_s=1, mtbf=at_once).interval_s == HOUR_S
 
 
 def test_learning_from_attempts() -> None:

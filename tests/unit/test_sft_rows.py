@@ -119,7 +119,49 @@ def test_other_roles_can_be_trained(chat: ChatTokenizer, tokenizer: Any) -> None
     one = sample({"messages": CONVERSATION}, chat, loss_roles=("user",))
     assert trained_text(one, tokenizer) == ["what is the name<|im_end|>"]
     one = sample({"messages": CONVERSATION}, chat, loss_roles=("tool",))
-    assert trained_text(one, tokenizer) == ["lower<|im_end|>\n<|im_start|>tool\nhigher<|im_end|>"]
+    assert trained_text(one, tokenizer) == ["lower<|im_end|>", "higher<|im_end|>"]
+
+
+MERGING = """
+{%- if messages[0].role == 'system' and messages|length == 1 -%}{{- raise_exception('only system') -}}{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- elif message.role == 'system' -%}{{- '<|im_start|>user\n' + message.content + '\n\n' -}}
+{%- elif loop.index0 == 1 and messages[0].role == 'system' -%}{{- message.content + '<|im_end|>\n' -}}
+{%- else -%}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+"""Tool results of a turn in one turn of the user, and the system message in the user's first turn."""
+
+
+@pytest.mark.parametrize(
+    ("trained", "apart", "merged"),
+    [
+        ((0,), ["be brief<|im_end|>"], ["be brief"]),
+        ((1,), ["what is the name<|im_end|>"], ["what is the name<|im_end|>"]),
+        ((0, 3), ["be brief<|im_end|>", "lower<|im_end|>"], ["be brief", "lower"]),
+        ((4,), ["higher<|im_end|>"], ["higher\n</tool_response><|im_end|>"]),
+        ((3, 4), ["lower<|im_end|>", "higher<|im_end|>"], ["lower", "higher\n</tool_response><|im_end|>"]),
+    ],
+)
+def test_each_message_of_a_group_is_trained_by_its_own_flag(
+    tokenizer: Any, trained: tuple[int, ...], apart: list[str], merged: list[str]
+) -> None:
+    row = {"messages": [message | {"train": i in trained} for i, message in enumerate(CONVERSATION)]}
+    for template, expected in ((CHATML, apart), (MERGING, merged)):
+        tokenizer.chat_template = template
+        assert trained_text(sample(row, ChatTokenizer(tokenizer)), tokenizer) == expected
+
+
+def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
+    shown = "{{- m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
+    tokenizer.chat_template = f"{{%- for m in messages if m.role != 'system' -%}}{shown}{{%- endfor -%}}"
+    row = {"messages": [{"role": "system", "content": "be brief", "train": True}, *CONVERSATION[1:2]]}
+    assert "message 1 (system)" in refusal(row, ChatTokenizer(tokenizer))
 
 
 def test_single_messages_can_be_left_out_or_taken_in(chat: ChatTokenizer, tokenizer: Any) -> None:

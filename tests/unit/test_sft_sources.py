@@ -129,6 +129,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(SFTDataError, match="no row"):
         opened(tmp_path / "cache", path=tmp_path / "empty.jsonl")
+    packed = bytearray(gzip.compress(lines(rows_of(500))))
+    packed[30:60] = bytes(30)
+    (tmp_path / "bad.jsonl.gz").write_bytes(packed)
+    with pytest.raises(SFTDataError, match=r"bad.jsonl.gz is no whole gzip file"):
+        opened(tmp_path / "cache", path=tmp_path / "bad.jsonl.gz")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines(rows_of(500)))[:-20])
     with pytest.raises(SFTDataError, match="no whole gzip file"):
         opened(tmp_path / "cache", path=tmp_path / "torn.jsonl.gz")
@@ -144,3 +149,16 @@ def test_fingerprint_sees_rows_that_change(tmp_path: Path) -> None:
         prints.append(opened(tmp_path / "cache", path=path).fingerprint)
     assert prints[0] == prints[1] and len(set(prints)) == 3
     assert all(0 <= p < 2**63 for p in prints) and isinstance(prints[0], int | np.integer)
+
+
+def test_zstd_files_of_several_frames_are_read_and_torn_ones_refused(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    frames = [zstandard.compress(lines(rows_of(40, first)) + b"\n") for first in (0, 40)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert read(opened(tmp_path / "cache", path=tmp_path / "a.jsonl.zst")) == rows_of(80)
+    damaged = bytearray(frames[1])
+    damaged[10:40] = bytes(30)
+    for name, content in (("torn", frames[0] + frames[1][:-9]), ("bad", bytes(damaged)), ("none", b"[1]" * 9)):
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(content)
+        with pytest.raises(SFTDataError, match=f"{name}.jsonl.zst is no whole zstd file"):
+            opened(tmp_path / "cache", path=tmp_path / f"{name}.jsonl.zst")

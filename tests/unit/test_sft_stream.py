@@ -191,6 +191,33 @@ def test_a_data_set_without_a_usable_row_is_an_error_not_an_endless_loop() -> No
         stream.next()
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+def test_where_every_row_is_in_error_the_first_ones_reason_is_said(num_rows: int) -> None:
+    bad = RowResult([], RowCounts(rows=1), "rows.jsonl:1: breaks the prefix property")
+    none = RowResult([], RowCounts(rows=1, untrained=1))
+
+    for other in (bad, none):
+        order = RowOrder(num_rows, seed=3, shuffle=True)
+        make = lambda indices, other=other: [bad if i == 0 else other for i in indices]  # noqa: E731
+        stream = SampleStream(make, order, replace(SHAPE, batch_size=64), Exchange(10), share=0, num_shares=1)
+        with pytest.raises(SFTDataError, match=r"rows\.jsonl:1: breaks"):
+            stream.next()
+
+
+def test_the_end_of_an_epoch_and_the_beginning_of_the_next_are_no_whole_epoch() -> None:
+    """One usable row of twelve: shuffled, it may come early in one epoch and late in the next."""
+    usable = RowResult([SFTSample(np.arange(4, dtype=np.int32), np.arange(4) > 0)], RowCounts(rows=1))
+    none = RowResult([], RowCounts(rows=1, untrained=1))
+
+    def make(indices: Sequence[int]) -> list[RowResult]:
+        return [none if i else usable for i in indices]
+
+    stream = SampleStream(make, RowOrder(12, seed=3, shuffle=True), SHAPE, Exchange(10), share=0, num_shares=1)
+    for _ in range(8):
+        batch = stream.next()
+        assert batch is not None and len(tokens_of([batch])) == 5
+
+
 def test_made_ahead_is_the_same_and_ends() -> None:
     direct, stream = one_stream(), one_stream()
     ahead = Prefetcher(stream, depth=2, timeout_s=20)

@@ -25,7 +25,7 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
         typed: True when the source has types (a file), False when all it has is text (a flag, a variable).
     """
     annotation = node.annotation
-    if is_reference(value):
+    if is_reference(value) and not is_literal_of(value, node):
         return value
     if isinstance(value, str):
         value = _from_text(value, node, typed)
@@ -42,6 +42,16 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
+def is_literal_of(text: str, node: Node) -> bool:
+    """Return whether a text is a whole mapping or list for a key that takes one; references within are its values'."""
+    takes_one = node.kind != "leaf" or node.annotation is Any or _takes_list(node.annotation)
+    return takes_one and text.lstrip()[:1] in ("{", "[")
+
+
+def _takes_list(annotation: Any) -> bool:
+    return admits(annotation, list) or admits(annotation, tuple)
+
+
 def _from_text(text: str, node: Node, typed: bool) -> Any:
     annotation = node.annotation
     if annotation is Any:
@@ -50,7 +60,7 @@ def _from_text(text: str, node: Node, typed: bool) -> Any:
         return None
     if node.kind == "free":
         return mapping(text)
-    is_list = node.kind == "sections" or admits(annotation, list) or admits(annotation, tuple)
+    is_list = node.kind == "sections" or _takes_list(annotation)
     if text in _words(annotation):
         return text
     if is_list and (not admits(annotation, str) or "," in text or text.startswith("[")):

@@ -82,7 +82,7 @@ def _parse(path: Path) -> Document:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: not a config file: its name must end in one of {', '.join(SUFFIXES)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
@@ -108,6 +108,8 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
         raise ConfigError(Problem(message, origin=Origin("file", name, mark.line + 1 if mark else None))) from error
     except yaml.YAMLError as error:
         raise ConfigError(Problem(f"YAML syntax: {error}", origin=Origin("file", name))) from error
+    except RecursionError as error:
+        raise ConfigError(Problem("YAML: nested too deeply", origin=Origin("file", name))) from error
     finally:
         loader.dispose()
     if not isinstance(data, dict):
@@ -129,6 +131,9 @@ def _yaml_lines(node: Any, path: Path_, lines: dict[Path_, int], name: str, abov
         seen: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
+            if key.id != "scalar":  # `{{name}}` without quotes, or `? [a, b]`
+                message = "YAML: a key must be text, not a list or a mapping; text that begins with { or [ needs quotes"
+                raise ConfigError(Problem(message, ".".join(path), Origin("file", name, line)))
             key_path = (*path, str(key.value))
             if key.value in seen:
                 message = f"stated twice in one mapping, first on line {seen[key.value]}"
@@ -155,8 +160,18 @@ def _yaml_loader() -> Any:
 
             def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
                 """Return a mapping whose keys are the text that was written (`on`, `1`), never a bool or a number."""
+                if node.id != "mapping":  # `!!map [a]`
+                    raise yaml.constructor.ConstructorError(None, None, "expected a mapping", node.start_mark)
                 self.flatten_mapping(node)
                 return {str(key.value): self.construct_object(value, deep=True) for key, value in node.value}
+
+            def construct_object(self, node: Any, deep: bool = False) -> Any:
+                """Return a node's value; one that its tag or its form promises and that it has not is an error."""
+                try:
+                    return super().construct_object(node, deep=deep)
+                except (ValueError, TypeError, LookupError, AttributeError) as error:  # `0x_`, `!!float x`, `!!bool x`
+                    message = f"{node.value!r:.80} is no value of its kind"
+                    raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
 
         _loader = _with_resolvers(Loader)
     return _loader

@@ -10,7 +10,7 @@ from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem
 from prime_hpc.config.experiment import COMPONENTS
-from prime_hpc.config.schema import Node, locate
+from prime_hpc.config.schema import Node, locate, spelled
 from prime_hpc.config.sources.coerce import FALSE, NULL, TRUE, is_flag
 from prime_hpc.config.sources.files import Document
 
@@ -218,15 +218,18 @@ class _Parser:
     def _targets(self, name: str) -> tuple[tuple[Segments, ...], bool]:
         """Return the keys that a flag sets, and whether it negates them."""
         snake = name.replace("-", "_")
-        segments = tuple(snake.split("."))
+        segments = self._segments(name)
         if locate(segments, self.scope) is not None:
             return (segments,), False
         aliases = ALIASES | (RL_ALIASES if self.scope is None else {})
         if snake in aliases:
             return aliases[snake], False
         if snake.startswith("no_"):
-            return aliases.get(snake[3:], (tuple(snake[3:].split(".")),)), True
+            return aliases.get(snake[3:], (self._segments(name[3:]),)), True
         return (segments,), False
+
+    def _segments(self, name: str) -> Segments:
+        return spelled(tuple(name.split(".")), self.scope, lambda segment: segment.replace("-", "_"))
 
     def _negation(self, node: Node | None, origin: Origin) -> Any:
         if node is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import ALONE, Experiment
-from prime_hpc.config.schema import all_paths, locate
+from prime_hpc.config.schema import all_paths, locate, spelled
 from prime_hpc.config.sources.counts import derive_counts, derive_tensor_parallel
 from prime_hpc.config.sources.files import Document, read_documents
 from prime_hpc.config.sources.flags import SCOPES, Entry, FileRef, parse_flags
@@ -112,13 +112,13 @@ def environment_entries(environ: Mapping[str, str], scope: str | None, warnings:
     """Entries of the `PRIME_` variables, shallow ones first.
 
     Other tools own variables of this prefix (`PRIME_API_KEY`): one whose first name is no key is passed over,
-    with a warning where it looks like a misspelt key.
+    with a warning where it looks like a misspelt key. Ours are in capitals there; keys of a mapping are as typed.
     """
     entries = []
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable in (ENV_PREFIX, *_OTHERS_VARIABLES):
             continue
-        segments = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
+        segments = spelled(tuple(variable[len(ENV_PREFIX) :].split("__")), scope, str.lower)
         if "" in segments:
             continue
         if locate(segments[:1], scope) is None:

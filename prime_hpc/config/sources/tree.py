@@ -10,7 +10,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.renamed_keys import notice, stated_twice
 from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
 from prime_hpc.config.secret import MASK, anchored, masked, names_secret
-from prime_hpc.config.sources.coerce import CoerceError, coerce, is_reference, mapping, switch
+from prime_hpc.config.sources.coerce import CoerceError, coerce, is_literal_of, is_reference, mapping, switch
 from prime_hpc.config.sources.flags import ALIASES, REPLACED, Entry
 from prime_hpc.config.sources.interpolate import interpolate
 from prime_hpc.config.validate import validate
@@ -100,7 +100,7 @@ class Tree:
 
     def _state_section(self, node: Node, entry: Entry) -> None:
         value = entry.value
-        if is_reference(value):
+        if is_reference(value) and not is_literal_of(value, node):
             self._set(node, value, entry)
             return
         if isinstance(value, str) and value.lstrip().startswith("{"):

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _lines(path: Path) -> Iterator[Row]:
                         raise ValueError(f"a {type(row).__name__}, not an object")
                     yield row
                 number += 1
-        except (ValueError, OSError, EOFError) as error:
+        except (ValueError, OSError, EOFError, zlib.error) as error:
             raise EnvError(f"{path}, line {number}: {error}: fetch it again") from error
 
 

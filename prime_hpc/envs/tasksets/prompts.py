@@ -6,6 +6,7 @@ other fields are handed on to the row that its reply becomes.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _read(path: Path) -> Iterator[PromptData]:
                 reached += 1
                 if line.strip():
                     yield _data(json.loads(line))
-        except (ValueError, OSError, EOFError, ValidationError) as error:
+        except (ValueError, OSError, EOFError, zlib.error, ValidationError) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no prompt can be read ({text})") from error
 

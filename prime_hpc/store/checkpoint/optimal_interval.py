@@ -72,7 +72,8 @@ def mtbf_s(num_nodes: int, failures_per_1000_node_days: float, events: Events = 
         events: from `learn`.
     """
     if failures_per_1000_node_days <= 0:
-        return events.seconds / events.num_failures if events.num_failures else math.inf
+        is_seen = events.num_failures and events.seconds > 0  # an attempt that failed at once says nothing of a rate
+        return events.seconds / events.num_failures if is_seen else math.inf
     prior = 1000 * DAY_S / (failures_per_1000_node_days * max(num_nodes, 1))
     return (prior + events.seconds) / (1 + events.num_failures)
 

@@ -405,6 +405,7 @@ class Checkpointer:
             problems.append("its manifest states no progress (written by an older prime-hpc?)")
         metadata = dcp_state.read_metadata(info.trainer_dir)
         dcp_state.create_optimizer_state(self._optimizer)
+        dcp_state.drop_unsaved_state(self._policy, self._optimizer, metadata, self._slot)
         state = dcp_state.named_state(self._policy, self._optimizer, self._slot)
         problems = problems or dcp_state.differences(metadata, state)
         if problems or progress is None:

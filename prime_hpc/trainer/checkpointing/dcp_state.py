@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -21,8 +22,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.direct_writer import SummedFile, open_summed
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.io.retry_reads import as_unreadable
 from prime_hpc.trainer.checkpointing.dcp_metadata import PlainReader
 from prime_hpc.trainer.lora import slot_named_parameters
 from prime_hpc.trainer.model.policy import Policy
@@ -36,18 +39,23 @@ def named_state(policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0)
     The tensors are the live ones: loading into them is loading into the policy. Of a policy with adapters they are
     those of one slot, under names that do not say which; the frozen model is not among them.
     """
+    names = _parameter_names(policy, slot)
     if policy.adapters is not None:
-        trained = {f"lora.{name}": parameter for name, parameter in slot_named_parameters(policy, slot).items()}
-        state = {f"{MODEL}{name}": parameter.detach() for name, parameter in trained.items()}
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
+        state = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
     else:
         state = {f"{MODEL}hf.{name}": tensor.detach() for name, tensor in policy.named_weights()}
-        names = {parameter: name for name, parameter in policy.named_parameters()}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 state[f"{OPTIMIZER}{names[parameter]}.{key}"] = value.detach()
     return state
+
+
+def _parameter_names(policy: Policy, slot: int) -> dict[torch.Tensor, str]:
+    """Names of the parameters that may train, as they are saved."""
+    if policy.adapters is not None:
+        return {parameter: f"lora.{name}" for name, parameter in slot_named_parameters(policy, slot).items()}
+    return {parameter: name for name, parameter in policy.named_parameters()}
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -61,6 +69,19 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def drop_unsaved_state(policy: Policy, optimizer: torch.optim.Optimizer, metadata: Metadata, slot: int = 0) -> None:
+    """Take away the state of each parameter of which a checkpoint holds none at all.
+
+    Optimizers make a parameter's state with its first gradient: there is none before the first step, or of the vision
+    tower of a model that has seen text alone. It is made when a gradient comes, as if the run had not been resumed.
+    """
+    names = [name for name in metadata.state_dict_metadata if name.startswith(OPTIMIZER)]
+    saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in names}
+    for parameter, name in _parameter_names(policy, slot).items():
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,24 +203,39 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def load_state(directory: Path, state: dict[str, torch.Tensor]) -> None:
-    """Fill tensors in place from a checkpoint, whatever ranks wrote it. Collective."""
-    with torch.no_grad():
-        dcp.load(state, storage_reader=PlainReader(directory))
+    """Fill tensors in place from a checkpoint, whatever ranks wrote it. Collective.
+
+    Raises:
+        StoreError: a tensor is missing or has another size.
+        Unreadable: a file cannot be read now. Either on all ranks alike; some tensors may be filled.
+    """
+    try:
+        with torch.no_grad():
+            dcp.load(state, storage_reader=PlainReader(directory))
+    except CheckpointException as error:  # no `Exception`: whoever contains errors would let it through
+        failures = [(rank, failure) for rank, (failure, _) in sorted(error.failures.items())]
+        unread = [found for found in (as_unreadable(failure) for _, failure in failures) if found is not None]
+        if unread and len(unread) == len(failures):
+            raise unread[0] from error
+        rank, failure = next((rank, failure) for rank, failure in failures if as_unreadable(failure) is None)
+        raise StoreError(f"{directory} cannot be loaded: rank {rank}: {failure}") from error
 
 
-def differences(metadata: Metadata, state: Mapping[str, torch.Tensor]) -> list[str]:
+def differences(metadata: Metadata, state: Mapping[str, torch.Tensor], *, with_optimizer: bool = True) -> list[str]:
     """Why a checkpoint does not fit the policy and optimizer of this run, as sentences; [] where it does.
 
     Args:
         metadata: of the checkpoint.
         state: from `named_state`.
+        with_optimizer: compare its state too.
     """
     saved = metadata.state_dict_metadata
     found = []
-    for prefix, what, cure in (
+    parts_of = (
         (MODEL, "another model", "it was made from another model.name"),
         (OPTIMIZER, "another optimizer's state", "resume with the optimizer that it was saved with"),
-    ):
+    )
+    for prefix, what, cure in parts_of if with_optimizer else parts_of[:1]:
         then = {name for name in saved if name.startswith(prefix)}
         now = {name for name in state if name.startswith(prefix)}
         absent, extra = sorted(now - then), sorted(then - now)

@@ -15,9 +15,10 @@ import io
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import xxhash
@@ -171,26 +172,42 @@ def _decompressed(path: Path, cache: Path) -> Path:
     files.make_dir(cache)
     partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
     try:
-        with disk_errors(target), _opened(path) as compressed, partial.open("wb") as plain:
-            shutil.copyfileobj(compressed, plain, _BLOCK)
+        with disk_errors(target), partial.open("wb") as plain:
+            (_unpack_gzip if path.suffix == ".gz" else _unpack_zstd)(path, plain)
         files.rename(partial, target)
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise SFTDataError(f"{path} is no whole gzip file ({error})") from error
     finally:
         partial.unlink(missing_ok=True)
     return target
 
 
-def _opened(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
+def _unpack_gzip(path: Path, plain: BinaryIO) -> None:
+    try:
+        with gzip.open(path, "rb") as compressed:
+            shutil.copyfileobj(compressed, plain, _BLOCK)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise SFTDataError(f"{path} is no whole gzip file ({error})") from error
+
+
+def _unpack_zstd(path: Path, plain: BinaryIO) -> None:
     try:
         import zstandard
     except ImportError as error:
         raise SFTDataError(
             f"{path}: needs the package zstandard (pip install 'prime-hpc[data]'), or unpack it: zstd -d {path.name}"
         ) from error
-    return zstandard.open(path, "rb")
+    frame = None
+    try:
+        with path.open("rb") as compressed:
+            while block := compressed.read(_BLOCK):
+                while block:  # zstandard's own reader ends with the first frame, and silently where that is torn
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    plain.write(frame.decompress(block))
+                    block = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise SFTDataError(f"{path} is no whole zstd file ({error})") from error
+    if frame is not None:
+        raise SFTDataError(f"{path} is no whole zstd file (it ends within a frame)")
 
 
 class ArrowRows:

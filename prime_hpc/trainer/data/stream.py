@@ -145,7 +145,7 @@ class SampleStream:
         """Return the next step's batch; None after `last_row`.
 
         Raises:
-            SFTDataError: a row in it cannot be trained on, or a whole epoch gave no sample.
+            SFTDataError: a row in it cannot be trained on, or no row of the data set gives a sample.
         """
         while (needed := self._needed()) > 0 and not self._is_read():
             self._read_round(needed)
@@ -199,12 +199,19 @@ class SampleStream:
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
             index, lengths, counts, error = gathered[holder][turn]
             self._waiting.append(_Row(index, lengths, counts, error, holder))
-            self._barren = 0 if lengths else self._barren + 1
+            if error is None:
+                self._barren = 0 if lengths else self._barren + 1
         self._next_row = stop
         lengths = [n for row in self._waiting for n in row.lengths]
         if lengths:
             self._mean_length = max(1.0, sum(lengths) / len(lengths))
-        if self._barren >= self._order.num_rows and self._last_row is None:
+        self._check_barren()
+
+    def _check_barren(self) -> None:
+        """Raise SFTDataError where no row gives a sample; what is wrong with a row that waits is told in its turn."""
+        # of two epochs' rows one epoch is whole; fewer may be the end of one and the beginning of the next
+        is_barren = self._barren >= 2 * self._order.num_rows and self._last_row is None
+        if is_barren and all(row.error is None for row in self._waiting):
             seen = self._waiting[-1].counts if self._waiting else RowCounts()
             raise SFTDataError(
                 f"no row of the data set can be trained on: {self._barren} in a row gave no sample (longer than "

@@ -1,6 +1,7 @@
 """Conversations to token ids and a loss mask through the tokenizer's chat template.
 
-Trained are a message's content and its end-of-turn token, never the header that the engine itself writes. This needs
+Trained are a message's content and its end-of-turn token, never the header that the engine itself writes; of messages
+that a template shows in one turn (tool results), each one's content, and the turn's end with the last. This needs
 the *prefix property*: what the engine is shown at a turn (the messages before it and the header) and the conversation
 up to the turn's end must both be beginnings of the whole conversation's tokens. It is checked at every trained message;
 templates that rewrite the past (Qwen3's removes earlier think sections) are refused, with the place and the ways out.
@@ -84,16 +85,18 @@ class ChatTokenizer:
         """Tokens int32[L] of a conversation and bool[L], which of them are trained.
 
         Raises:
-            SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks.
+            SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or the
+                template merges a trained message with its neighbours, so that its own tokens cannot be told.
         """
         text = self.render(talk.messages, talk.tools)
         tokens = _Tokens(self._tokenizer, text, self._added)
         mask = np.zeros(len(tokens.ids), dtype=bool)
         for start, stop in _turns(talk.messages):
-            if talk.trained[stop - 1]:
-                opened, closed = self._borders(talk, start, stop)
-                first, last = (self._place(tokens, border, talk, stop) for border in (opened, closed))
-                mask[first : self._end_of_turn(tokens.ids, first, last)] = True
+            for at in range(start, stop):
+                if talk.trained[at]:
+                    is_last = at == stop - 1
+                    first, last = self._turn(tokens, talk, stop) if is_last else self._inner(tokens, talk, at, stop)
+                    mask[first:last] = True
         return np.array(tokens.ids, dtype=np.int32), mask
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
@@ -106,15 +109,56 @@ class ChatTokenizer:
             tail = [*tail, self._tokenizer.eos_token_id]
         return np.array(head + tail, dtype=np.int32), np.arange(len(head) + len(tail)) >= len(head)
 
-    def _borders(self, talk: Conversation, start: int, stop: int) -> tuple[str, str]:
-        """Return the rendered text up to where a piece's content begins, and up to its end."""
-        messages, role = talk.messages, talk.messages[stop - 1]["role"]
+    def _turn(self, tokens: "_Tokens", talk: Conversation, stop: int) -> tuple[int, int]:
+        """Return the trained tokens (begin, end) of the last message of a piece."""
+        borders = self._borders(talk, stop)
+        first, last = (self._place(tokens, border, talk, stop) for border in borders)
+        return first, self._end_of_turn(tokens.ids, first, last)
+
+    def _borders(self, talk: Conversation, stop: int) -> tuple[str, str]:
+        """Return the rendered text up to where the content of a piece's last message begins, and up to its end."""
+        messages = talk.messages
         closed = self.render(messages[:stop], talk.tools)
-        if role == "assistant" and stop > 1:  # no template opens a turn of an empty conversation
+        if messages[stop - 1]["role"] == "assistant" and stop > 1:  # no template opens a turn of an empty conversation
             return self.render(messages[: stop - 1], talk.tools, header=True), closed
-        at = next(i for i in range(start, stop) if messages[i]["role"] == role)
+        return self._around(talk, stop - 1, stop)[0], closed
+
+    def _inner(self, tokens: "_Tokens", talk: Conversation, at: int, stop: int) -> tuple[int, int]:
+        """Return the trained tokens (begin, end) of a message that its piece goes on after.
+
+        Where the template ends the message as it ends one that is the last, its end of turn is trained too; where it
+        merges the piece's messages (tool results in one turn), only the content is this message's.
+        """
+        opened, rest = self._around(talk, at, stop)
+        closed = self.render(talk.messages[:stop], talk.tools)
+        is_found = closed.startswith(opened) and closed.endswith(rest) and len(opened) + len(rest) <= len(closed)
+        first = tokens.place(opened) if is_found else None
+        try:
+            alone = self.render(talk.messages[: at + 1], talk.tools)
+        except SFTDataError:  # a template may refuse a system message by itself
+            alone = ""
+        if first is not None and len(alone) > len(opened) and (last := tokens.place(alone)) is not None:
+            return first, self._end_of_turn(tokens.ids, first, last)
+        last = tokens.place(closed[: len(closed) - len(rest)]) if is_found else None
+        if first is None or last is None:
+            raise SFTDataError(self._merged(talk, at))
+        return first, last
+
+    def _around(self, talk: Conversation, at: int, stop: int) -> tuple[str, str]:
+        """Return the rendered text before and after the content of a message, in the conversation up to `stop`."""
+        messages = talk.messages
         marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 : stop]]
-        return self.render(marked, talk.tools).split(_MARK)[0], closed
+        parts = self.render(marked, talk.tools).split(_MARK)
+        if len(parts) != 2:
+            raise SFTDataError(self._merged(talk, at))
+        return parts[0], parts[1]
+
+    def _merged(self, talk: Conversation, at: int) -> str:
+        return (
+            f"message {at + 1} ({talk.messages[at]['role']}) is to be trained on, but its own tokens cannot be told: "
+            f"{self.name} leaves it out, changes it or merges it with the messages beside it. Ways out: `train: false` "
+            "on this message, other sft.data.loss_roles, or a template that shows it (sft.data.chat_template)."
+        )
 
     def _place(self, tokens: "_Tokens", prefix: str, talk: Conversation, stop: int) -> int:
         place = tokens.place(prefix)

@@ -22,7 +22,8 @@ from prime_hpc.observe.role_status import Status
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, write_state
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.io.files import VISIBLE_S
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
@@ -38,8 +39,8 @@ TURN_S = 5.0
 """Rank 0 speaks at least so often: the others wait in a collective, which has a deadline of its own."""
 PAUSE_S = 0.1
 """Between two looks for batches; the bus usually ends it."""
-BROKEN_S = 20.0
-"""A batch that is there but not what its manifest says fails its run after so long."""
+BROKEN_S = VISIBLE_S
+"""A batch that is there but not what its manifest says fails its run after so long: until then it may come in sight."""
 _TIMES = ("time/forward_backward", "time/optim", "time/publish", "time/checkpoint")
 _KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences", *_TIMES)
 """Of a run's metrics, in the parent's row of its step."""
@@ -78,6 +79,17 @@ class _Watch:
 
     batch: ArtifactWatch
     since: float = field(default_factory=time.monotonic)
+    broken_since: float | None = None
+    """Since when it is not what its manifest says, or not there at all though it was announced."""
+
+    def look(self, now: float) -> StoreError | None:
+        """Return why it is not whole, having noted since when it is broken; one that cannot be read now is not."""
+        error = self.batch.error if self.batch.found_at is not None else None
+        if error is None or isinstance(error, Unreadable):
+            self.broken_since = None
+        elif self.broken_since is None:
+            self.broken_since = now
+        return error
 
 
 class MultiTrainer:
@@ -194,12 +206,13 @@ class MultiTrainer:
         if word.get("state") == "failed":
             return Leave(name, "failed", str(word.get("reason")), save=True)
         now, limit = time.monotonic(), child.trainer.experiment.trainer.batch_timeout_s
-        error, found_at = watch.batch.error, watch.batch.found_at
-        if error is not None and found_at is not None and now - found_at > min(BROKEN_S, limit):
-            return Leave(name, "failed", f"batch {child.step + 1} is broken: {error}", save=True)
-        if found_at is None and now - watch.since > limit:
+        error = watch.look(now)
+        if watch.broken_since is not None:
+            if now - watch.broken_since > min(BROKEN_S, limit):
+                return Leave(name, "failed", f"batch {child.step + 1} is broken: {error}", save=True)
+        elif (error is not None or watch.batch.found_at is None) and now - watch.since > limit:
             reason = f"no batch {child.step + 1} within trainer.batch_timeout_s = {limit:g} s"
-            return Leave(name, "failed", reason, save=True)
+            return Leave(name, "failed", f"{reason}: {error}" if error is not None else reason, save=True)
         return None
 
     # ------------------------------------------------------------------------------------------------ all ranks obey

@@ -7,7 +7,7 @@ touches `failed/`.
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.config import write_snapshot
+from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.io import files
@@ -44,10 +44,19 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
         own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
         write_batch(kept, step, [part for part in own if part is not None], state={})
         if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
-            model = experiment.model.model_copy(update={"name": str(kept.weights_step(step - 1).resolve())})
-            experiment = experiment.model_copy(update={"model": model})
+            experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
         write_snapshot(experiment, kept.root, ["replay"])
         logger.error(
             f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
             f"prime-hpc replay {kept.root}"
         )
+
+
+def _with_model(experiment: Experiment, name: str) -> Experiment:
+    """Return the experiment as it is from a kept version on; the reference of its KL penalty stays what it was."""
+    trainer, kl = experiment.trainer, experiment.trainer.loss.kl
+    if kl is not None:
+        kl = kl.model_copy(update={"model": kl.model or experiment.model.name})
+        trainer = trainer.model_copy(update={"loss": trainer.loss.model_copy(update={"kl": kl})})
+    model = experiment.model.model_copy(update={"name": name})
+    return experiment.model_copy(update={"model": model, "trainer": trainer})

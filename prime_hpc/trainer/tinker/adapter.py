@@ -84,7 +84,7 @@ class Adapter:
             shape: of the adapter; its rank is at most the service's.
             paths: its directory.
         """
-        self.slot, self.steps = slot, 0
+        self.slot, self.steps, self._shape = slot, 0, shape
         self._base, self._paths, self._budget = base, paths, experiment.micro_batch_tokens
         self._refusal: str | None = None
         policy, rank = base.policy, dist.get_rank()
@@ -220,20 +220,29 @@ class Adapter:
         """Take the weights of a save, and its optimizer's state; without, the optimizer begins anew.
 
         Raises:
-            BadRequestError: it is of another model, or of another shape.
+            BadRequestError: it is of another model, or of another shape; this adapter is as before.
             StoreError: it cannot be read.
         """
+        policy, has_optimizer = self._base.policy, with_optimizer and saved.save.has_optimizer
         info = call_collectively(lambda: load_checkpoint(saved.run.checkpoints, saved.save.number))
         verify_parts(info, self._paths)
+        metadata = call_collectively(lambda: dcp_state.read_metadata(info.trainer_dir))
         problems = self._checkpointer.mismatches(info)
-        if problems:
-            raise BadRequestError(f"{saved.path} cannot be loaded here: {'; '.join(problems)}")
+        if has_optimizer:
+            problems += _other_parts(saved.shape, self._shape)
+        weights = dcp_state.named_state(policy, self._optimizer, self.slot)
+        problems = problems or dcp_state.differences(metadata, weights, with_optimizer=False)
+        _refuse(saved, problems)
         self._drop_gradients()
         self._refusal = None
         self._optimizer.state.clear()
-        if with_optimizer and saved.save.has_optimizer:
+        if has_optimizer:
             dcp_state.create_optimizer_state(self._optimizer)
-        state = dcp_state.named_state(self._base.policy, self._optimizer, self.slot)
+            dcp_state.drop_unsaved_state(policy, self._optimizer, metadata, self.slot)
+        state = dcp_state.named_state(policy, self._optimizer, self.slot)
+        if has_optimizer and (problems := dcp_state.differences(metadata, state)):
+            self._optimizer.state.clear()  # the weights are untouched, the optimizer begins anew
+            _refuse(saved, problems)
         dcp_state.load_state(info.trainer_dir, state)
         self.steps = saved.save.steps if with_optimizer else 0
 
@@ -247,6 +256,22 @@ def _is_trained(name: str, shape: Shape) -> bool:
     """Return whether a parameter is of the parts that the adapter was asked to train."""
     is_attention = any(part in name for part in _ATTENTION)
     return shape.train_attn if is_attention else shape.train_mlp
+
+
+def _refuse(saved: Saved, problems: list[str]) -> None:
+    if problems:
+        raise BadRequestError(f"{saved.path} cannot be loaded here: {'; '.join(problems)}")
+
+
+def _other_parts(then: Shape, now: Shape) -> list[str]:
+    """Why the optimizer's state of one adapter is not another one's: each has it of the parts that it trains."""
+    named = [("train_attn", then.train_attn, now.train_attn), ("train_mlp", then.train_mlp, now.train_mlp)]
+    cure = "load the weights without the optimizer"
+    return [
+        f"its optimizer's state is of {key}={was}, this adapter has {key}={here}: {cure}"
+        for key, was, here in named
+        if was != here
+    ]
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
