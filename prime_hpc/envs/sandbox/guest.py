@@ -100,11 +100,16 @@ def shared_memory() -> int:
 def unnamed_files(pids: list[str]) -> dict[tuple[int, int], int]:
     """Bytes of files that are in memory alone, by their identity."""
     found: dict[tuple[int, int], int] = {}
+    for pid in _hidden.keys() - set(pids):  # collected since the last look
+        del _hidden[pid]
     for pid in pids:
         try:
             names = os.listdir(f"/proc/{pid}/fd")
         except PermissionError:
-            _hidden.setdefault(pid, time.monotonic())
+            if is_over(pid):
+                _hidden.pop(pid, None)
+            else:
+                _hidden.setdefault(pid, time.monotonic())
             continue
         except OSError:
             continue
@@ -118,6 +123,19 @@ def unnamed_files(pids: list[str]) -> dict[tuple[int, int], int]:
             except OSError:
                 pass
     return found
+
+
+def is_over(pid: str) -> bool:
+    """Say whether nothing of a process is left but its exit code, whose files are then root's.
+
+    One whose first thread alone has ended is a zombie too, and has its memory still: it counts two threads.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] == b"Z" and int(fields[17]) == 1
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def exceeded(began: float, cpu_s: float, files_before: int) -> str:
