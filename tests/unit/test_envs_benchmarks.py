@@ -18,6 +18,7 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.benchmarks.execute import Limits, run_program_here
 from prime_hpc.envs.benchmarks.programs import (
+    IMPORTS,
     Case,
     cases_of,
     code_in,
@@ -310,6 +311,16 @@ def test_replies_become_programs() -> None:
         ("def g(): return 1", False),
     ):
         assert run_program_here(humaneval_program(problem, reply), LIMITS).passed == passed
+
+
+def test_the_imports_of_contest_solutions_leave_the_built_in_names_alone() -> None:
+    program = (
+        f"import builtins\n{IMPORTS}\n"
+        "print(pow(3, 10**9, 10**9 + 7), [n for n in dir(builtins) if globals().get(n, vars(builtins)[n]) is not "
+        "vars(builtins)[n] and not n.startswith('__')])"
+    )
+    outcome = run_program_here(program, LIMITS)
+    assert (outcome.reason, outcome.output) == ("passed", f"{pow(3, 10**9, 10**9 + 7)} []\n")
 
 
 def test_contest_problems_by_their_calls_and_by_their_output() -> None:

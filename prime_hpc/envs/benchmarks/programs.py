@@ -15,9 +15,10 @@ IMPORTS = (
     "import sys\nimport math\nimport json\nimport re\nimport heapq\nimport bisect\nimport random\nimport string\n"
     "import itertools\nimport functools\nimport collections\nfrom typing import *\nfrom math import *\n"
     "from heapq import *\nfrom bisect import *\nfrom itertools import *\nfrom functools import *\n"
-    "from collections import *\nsys.setrecursionlimit(50000)\n"
+    "from collections import *\nfrom builtins import *\nsys.setrecursionlimit(50000)\n"
 )
-"""Imports that solutions of contest problems take for granted."""
+"""Imports that solutions of contest problems take for granted; the built-in names last: `math` has a `pow` of two
+arguments."""
 
 
 @dataclass(frozen=True)
