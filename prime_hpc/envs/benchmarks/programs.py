@@ -9,7 +9,12 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-_FENCE = re.compile(r"```(?:[Pp]ython\d?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(
+    r"(?:^[ \t]*```[ \t]*(?P<language>[^\s`]*)[^\n`]*|```(?P<after_text>[^\s`]+)[ \t]*)\n(?P<block>.*?)(?:```|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""A block of any language, for else its closing fence would open one. Behind text, a fence opens only by a language."""
+_PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 
 IMPORTS = (
     "import sys\nimport math\nimport json\nimport re\nimport heapq\nimport bisect\nimport random\nimport string\n"
@@ -32,10 +37,17 @@ class Case:
 
 
 def code_in(reply: str) -> str:
-    """Return the last fenced block after the thoughts, or the whole text without one."""
+    """Return the last fenced block after the thoughts that is called Python, else the last one without a language, else
+    the whole text."""
     said = reply.rpartition("</think>")[2]
-    blocks = _FENCE.findall(said)
-    return blocks[-1] if blocks else said
+    named, unnamed = "", ""
+    for found in _FENCE.finditer(said):
+        language = found["language"] or found["after_text"] or ""
+        if _PYTHON.fullmatch(language):
+            named = found["block"]
+        elif not language:
+            unnamed = found["block"]
+    return named or unnamed or said
 
 
 def humaneval_program(problem: dict[str, Any], reply: str) -> str:
