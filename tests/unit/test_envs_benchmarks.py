@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from prime_hpc.config import load_experiment
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.envs.benchmarks.execute import Limits, run_program_here
+from prime_hpc.envs.benchmarks.execute import Limits, run_program, run_program_here
 from prime_hpc.envs.benchmarks.programs import (
     IMPORTS,
     Case,
@@ -31,6 +32,7 @@ from prime_hpc.envs.benchmarks.rows import answer_of, last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets.choices import letter_in
+from prime_hpc.envs.tasksets.code_problems import _answers
 from prime_hpc.launch.checks import is_installed
 from prime_hpc.launch.fetch.needs import needs_of
 from prime_hpc.launch.lint.lint import lint
@@ -360,6 +362,27 @@ def test_the_imports_of_contest_solutions_leave_the_built_in_names_alone() -> No
     )
     outcome = run_program_here(program, LIMITS)
     assert (outcome.reason, outcome.output) == ("passed", f"{pow(3, 10**9, 10**9 + 7)} []\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("for i in range(200_000): print(i)", "".join(f"{i}\n" for i in range(200_000))),
+        ("print('1' * (17 << 20))", "1" * (17 << 20)),
+    ],
+    ids=["beyond-the-default", "beyond-a-file"],
+)
+def test_an_output_as_large_as_the_expected_one_is_read_whole(program: str, expected: str) -> None:
+    run = partial(run_program, limits=Limits(seconds=30.0))
+    assert asyncio.run(_answers(program, Case("", expected, False), run)).reason == "passed"
+    another = asyncio.run(_answers(f"{program}\nprint(2)", Case("", expected, False), run))
+    assert another.reason == "failed: another output"
+
+
+def test_more_output_than_expected_is_called_that() -> None:
+    run = partial(run_program, limits=LIMITS)
+    more = asyncio.run(_answers("print('1' * (2 << 20))", Case("", "1", False), run))
+    assert (more.reason, more.passed, len(more.output)) == ("failed: more output than expected", False, 1 << 20)
 
 
 def test_contest_problems_by_their_calls_and_by_their_output() -> None:

@@ -13,12 +13,11 @@ import resource
 import sys
 
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MOST_FILE_BYTES = 16 << 20
 MOST_FILES = 64
 MOST_PROCESSES = 64
 
 
-def enter_sandbox(seconds: float, memory_mib: int) -> bool:
+def enter_sandbox(seconds: float, memory_mib: int, file_bytes: int) -> bool:
     """Enter the namespaces, set the limits; whether the network is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     without_network = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID) == 0
@@ -31,7 +30,7 @@ def enter_sandbox(seconds: float, memory_mib: int) -> bool:
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu),
-        (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+        (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_NOFILE, MOST_FILES),
         (resource.RLIMIT_NPROC, MOST_PROCESSES),
         (resource.RLIMIT_CORE, 0),
@@ -60,7 +59,7 @@ def main() -> None:
         order = json.load(file)
     os.unlink(sys.argv[1])  # noqa: PTH108
     del sys.argv[1:]
-    without_network = enter_sandbox(order["seconds"], order["memory_mib"])
+    without_network = enter_sandbox(order["seconds"], order["memory_mib"], order["file_bytes"])
     reason = run(order.pop("program"), order["may_exit"])
     sys.stdout.flush()
     said = f"{order['word']}{0 if without_network else 1} {reason}"

@@ -8,7 +8,8 @@ It shares its user with what it runs, so the host believes nothing that it says 
 Frames, both ways, on standard input: two big-endian 32-bit lengths, a head, bytes. Heads to the guest are marshalled
 (it trusts the host), those to the host are lines of text:
 
-    host -> guest  {"op": "run", "argv" | "program": length of its source, "env", "word", "may_exit", "wall_s"},
+    host -> guest  {"op": "run", "argv" | "program": length of its source, "env", "word", "may_exit", "wall_s", "cpu_s",
+                    "output": bytes kept of its output},
                    {"op": "write", "path"}, {"op": "read", "path", "most"}
     guest -> host  "ok"; "error", why; "ended", exit code, ended_by, length of the first output, dropped bytes, verdict
 
@@ -261,8 +262,8 @@ def judge(program: str, may_exit: bool) -> str:
 class Kept:
     """The beginning of an output, and the number of bytes behind it."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd, self.data, self.dropped = fd, bytearray(), 0
+    def __init__(self, fd: int, most: int) -> None:
+        self.fd, self.most, self.data, self.dropped = fd, most, bytearray(), 0
         os.set_blocking(fd, False)
 
     def take(self) -> bool:
@@ -271,7 +272,7 @@ class Kept:
             chunk = os.read(self.fd, 1 << 16)
         except BlockingIOError:
             return True
-        room = max(0, LIMITS["output"] - len(self.data))
+        room = max(0, self.most - len(self.data))
         self.data += chunk[:room]
         self.dropped += max(0, len(chunk) - room)
         return bool(chunk)
@@ -303,7 +304,7 @@ def run(wake: int, order: dict[str, Any], payload: bytes) -> tuple[str, bytes]:
             os.close(fd)
         os.set_blocking(in_write, False)
         os.set_blocking(word_read, False)
-        outputs = {out_read: Kept(out_read), err_read: Kept(err_read)}
+        outputs = {out_read: Kept(out_read, order["output"]), err_read: Kept(err_read, LIMITS["output"])}
         code, ended_by = attend(wake, child, order, outputs, (in_write, given), began)
         kill_all()
         os.close(in_write)
