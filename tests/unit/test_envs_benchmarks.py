@@ -316,6 +316,33 @@ def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
     assert mark.stat().st_size == before
 
 
+@pytest.mark.parametrize(
+    "escape", ["os.setsid()", "if os.fork() == 0: os.setsid()", "if os.fork() == 0: os.setpgid(0, 0)"]
+)
+def test_a_program_of_another_group_or_session_ends_at_its_deadline(tmp_path: Path, escape: str) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    mark.chmod(0o666)
+    tmp_path.chmod(0o777)
+    program = (
+        f"import os, time\n{escape}\n"
+        "for _ in range(1500):\n"
+        f"    open({str(mark)!r}, 'a').write('.')\n"
+        "    time.sleep(0.02)\n"
+    )
+    outcome = run_program_here(program, LIMITS)
+    assert outcome.reason == "timed out" and mark.stat().st_size
+    if not namespaces_are_allowed():
+        pytest.skip("this kernel lets users have no namespaces")
+    before = mark.stat().st_size
+    time.sleep(0.3)
+    assert mark.stat().st_size == before
+
+
+def namespaces_are_allowed() -> bool:
+    return run_program_here("x = 1", LIMITS).without_network
+
+
 def test_no_network_where_the_kernel_allows_namespaces() -> None:
     program = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=0.2)"
     outcome = run_program_here(program, LIMITS)

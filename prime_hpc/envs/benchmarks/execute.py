@@ -110,7 +110,7 @@ def run_program_here(
                 os.close(verdict_write)
                 timed_out = _wait(child, limits.seconds + GRACE_S)
             said = "" if timed_out else _read(verdict_read)
-            # the first process of a namespace ignores SIGXCPU: the limit of CPU time ends it with SIGKILL
+            # where soft and hard limit of CPU time are the same, the kernel may end it with SIGKILL
             was_killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
             timed_out |= was_killed and time.monotonic() - began >= limits.seconds
         finally:

@@ -1,8 +1,9 @@
 """The process that runs a model's program; started by `execute.py` as a plain script, without site-packages.
 
-It reads its order, gives up the network and becomes the first process of namespaces of its own (where the kernel lets a
-user have them: then nothing that it starts outlives it), limits itself, and runs the program. What it reports goes
-through a pipe, after a word that the program was not told.
+It reads its order, gives up the network and enters namespaces of its own (where the kernel lets a user have them),
+limits itself, and runs the program. The first process of its namespace does nothing but wait, in the group that
+`execute.py` kills: with it everything ends, whatever group or session the program has gone to. What the program's
+process reports goes through a pipe, after a word that the program was not told.
 """
 
 import contextlib
@@ -22,10 +23,10 @@ def enter_sandbox(seconds: float, memory_mib: int, file_bytes: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     without_network = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID) == 0
     if without_network:
-        first = os.fork()
-        if first:
-            code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
-            os._exit(code if code >= 0 else 128 - code)
+        for _ in ("first process of the namespace", "process of the program"):
+            child = os.fork()
+            if child:
+                wait_and_end(child)
     memory, cpu = memory_mib << 20, max(1, int(seconds + 0.999))
     for limit, value in (
         (resource.RLIMIT_AS, memory),
@@ -40,6 +41,16 @@ def enter_sandbox(seconds: float, memory_mib: int, file_bytes: int) -> bool:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))
     return without_network
+
+
+def wait_and_end(child: int) -> None:
+    """Wait for a child, and for orphans that come to this process; end as the child has, by a code in place of a
+    signal."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
 
 
 def run(program: str, may_exit: bool) -> str:
