@@ -111,14 +111,23 @@ _MANY = (
             "",
         ),
         ("import ctypes, time\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\ntime.sleep(60)", "hidden", ""),
+        (
+            "import ctypes, os, threading, time\n"
+            "if os.fork() == 0:\n"
+            "    threading.Thread(target=time.sleep, args=(60,)).start()\n"
+            "    ctypes.CDLL(None).pthread_exit(None)\n"
+            "time.sleep(60)",
+            "hidden",
+            "",
+        ),
     ],
-    ids=["one", "shared", "many", "many-shared", "unnamed-files", "system-v", "hidden"],
+    ids=["one", "shared", "many", "many-shared", "unnamed-files", "system-v", "hidden", "first-thread-ended"],
 )
 def test_memory_has_a_bound(bomb: str, ended_by: str, said: str) -> None:
     settle = "import time; time.sleep(0.1); print('fine')"  # nothing of the bomb counts any more
     ended, after = play(bomb, settle, command_s=30)
     assert ended.ended_by == ended_by and ended.verdict.startswith(said) and ended.verdict != "passed", ended
-    assert after.stdout == b"fine\n"
+    assert after.stdout == b"fine\n", after
 
 
 def test_a_full_disk_is_its_own_and_nothing_else_can_be_written(host: Path) -> None:

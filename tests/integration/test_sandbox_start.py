@@ -75,6 +75,22 @@ def test_sandboxes_wait_and_each_is_used_once() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nchild = os.fork()\nif child == 0: os._exit(0)\ntime.sleep(0.1)\nos.waitpid(child, 0)",
+        "import subprocess\nkept = subprocess.Popen(['true'])",
+        "import subprocess\nfor _ in range(100): subprocess.run(['true'])",
+        "import multiprocessing\nmultiprocessing.set_start_method('fork')\nwith multiprocessing.Pool(4) as pool:\n"
+        "    pool.map(abs, range(4))\n    pool.close()\n    time.sleep(0.2)\n    pool.join()",
+    ],
+    ids=["collected-late", "never-collected", "many", "pool"],
+)
+def test_children_that_have_ended_are_not_taken_for_ones_that_hide(program: str) -> None:
+    (ended,) = play(f"import time\n{program}\ntime.sleep(1)\nprint('fine')", command_s=60)
+    assert (ended.ended_by, ended.verdict, ended.stdout) == ("", "passed", b"fine\n"), ended
+
+
 def test_commands_get_input_variables_and_their_python() -> None:
     async def run() -> None:
         async with sandbox() as box:

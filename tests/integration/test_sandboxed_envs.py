@@ -16,10 +16,13 @@ from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.env_config import sandbox_of
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import EpisodeState
+from prime_hpc.envs.sandbox.sandbox_runtime import open_pool, sandbox_box
+from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.envs.task_sources import EnvSource
 from tests.support.env_world import World
 from tests.support.sandboxes import needs_sandboxes
 from tests.support.tool_replies import PROBLEM
+from tests.unit.test_envs_benchmarks import Trace
 
 pytestmark = [pytest.mark.slow, needs_sandboxes()]
 
@@ -81,6 +84,36 @@ def test_humaneval_is_checked_in_a_sandbox(world: World, tmp_path: Path, workers
     results = asyncio.run(run())
     assert [result.reward for result in results] == [1.0, 0.0, 0.0, 0.0], results
     assert all(result.usable and result.metrics["ran_without_network"] == 1.0 for result in results)
+
+
+def test_a_contest_s_output_is_read_as_far_as_the_expected_one_goes(world: World, tmp_path: Path) -> None:
+    """Beyond `output_kib`, that is, and however much a program writes to its error output."""
+    num_lines, data = 100_000, tmp_path / "livecodebench.jsonl"
+    test = {"input": "", "output": "".join(f"{i}\n" for i in range(num_lines)), "testtype": "stdin"}
+    row = {"question_id": "1", "question_content": "Count.", "public_test_cases": json.dumps([test])}
+    data.write_text(json.dumps(row) + "\n")
+    right = f"for i in range({num_lines}): print(i)"
+    loud = f"{right}\nprint('.' * (1 << 20), file=sys.stderr)"
+    env = EnvConfig(
+        id="livecodebench",
+        args={"data": str(data), "time_limit_s": 60},
+        sandbox=SandboxConfig(memory_mib=256, output_kib=16, warm=0),
+    )
+    (task,) = (EnvSource(env, "train", 0).task(0),)
+    (reward,) = task.hooks("reward")
+
+    async def run() -> list[str]:
+        said = []
+        async with open_pool("contest", WarmPool(sandbox_of(env) or SandboxConfig())):
+            for program in (right, loud, f"{right}\nprint(1)", f"{right}\nprint('.' * (4 << 20))"):
+                trace = Trace(f"```python\n{program}\n```")
+                async with sandbox_box("contest") as box:
+                    assert await reward(trace, runtime=box) == float(trace.info["outcome"] == "passed")
+                said.append(trace.info["outcome"])
+        return said
+
+    reasons = ["passed", "passed", "failed: another output", "failed: more output than expected"]
+    assert asyncio.run(run()) == reasons
 
 
 def test_an_episode_without_a_sandbox_has_failed_and_is_no_zero(

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 from prime_hpc.config import load_experiment
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.envs.benchmarks.execute import Limits, run_program_here
+from prime_hpc.envs.benchmarks.execute import Limits, run_program, run_program_here
 from prime_hpc.envs.benchmarks.programs import (
+    IMPORTS,
     Case,
     cases_of,
     code_in,
@@ -29,6 +31,8 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, file_of
 from prime_hpc.envs.benchmarks.rows import answer_of, last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
+from prime_hpc.envs.tasksets.choices import letter_in
+from prime_hpc.envs.tasksets.code_problems import _answers
 from prime_hpc.launch.checks import is_installed
 from prime_hpc.launch.fetch.needs import needs_of
 from prime_hpc.launch.lint.lint import lint
@@ -143,6 +147,27 @@ def test_choices_have_an_order_of_their_own(data: Path) -> None:
         score(task, r) for r in (f"\\boxed{{{right}}}", f"\\boxed{{\\text{{({right})}}}}", f"The answer is {right}.")
     ] == [1.0] * 3
     assert [score(task, r) for r in (f"\\boxed{{{other}}}", f"answer: {right}, no, answer: {other}", "?")] == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "letter"),
+    [
+        ("To answer a question like this we need physics. I cannot decide.", ""),
+        ("The answer is a combination of effects.", ""),
+        ("The correct answer is B.\nThis answer accounts for the shift; without it the answer is a guess.", "B"),
+        ("ANSWER: **C**", "C"),
+        ("**Final answer:** (D)", "D"),
+        ("The answer is:\n\n**B) 5 eV**", "B"),
+        ("The answer is $\\mathbf{A}$.", "A"),
+        ("answer A or B", ""),
+        ("The answer is Deuterium", ""),
+        ("so \\boxed{\\mathbf{C}}", "C"),
+        ("so \\boxed{\\textbf{(b)}}", "B"),
+        ("so \\boxed{\\text{Carbon}}, the answer is D", "D"),
+    ],
+)
+def test_a_choice_is_a_letter_that_is_called_the_answer(reply: str, letter: str) -> None:
+    assert letter_in(reply) == letter
 
 
 def test_code_is_run_only_where_that_is_allowed(data: Path) -> None:
@@ -294,6 +319,33 @@ def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
     assert mark.stat().st_size == before
 
 
+@pytest.mark.parametrize(
+    "escape", ["os.setsid()", "if os.fork() == 0: os.setsid()", "if os.fork() == 0: os.setpgid(0, 0)"]
+)
+def test_a_program_of_another_group_or_session_ends_at_its_deadline(tmp_path: Path, escape: str) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    mark.chmod(0o666)
+    tmp_path.chmod(0o777)
+    program = (
+        f"import os, time\n{escape}\n"
+        "for _ in range(1500):\n"
+        f"    open({str(mark)!r}, 'a').write('.')\n"
+        "    time.sleep(0.02)\n"
+    )
+    outcome = run_program_here(program, LIMITS)
+    assert outcome.reason == "timed out" and mark.stat().st_size
+    if not namespaces_are_allowed():
+        pytest.skip("this kernel lets users have no namespaces")
+    before = mark.stat().st_size
+    time.sleep(0.3)
+    assert mark.stat().st_size == before
+
+
+def namespaces_are_allowed() -> bool:
+    return run_program_here("x = 1", LIMITS).without_network
+
+
 def test_no_network_where_the_kernel_allows_namespaces() -> None:
     program = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=0.2)"
     outcome = run_program_here(program, LIMITS)
@@ -313,6 +365,54 @@ def test_replies_become_programs() -> None:
         ("def g(): return 1", False),
     ):
         assert run_program_here(humaneval_program(problem, reply), LIMITS).passed == passed
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Example:\n\n```text\n3\n```\n\nSolution:\n\n```python\ncode\n```\n\nDone.",
+        "```python\ncode\n```\nRun it:\n```bash\npython a.py\n```\nIt runs in O(1).",
+        "```python\ncode\n```\nIt prints\n```\n3\n```\n",
+        "```Python3\nold\n```\n```{python}\ncode\n```",
+        "Output is ```3```\n```\ncode\n```",
+        "Output is ```3``` here.\n1. So ```py\ncode\n```",
+        "   ```python title=a.py\ncode\n   ```\n```c++\nint x;\n```",
+        "```json\n{}\n```\n```\ncode\n",
+    ],
+)
+def test_the_program_is_the_last_block_that_is_called_python(reply: str) -> None:
+    assert code_in(reply).strip() == "code"
+
+
+def test_the_imports_of_contest_solutions_leave_the_built_in_names_alone() -> None:
+    program = (
+        f"import builtins\n{IMPORTS}\n"
+        "print(pow(3, 10**9, 10**9 + 7), [n for n in dir(builtins) if globals().get(n, vars(builtins)[n]) is not "
+        "vars(builtins)[n] and not n.startswith('__')])"
+    )
+    outcome = run_program_here(program, LIMITS)
+    assert (outcome.reason, outcome.output) == ("passed", f"{pow(3, 10**9, 10**9 + 7)} []\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("for i in range(200_000): print(i)", "".join(f"{i}\n" for i in range(200_000))),
+        ("print('1' * (17 << 20))", "1" * (17 << 20)),
+    ],
+    ids=["beyond-the-default", "beyond-a-file"],
+)
+def test_an_output_as_large_as_the_expected_one_is_read_whole(program: str, expected: str) -> None:
+    run = partial(run_program, limits=Limits(seconds=30.0))
+    assert asyncio.run(_answers(program, Case("", expected, False), run)).reason == "passed"
+    another = asyncio.run(_answers(f"{program}\nprint(2)", Case("", expected, False), run))
+    assert another.reason == "failed: another output"
+
+
+def test_more_output_than_expected_is_called_that() -> None:
+    run = partial(run_program, limits=LIMITS)
+    more = asyncio.run(_answers("print('1' * (2 << 20))", Case("", "1", False), run))
+    assert (more.reason, more.passed, len(more.output)) == ("failed: more output than expected", False, 1 << 20)
 
 
 def test_contest_problems_by_their_calls_and_by_their_output() -> None:

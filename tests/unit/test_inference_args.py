@@ -220,6 +220,46 @@ print(make_scratch())
         subprocess.run(["rm", "-r", str(short)], check=True)
 
 
+def test_leftovers_that_another_server_removes_and_strange_names_end_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
+    (tmp_path / "phpc-notes").write_text("a file of the user's")
+    (tmp_path / "phpc-gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "phpc-loop").symlink_to(tmp_path / "phpc-loop")
+    for number in range(4):
+        (tmp_path / f"phpc-dead{number}").mkdir()
+        (tmp_path / f"phpc-dead{number}" / server_process.LOCK_NAME).touch()
+    remove = server_process.shutil.rmtree
+
+    def remove_all(_: Path, **how: Any) -> None:  # as servers do that began at the same moment
+        for number in range(4):
+            remove(tmp_path / f"phpc-dead{number}", **how)
+
+    monkeypatch.setattr(server_process.shutil, "rmtree", remove_all)
+    scratch = server_process.make_scratch()
+    assert server_process._is_held(scratch / server_process.LOCK_NAME)
+    assert {path.name for path in tmp_path.iterdir()} == {"phpc-notes", "phpc-gone", "phpc-loop", scratch.name}
+
+
+def test_a_folder_is_never_seen_with_a_lock_that_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
+    lock = server_process.fcntl.flock
+    seen: list[bool] = []
+
+    def look(descriptor: int, operation: int) -> None:  # as another server would, right before the lock is taken
+        if operation == server_process.fcntl.LOCK_EX:
+            (folder,) = tmp_path.iterdir()
+            seen.append(server_process._is_held(folder / server_process.LOCK_NAME))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(server_process.fcntl, "flock", look)
+    server_process.make_scratch()
+    assert seen == [True]
+
+
 def test_forked_children_die_with_the_server_and_keep_their_signals_to_themselves() -> None:
     """A signal to an engine must not look like one to the server (a forked child shares the loop's wake-up socket)."""
     code = """

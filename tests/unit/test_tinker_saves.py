@@ -1,12 +1,16 @@
 """The saves of the tinker service's adapters: names, and the time until which they are kept."""
 
+import asyncio
+import errno
 import json
+import socket
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import TINKER_URL
@@ -17,6 +21,7 @@ from prime_hpc.trainer.tinker.board import Kind as Kinds
 from prime_hpc.trainer.tinker.board import Operation
 from prime_hpc.trainer.tinker.paths import Index, Kind, Shape, Shelf, new_save, tinker_path
 from prime_hpc.trainer.tinker.requests import CreateSession
+from prime_hpc.trainer.tinker.server import Server
 from prime_hpc.trainer.tinker.service import Service
 
 MODEL = "0123456789abcdef:train:0"
@@ -56,6 +61,31 @@ def test_what_has_expired_is_refused_and_deleted_and_nothing_else(
     monkeypatch.setattr(paths.time, "time", lambda: now + 1e6)
     assert shelf.delete_expired() == [kept]
     assert shelf.find(longer).save.expires is None
+
+
+def fail_to_write(monkeypatch: pytest.MonkeyPatch, only: str = "") -> None:
+    """As a file system whose quota is used up, for the adapters whose id begins so."""
+    write = Shelf.write
+
+    def fail(shelf: Shelf, model_id: str, index: Index) -> None:
+        if model_id.startswith(only):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        write(shelf, model_id, index)
+
+    monkeypatch.setattr(Shelf, "write", fail)
+
+
+def test_an_expired_save_that_cannot_be_deleted_keeps_no_other(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, others = paths.time.time(), ("0", "f")
+    for first in others:
+        model_id = f"{first}edcba9876543210:train:1"
+        shelf.write(model_id, Index(Shape("base", 4, 1)))
+        save = new_save(1, 0, has_optimizer=False, user_metadata=None, ttl_seconds=60)
+        shelf.change(model_id, partial(_with_sampler, save=save))
+    put(shelf, "brief", 2, 60)
+    monkeypatch.setattr(paths.time, "time", lambda: now + 61)
+    fail_to_write(monkeypatch, MODEL)
+    assert sorted(path.partition("://")[2][0] for path in shelf.delete_expired()) == list(others)
 
 
 def test_a_save_that_took_the_name_of_a_deleted_one_stays(shelf: Shelf) -> None:
@@ -120,21 +150,94 @@ def _with_sampler(index: Index, save: Any) -> Index:
     return index.with_save("sampler_weights", "unnamed-1", save)
 
 
-def test_a_session_that_is_over_leaves_nothing_behind(shelf: Shelf) -> None:
-    tree = {"model": {"lora": {"rank": 4}}, "trainer": {"tinker": {}, "max_concurrent_runs": 2}}
-    service = Service(Experiment.model_validate(tree), shelf, None, "base", 100)
-    for number in range(20):
-        session_id = service.create_session(CreateSession())["session_id"]
-        model_id = f"{session_id}:train:0"
-        service._sessions[session_id].models.append(model_id)
-        shelf.write(model_id, Index(Shape("base", 4, 1)))
-        save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=None)
-        shelf.change(model_id, partial(_with_sampler, save=save))
-        path = tinker_path(model_id, "sampler_weights", "unnamed-1")
-        sampler = f"{session_id}:sample:0"
-        payload = {"sampler": sampler, "follows": True}
-        service._finish(Operation(Kinds.PUBLISH, model_id, f"{model_id}:1", payload), {"path": path, "type": "t"})
-        assert service.describe_sampler(sampler)["model_path"] == path
-        service.finish(session_id)
+def begin(service: Service, number: int = 1) -> str:
+    """A session with an adapter and a sampler whose save has no name; returns the session's id."""
+    session_id = service.create_session(CreateSession())["session_id"]
+    model_id = f"{session_id}:train:0"
+    service._sessions[session_id].models.append(model_id)
+    service.shelf.write(model_id, Index(Shape("base", 4, 1)))
+    save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=None)
+    service.shelf.change(model_id, partial(_with_sampler, save=save))
+    path = tinker_path(model_id, "sampler_weights", "unnamed-1")
+    sampler = f"{session_id}:sample:0"
+    payload = {"sampler": sampler, "follows": True}
+    service._finish(Operation(Kinds.PUBLISH, model_id, f"{model_id}:1", payload), {"path": path, "type": "t"})
+    assert service.describe_sampler(sampler)["model_path"] == path
+    return session_id
+
+
+def assert_nothing_kept(service: Service) -> None:
     kept = (service._sessions, service._models, service._lines, service._samplers, service._published)
     assert not any(kept)
+
+
+@pytest.fixture
+def service(shelf: Shelf) -> Service:
+    tree = {"model": {"lora": {"rank": 4}}, "trainer": {"tinker": {}, "max_concurrent_runs": 2}}
+    return Service(Experiment.model_validate(tree), shelf, None, "base", 100)
+
+
+def test_a_session_that_is_over_leaves_nothing_behind(service: Service) -> None:
+    for number in range(20):
+        service.finish(begin(service, number))
+    assert_nothing_kept(service)
+
+
+def test_a_full_file_system_keeps_no_session_from_ending(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = [begin(service) for _ in range(3)]
+    Path(service.shelf.of_model(f"{sessions[0]}:train:0").root, paths.INDEX).write_text("{")
+    fail_to_write(monkeypatch)
+    service._timeout_s = -1.0
+    service._look(paths.time.monotonic())
+    assert_nothing_kept(service)
+
+
+def test_sessions_are_watched_on_after_a_look_that_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def look(now: float) -> None:
+        looks.append(now)
+        if len(looks) == 1:
+            raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr("prime_hpc.trainer.tinker.service.LOOK_S", 0.001)
+    monkeypatch.setattr(service, "_look", look)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(service.watch())
+        async with asyncio.timeout(60):
+            while len(looks) < 3 and not watching.done():
+                await asyncio.sleep(0.001)
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(watch())
+
+
+def test_a_server_hangs_up_whatever_its_watcher_ended_with(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned: list[web.AppRunner] = []
+    clean = web.AppRunner.cleanup
+
+    async def cleanup(runner: web.AppRunner) -> None:
+        cleaned.append(runner)
+        await clean(runner)
+
+    async def watch() -> None:
+        raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr(web.AppRunner, "cleanup", cleanup)
+    monkeypatch.setattr(service, "watch", watch)
+    server = Server.__new__(Server)
+    server._service, server._key, server._engines = service, "tml-key", None
+    server._started, server._stopping = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        serving = asyncio.create_task(server._serve())
+        while not server._started.is_set():
+            await asyncio.sleep(0.001)
+        server._stopping.set()
+        await serving
+
+    with socket.create_server(("127.0.0.1", 0)) as server._sock:
+        asyncio.run(serve())
+    assert len(cleaned) == 1

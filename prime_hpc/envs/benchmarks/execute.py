@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, is_led, was_warned_since
 
@@ -24,7 +25,9 @@ CHILD = Path(__file__).with_name("sandboxed_child.py")
 GRACE_S = 1.0
 """Of wall-clock time beyond the limit, for the interpreter to start and end."""
 MOST_OUTPUT = 1 << 20
-"""Bytes of a program's output that are read."""
+"""Bytes of a program's output that are read, unless the caller wants more."""
+MOST_FILE_BYTES = 16 << 20
+"""Of one file that a program writes; its output is one."""
 
 _SLOTS = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 """As many programs at once as there are cores: their time limits are meant for a core each."""
@@ -47,16 +50,23 @@ class ProgramOutcome:
     reason: str
     """`passed`, `timed out`, or `failed: ...`."""
     output: str
-    """Its output."""
+    """The beginning of its output, up to the limit."""
     without_network: bool
+    output_is_whole: bool = True
+    """False where there was more."""
 
 
-async def run_program(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> ProgramOutcome:
+async def run_program(
+    program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False, output_bytes: int = 0
+) -> ProgramOutcome:
     """`run_program_here` on a thread that waits for it."""
-    return await asyncio.to_thread(run_program_here, program, limits, stdin=stdin, may_exit=may_exit)
+    how: dict[str, Any] = {"stdin": stdin, "may_exit": may_exit, "output_bytes": output_bytes}
+    return await asyncio.to_thread(run_program_here, program, limits, **how)
 
 
-def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> ProgramOutcome:
+def run_program_here(
+    program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False, output_bytes: int = 0
+) -> ProgramOutcome:
     """Run a Python program to its end or its limit.
 
     It has passed only if the child says so with a word that it alone was told: a program that ends the process by
@@ -70,13 +80,16 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
         limits: of time and memory.
         stdin: what it reads.
         may_exit: whether `sys.exit(0)` is an end like any other.
+        output_bytes: read of its output, where that is more than `MOST_OUTPUT`.
     """
+    most_output = max(MOST_OUTPUT, output_bytes)
     word = secrets.token_hex(16)
     with _SLOTS, tempfile.TemporaryDirectory(prefix="prime-hpc-code-") as folder:
         verdict_read, verdict_write = os.pipe()
         os.set_blocking(verdict_read, False)  # what the program has started may hold the other end open
         order = {"program": program, "word": word, "may_exit": may_exit}
         order |= {"seconds": limits.seconds, "memory_mib": limits.memory_mib}
+        order["file_bytes"] = max(MOST_FILE_BYTES, most_output + 1)
         order_path = Path(folder, "order.json")
         order_path.write_text(json.dumps(order | {"verdict": verdict_write}), encoding="utf-8")
         out_path, in_path = Path(folder, "out"), Path(folder, "in")
@@ -97,13 +110,14 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
                 os.close(verdict_write)
                 timed_out = _wait(child, limits.seconds + GRACE_S)
             said = "" if timed_out else _read(verdict_read)
-            # the first process of a namespace ignores SIGXCPU: the limit of CPU time ends it with SIGKILL
+            # where soft and hard limit of CPU time are the same, the kernel may end it with SIGKILL
             was_killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
             timed_out |= was_killed and time.monotonic() - began >= limits.seconds
         finally:
             os.close(verdict_read)
         with out_path.open("rb") as file:
-            output = file.read(MOST_OUTPUT).decode(errors="replace")
+            output = file.read(most_output).decode(errors="replace")
+            is_whole = not file.read(1)
     if timed_out or child.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         return ProgramOutcome(False, "timed out", output, False)
     if child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and is_led():
@@ -112,7 +126,7 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
         raise RuntimeError("Slurm's warning (SIGTERM to the whole job) came while a program ran")
     if said.startswith(word):
         flag, _, reason = said.removeprefix(word).partition(" ")
-        return ProgramOutcome(reason == "passed", reason, output, flag == "0")
+        return ProgramOutcome(reason == "passed", reason, output, flag == "0", is_whole)
     return ProgramOutcome(False, f"failed: it ended by itself (exit code {child.returncode})", output, False)
 
 

@@ -9,15 +9,21 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-_FENCE = re.compile(r"```(?:[Pp]ython\d?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(
+    r"(?:^[ \t]*```[ \t]*(?P<language>[^\s`]*)[^\n`]*|```(?P<after_text>[^\s`]+)[ \t]*)\n(?P<block>.*?)(?:```|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""A block of any language, for else its closing fence would open one. Behind text, a fence opens only by a language."""
+_PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 
 IMPORTS = (
     "import sys\nimport math\nimport json\nimport re\nimport heapq\nimport bisect\nimport random\nimport string\n"
     "import itertools\nimport functools\nimport collections\nfrom typing import *\nfrom math import *\n"
     "from heapq import *\nfrom bisect import *\nfrom itertools import *\nfrom functools import *\n"
-    "from collections import *\nsys.setrecursionlimit(50000)\n"
+    "from collections import *\nfrom builtins import *\nsys.setrecursionlimit(50000)\n"
 )
-"""Imports that solutions of contest problems take for granted."""
+"""Imports that solutions of contest problems take for granted; the built-in names last: `math` has a `pow` of two
+arguments."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,17 @@ class Case:
 
 
 def code_in(reply: str) -> str:
-    """Return the last fenced block after the thoughts, or the whole text without one."""
+    """Return the last fenced block after the thoughts that is called Python, else the last one without a language, else
+    the whole text."""
     said = reply.rpartition("</think>")[2]
-    blocks = _FENCE.findall(said)
-    return blocks[-1] if blocks else said
+    named, unnamed = "", ""
+    for found in _FENCE.finditer(said):
+        language = found["language"] or found["after_text"] or ""
+        if _PYTHON.fullmatch(language):
+            named = found["block"]
+        elif not language:
+            unnamed = found["block"]
+    return named or unnamed or said
 
 
 def humaneval_program(problem: dict[str, Any], reply: str) -> str:

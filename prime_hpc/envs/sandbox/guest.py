@@ -8,7 +8,8 @@ It shares its user with what it runs, so the host believes nothing that it says 
 Frames, both ways, on standard input: two big-endian 32-bit lengths, a head, bytes. Heads to the guest are marshalled
 (it trusts the host), those to the host are lines of text:
 
-    host -> guest  {"op": "run", "argv" | "program": length of its source, "env", "word", "may_exit", "wall_s"},
+    host -> guest  {"op": "run", "argv" | "program": length of its source, "env", "word", "may_exit", "wall_s", "cpu_s",
+                    "output": bytes kept of its output},
                    {"op": "write", "path"}, {"op": "read", "path", "most"}
     guest -> host  "ok"; "error", why; "ended", exit code, ended_by, length of the first output, dropped bytes, verdict
 
@@ -100,11 +101,16 @@ def shared_memory() -> int:
 def unnamed_files(pids: list[str]) -> dict[tuple[int, int], int]:
     """Bytes of files that are in memory alone, by their identity."""
     found: dict[tuple[int, int], int] = {}
+    for pid in _hidden.keys() - set(pids):  # collected since the last look
+        del _hidden[pid]
     for pid in pids:
         try:
             names = os.listdir(f"/proc/{pid}/fd")
         except PermissionError:
-            _hidden.setdefault(pid, time.monotonic())
+            if is_over(pid):
+                _hidden.pop(pid, None)
+            else:
+                _hidden.setdefault(pid, time.monotonic())
             continue
         except OSError:
             continue
@@ -118,6 +124,19 @@ def unnamed_files(pids: list[str]) -> dict[tuple[int, int], int]:
             except OSError:
                 pass
     return found
+
+
+def is_over(pid: str) -> bool:
+    """Say whether nothing of a process is left but its exit code, whose files are then root's.
+
+    One whose first thread alone has ended is a zombie too, and has its memory still: it counts two threads.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] == b"Z" and int(fields[17]) == 1
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def exceeded(began: float, cpu_s: float, files_before: int) -> str:
@@ -243,8 +262,8 @@ def judge(program: str, may_exit: bool) -> str:
 class Kept:
     """The beginning of an output, and the number of bytes behind it."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd, self.data, self.dropped = fd, bytearray(), 0
+    def __init__(self, fd: int, most: int) -> None:
+        self.fd, self.most, self.data, self.dropped = fd, most, bytearray(), 0
         os.set_blocking(fd, False)
 
     def take(self) -> bool:
@@ -253,7 +272,7 @@ class Kept:
             chunk = os.read(self.fd, 1 << 16)
         except BlockingIOError:
             return True
-        room = max(0, LIMITS["output"] - len(self.data))
+        room = max(0, self.most - len(self.data))
         self.data += chunk[:room]
         self.dropped += max(0, len(chunk) - room)
         return bool(chunk)
@@ -285,7 +304,7 @@ def run(wake: int, order: dict[str, Any], payload: bytes) -> tuple[str, bytes]:
             os.close(fd)
         os.set_blocking(in_write, False)
         os.set_blocking(word_read, False)
-        outputs = {out_read: Kept(out_read), err_read: Kept(err_read)}
+        outputs = {out_read: Kept(out_read, order["output"]), err_read: Kept(err_read, LIMITS["output"])}
         code, ended_by = attend(wake, child, order, outputs, (in_write, given), began)
         kill_all()
         os.close(in_write)

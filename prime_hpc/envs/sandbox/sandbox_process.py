@@ -167,6 +167,7 @@ class Sandbox:
         may_exit: bool = False,
         wall_s: float | None = None,
         cpu_s: float | None = None,
+        output_bytes: int = 0,
     ) -> Ended:
         """Run a command, or a Python program, and end whatever it has left behind.
 
@@ -185,13 +186,14 @@ class Sandbox:
             may_exit: whether `sys.exit(0)` is a program's end like any other.
             wall_s: deadline; default `command_s`.
             cpu_s: CPU time of all its processes; default `cpu_s` of the configuration.
+            output_bytes: kept of its standard output, where that is more than `output_kib` of the configuration.
 
         Raises:
             SandboxFailed: the sandbox was gone before its first command began; or Slurm's warning came while a command
                 ran that did not end well, and may have ended a part of it.
         """
         began = time.monotonic()
-        ended = await self._run(argv, program, given, env, may_exit, wall_s, cpu_s)
+        ended = await self._run(argv, program, given, env, may_exit, wall_s, cpu_s, output_bytes)
         if is_led() and (ended.code or ended.ended_by or (argv is None and ended.verdict != "passed")):
             if ended.code == -signal.SIGTERM:
                 await asyncio.sleep(WARNED_WITHIN_S)
@@ -208,11 +210,13 @@ class Sandbox:
         may_exit: bool,
         wall_s: float | None,
         cpu_s: float | None,
+        output_bytes: int,
     ) -> Ended:
         source = program.encode(errors="surrogatepass")
         wall_s = self.config.command_s if wall_s is None else wall_s
         order: dict[str, Any] = {"op": "run", "wall_s": wall_s, "env": {**self._env, **(env or {})}}
         order["cpu_s"] = self.config.cpu_s if cpu_s is None else cpu_s
+        order["output"] = max(self.config.output_kib << 10, min(output_bytes, MOST_ANSWER >> 1))
         if argv is None:
             order |= {"program": len(source), "word": os.urandom(16).hex(), "may_exit": may_exit}
         else:

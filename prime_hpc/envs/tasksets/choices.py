@@ -14,7 +14,8 @@ __all__ = ["Choices"]
 LETTERS = "ABCD"
 INSTRUCTIONS = "Reason step by step, then give the letter of the right answer within \\boxed{}."
 FIELDS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-_SAID = re.compile(r"answer\s*(?:is|:)?\s*\**\s*\(?([A-D])\b", re.IGNORECASE)
+_SAID = re.compile(r"(?i:answer)[\s*_]*(?:(?i:is)\b[\s*_]*:?|:)(?:[\s*_$(\[]|\\[a-z]+\{)*([A-D])\b")
+"""The letter as a capital: `a` is an article."""
 
 
 class ChoiceData(vf.TaskData):
@@ -25,13 +26,13 @@ class ChoiceData(vf.TaskData):
 
 
 def letter_in(reply: str) -> str:
-    """Return the letter that a reply chooses: boxed, or after its last `answer is`; empty without."""
+    """Return the letter that a reply chooses: boxed, or after its last `answer is` or `answer:`; empty without."""
     said = reply.rpartition("</think>")[2]
-    boxed = re.sub(r"\\(?:text|mathrm|textbf)|[^A-Za-z]", "", vf.extract_boxed_answer(said, strict=True)).upper()
+    boxed = re.sub(r"\\[A-Za-z]+|[^A-Za-z]", "", vf.extract_boxed_answer(said, strict=True)).upper()
     if boxed in tuple(LETTERS):
         return boxed
     found = _SAID.findall(said)
-    return found[-1].upper() if found else ""
+    return found[-1] if found else ""
 
 
 def shuffled(question: str, answers: list[str]) -> list[str]:

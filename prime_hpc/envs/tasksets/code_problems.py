@@ -6,6 +6,7 @@ What the model writes is run in the environment's `sandbox`; without one, nothin
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -37,7 +38,9 @@ CONTEST = (
 
 
 Runner = Callable[..., Awaitable[ProgramOutcome]]
-"""Runs a Python program: `(program, *, stdin="", may_exit=False)`."""
+"""Runs a Python program: `(program, *, stdin="", may_exit=False, output_bytes=0)`."""
+SPARE_OUTPUT = 64 << 10
+"""Bytes of output beyond several times the expected one: white space and digits may be more than those expected."""
 
 
 class CodeData(vf.TaskData):
@@ -77,12 +80,15 @@ class CodeTask(vf.Task[CodeData]):
         if not isinstance(runtime, SandboxRuntime):
             raise SandboxError("the program was to be run in a sandbox, and the episode has none")
 
-        async def run(program: str, *, stdin: str = "", may_exit: bool = False) -> ProgramOutcome:
+        async def run(
+            program: str, *, stdin: str = "", may_exit: bool = False, output_bytes: int = 0
+        ) -> ProgramOutcome:
             given = stdin.encode(errors="surrogatepass")
             how: dict[str, Any] = {"may_exit": may_exit, "wall_s": seconds + GRACE_S, "cpu_s": seconds}
-            ended = await runtime.command(program=program, given=given, **how)
-            output = ended.stdout.decode(errors="replace")
-            return ProgramOutcome(ended.verdict == "passed", explain(ended), output, not runtime.has_network)
+            ended = await runtime.command(program=program, given=given, output_bytes=output_bytes, **how)
+            output, passed = ended.stdout.decode(errors="replace"), ended.verdict == "passed"
+            is_whole = not ended.dropped or len(ended.stdout) < output_bytes  # else it was the error output's
+            return ProgramOutcome(passed, explain(ended), output, not runtime.has_network, is_whole)
 
         return run
 
@@ -105,9 +111,12 @@ async def _contest(problem: dict[str, Any], code: str, run: Runner) -> ProgramOu
 
 
 async def _answers(code: str, case: Case, run: Runner) -> ProgramOutcome:
-    outcome = await run(IMPORTS + code, stdin=case.given, may_exit=True)
+    most = 4 * len(case.expected.encode(errors="surrogatepass")) + SPARE_OUTPUT
+    outcome = await run(IMPORTS + code, stdin=case.given, may_exit=True, output_bytes=most)
+    if outcome.passed and not outcome.output_is_whole:
+        return replace(outcome, passed=False, reason="failed: more output than expected")
     if outcome.passed and not same_output(outcome.output, case.expected):
-        return ProgramOutcome(False, "failed: another output", outcome.output, outcome.without_network)
+        return replace(outcome, passed=False, reason="failed: another output")
     return outcome
 
 

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from loguru import logger
+
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
@@ -229,16 +231,19 @@ class Shelf:
         ]
 
     def delete_expired(self) -> list[str]:
-        """Delete the saves whose time is over; returns their paths. What cannot be read is left alone."""
+        """Delete the saves whose time is over; returns their paths. What cannot be read or deleted is left alone, and
+        keeps nothing else from being deleted."""
         deleted = []
         for model_id in self.models():
             try:
-                expired = [saved for saved in self.saved(model_id) if saved.save.has_expired]
-                for saved in expired:
-                    self.delete(saved)
+                for saved in self.saved(model_id):
+                    if saved.save.has_expired:
+                        self.delete(saved)
+                        deleted.append(saved.path)
             except BadRequestError:
                 continue
-            deleted += [saved.path for saved in expired]
+            except OSError as error:
+                logger.warning(f"saves of {model_id} whose time is over could not be deleted: {error}")
         return deleted
 
 

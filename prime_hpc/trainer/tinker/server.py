@@ -124,8 +124,7 @@ class Server:
             await self._stopping.wait()
         finally:
             watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            await asyncio.gather(watching, return_exceptions=True)  # whatever it ended with
             await runner.cleanup()
             if self._engines is not None:
                 await self._engines.close()

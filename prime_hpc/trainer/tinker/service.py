@@ -73,16 +73,23 @@ class Service:
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
-            if now - swept > SWEEP_S:
-                swept = now
-                await asyncio.to_thread(self._sweep)
-            for session_id, session in list(self._sessions.items()):
-                if now - session.seen > self._timeout_s:
-                    logger.info(f"session {session_id}: silent for {self._timeout_s:g} s, it is over")
-                    self.finish(session_id)
-            for request_id, future in list(self._futures.items()):
-                if future.done.is_set() and now - future.ended > KEPT_S:
-                    del self._futures[request_id]
+            try:
+                if now - swept > SWEEP_S:
+                    swept = now
+                    await asyncio.to_thread(self._sweep)
+                self._look(now)
+            except Exception:  # noqa: BLE001 - without these looks no session would ever end
+                logger.opt(exception=True).error(f"a look for silent sessions failed; the next is in {LOOK_S:g} s")
+
+    def _look(self, now: float) -> None:
+        """End sessions that have fallen silent, forget results that nobody asked for."""
+        for session_id, session in list(self._sessions.items()):
+            if now - session.seen > self._timeout_s:
+                logger.info(f"session {session_id}: silent for {self._timeout_s:g} s, it is over")
+                self.finish(session_id)
+        for request_id, future in list(self._futures.items()):
+            if future.done.is_set() and now - future.ended > KEPT_S:
+                del self._futures[request_id]
 
     def _sweep(self) -> None:
         """Delete expired saves; on a file system that fails, the next sweep does."""
@@ -112,14 +119,17 @@ class Service:
         self._session(session_id).seen = time.monotonic()
 
     def finish(self, session_id: str) -> None:
-        """End a session: its adapters give their slots back, its unnamed saves go."""
+        """End a session: its adapters give their slots back, its unnamed saves go, where the file system lets them."""
         session = self._sessions.pop(session_id, None)
         for model_id in session.models if session is not None else ():
             self.remove(model_id)
         for sampler_id in session.samplers if session is not None else ():
             sampler = self._samplers.pop(sampler_id)
             if sampler.saved is not None and sampler.saved.name.startswith(UNNAMED):
-                self.shelf.delete(sampler.saved)
+                try:
+                    self.shelf.delete(sampler.saved)
+                except (OSError, BadRequestError) as error:
+                    logger.warning(f"{sampler.saved.path}, of a session that is over, could not be deleted: {error}")
         for model_id in session.models if session is not None else ():  # its samplers are gone
             self._published.pop(model_id, None)
 
