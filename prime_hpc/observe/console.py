@@ -86,7 +86,14 @@ class Tail:
             data = file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return [row for row in map(parse_row, data[:end].splitlines()) if row is not None]
+        return [_with_numbers(row) for row in map(parse_row, data[:end].splitlines()) if row is not None]
+
+
+def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with figures that are not finite as numbers; the file has them as text."""
+    return {
+        key: float(value) if key != "run" and value in ("nan", "inf", "-inf") else value for key, value in row.items()
+    }
 
 
 class Console:

@@ -205,6 +205,7 @@ def test_a_damaged_archive_is_refused(run_dir: Path, tmp_path: Path, capsys: pyt
     assert "no archive of a run does" in ask(capsys, "--restore", evil, back, code=1)
     assert "is no archive" in ask(capsys, "--restore", run_dir / "run.yaml", back, code=1)
     assert "is there already" in ask(capsys, "--restore", path, run_dir.parent, code=1)
+    assert "is there already" in ask(capsys, "--restore", path, run_dir, code=1), "in no other run"
 
 
 def test_what_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

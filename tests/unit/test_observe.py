@@ -1,6 +1,7 @@
 """Metrics, status, console and report: what a person and the supervisor read."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.Captu
     ):
         assert part in line
     assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
+
+
+def test_console_shows_figures_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are text in the file; a line for people ends no run."""
+    from prime_hpc.observe.logs import setup_logger
+
+    setup_logger("supervisor")
+    console = Console(tmp_path, 3, kind="sft")
+    metrics = MetricsWriter(tmp_path / "metrics" / "trainer.jsonl")
+    metrics.log(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, tokens_per_s=1.0, **{"time/step": 1.0})
+    metrics.close()
+    console.tick({})
+    said = capsys.readouterr().out
+    assert "loss nan" in said and "grad inf" in said and "lr -inf" in said
 
 
 def test_console_shows_the_runs_of_one_trainer_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.run_dirs import is_run
 
 
 @dataclass
@@ -54,7 +55,7 @@ def restore(archive: Path, folder: Path) -> Restored:
         raise StoreError(f"{archive}: holds no {INDEX}: it is no archive of a run, or was broken off")
     index = read_index((part / INDEX).read_bytes(), archive)
     compare(archive, {name: FileEntry(*entry) for name, entry in index["files"].items()}, folder_sums(part))
-    final = folder / str(index["run"]) if folder.is_dir() else folder
+    final = folder / str(index["run"]) if folder.is_dir() and not is_run(folder) else folder
     if final.exists():
         files.discard(part)
         raise StoreError(f"{final}: is there already; name another folder")
