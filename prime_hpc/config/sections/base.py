@@ -10,12 +10,7 @@ class Section(BaseModel):
     """A part of the experiment tree: unknown keys are errors, values are checked, nothing mutates."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        protected_namespaces=(),
-        hide_input_in_errors=True,
-        allow_inf_nan=False,  # no key means anything by them, and a role would end with them, or train with them
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), hide_input_in_errors=True
     )
 
 

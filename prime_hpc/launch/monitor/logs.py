@@ -90,9 +90,7 @@ def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int 
         return _job_output(run_dir, attempt)
     for number in [attempt] if attempt is not None else reversed(attempts_with_logs(run_dir)):
         folder = run_dir / "logs" / f"attempt_{number}" / role
-        if role == "trainer" and rank is not None and any(folder.glob("rank_*.log")):
-            if not (folder / f"rank_{rank}.log").exists():
-                continue  # it has no such rank
+        if role == "trainer" and rank is not None and (folder / f"rank_{rank}.log").exists():
             return Source(folder / f"rank_{rank}.log", role, number)
         name = f"{role}_{rank}.log" if role in _SERVERS and rank else f"{role}.log"
         if (folder / name).exists():

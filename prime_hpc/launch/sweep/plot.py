@@ -1,14 +1,66 @@
-"""The picture of a sweep's results: the metric over steps, a line a point, or bars where there are no curves."""
+"""The picture of a sweep's results: the metric over steps, or bars where there are no curves.
 
-from collections.abc import Sequence
+A line is a point; of points that differ in their seed alone it is their mean, in a band from the least to the greatest.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.launch.sweep.results import Metric, Result
+from prime_hpc.launch.sweep.results import Metric, Result, by_seed
 
 LEGEND_AT_MOST = 15
 """With more points only the best of them are named."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of the picture: all the seeds of a point, at the steps that each has."""
+
+    label: str
+    value: float
+    """Mean over the seeds of the value that results show."""
+    steps: list[int]
+    means: list[float]
+    lows: list[float]
+    highs: list[float]
+
+
+def curves(results: Sequence[Result], metric: Metric) -> list[Curve]:
+    """Return the lines, best first."""
+    groups = by_seed(results)
+    if not groups:
+        return [_curve(f"{result.view.row.name} ({result.value:.4g})", [result]) for result in results]
+    found = []
+    for values, members in groups:
+        mean = sum(member.value or 0.0 for member in members) / len(members)
+        seeds = f"{len(members)} seeds" if len(members) > 1 else "1 seed"
+        found.append(_curve(f"{_short(values) or 'the experiment'} ({mean:.4g}, {seeds})", members))
+    return sorted(found, key=lambda curve: -curve.value if metric.goal == "max" else curve.value)
+
+
+def _curve(label: str, members: Sequence[Result]) -> Curve:
+    series = [dict(zip(member.steps, member.series, strict=True)) for member in members]
+    steps = sorted(set(series[0]).intersection(*series[1:]))
+    columns = [[values[step] for values in series] for step in steps]
+    mean = sum(member.value or 0.0 for member in members) / len(members)
+    means = [sum(column) / len(column) for column in columns]
+    return Curve(label, mean, steps, means, [min(column) for column in columns], [max(column) for column in columns])
+
+
+def _short(values: Mapping[str, Any]) -> str:
+    """Return values under the ends of their keys, which tell them apart."""
+    return " ".join(f"{'.'.join(_end_of(key, values))}={value}" for key, value in values.items())
+
+
+def _end_of(key: str, keys: Mapping[str, Any]) -> list[str]:
+    words = key.split(".")
+    for count in range(1, len(words)):
+        if sum(other.split(".")[-count:] == words[-count:] for other in keys) == 1:
+            return words[-count:]
+    return words
 
 
 def draw(results: Sequence[Result], metric: Metric, title: str, path: Path) -> None:
@@ -46,25 +98,31 @@ def draw(results: Sequence[Result], metric: Metric, title: str, path: Path) -> N
 def _lines(axes: Any, results: Sequence[Result], metric: Metric) -> None:
     from matplotlib import colormaps
 
-    colors = colormaps["viridis"]
-    for rank, result in enumerate(results):
-        label = f"{result.view.row.name} ({result.value:.4g})" if rank < LEGEND_AT_MOST else None
-        color = colors(rank / max(1, len(results) - 1) * 0.92)  # the last tenth is too pale on white
+    colors, lines = colormaps["viridis"], curves(results, metric)
+    for rank, line in enumerate(lines):
+        color = colors(rank / max(1, len(lines) - 1) * 0.92)  # the last tenth is too pale on white
+        style: dict[str, Any] = {"color": color, "zorder": 2 + len(lines) - rank}
         axes.plot(
-            result.steps,
-            result.series,
-            "o-" if len(result.steps) < 25 else "-",
-            color=color,
-            label=label,
+            line.steps,
+            line.means,
+            "o-" if len(line.steps) < 25 else "-",
+            label=line.label if rank < LEGEND_AT_MOST else None,
             markersize=3,
             linewidth=1.2,
-            zorder=len(results) - rank,
+            **style,
         )
+        if line.lows != line.highs:
+            axes.fill_between(line.steps, line.lows, line.highs, alpha=0.15, linewidth=0, **style)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(metric.name)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small", title=None if len(results) <= LEGEND_AT_MOST else "the best")
+    axes.legend(
+        frameon=False,
+        fontsize="small",
+        title=None if len(lines) <= LEGEND_AT_MOST else "the best",
+        **({"loc": "upper left", "bbox_to_anchor": (0, -0.12)} if len(lines) > 4 else {}),
+    )
 
 
 def _bars(axes: Any, results: Sequence[Result], metric: Metric) -> None:

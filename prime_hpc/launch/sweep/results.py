@@ -193,8 +193,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def over_seeds(results: Iterable[Result], goal: Literal["max", "min"]) -> list[SeedGroup]:
-    """Means over seeds, best first; empty where no two points differ in their seed alone."""
+def by_seed(results: Iterable[Result]) -> list[tuple[dict[str, Any], list[Result]]]:
+    """Return points that have a value, those that differ in their seed alone together, with the values that they share;
+    empty where no two do."""
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         if result.value is not None:
@@ -202,10 +203,15 @@ def over_seeds(results: Iterable[Result], goal: Literal["max", "min"]) -> list[S
             groups[json.dumps(rest, sort_keys=True, default=str)].append(result)
     if not any(len(members) > 1 for members in groups.values()):
         return []
+    return [(json.loads(key), members) for key, members in groups.items()]
+
+
+def over_seeds(results: Iterable[Result], goal: Literal["max", "min"]) -> list[SeedGroup]:
+    """Means over seeds, best first; empty where no two points differ in their seed alone."""
     found = []
-    for key, members in groups.items():
+    for shared, members in by_seed(results):
         values = [member.value for member in members if member.value is not None]
         mean = sum(values) / len(values)
         spread = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-        found.append(SeedGroup(json.loads(key), mean, math.sqrt(spread), len(values)))
+        found.append(SeedGroup(shared, mean, math.sqrt(spread), len(values)))
     return sorted(found, key=lambda group: -group.mean if goal == "max" else group.mean)

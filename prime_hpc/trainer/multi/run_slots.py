@@ -36,6 +36,8 @@ ENDED_LOOK_S = 15.0
 """The same for runs that ended: there may be many of them, and all that can happen is that one is resumed."""
 STATE_S = 2.0
 """Progress is written into `state.json` no more often."""
+DELETION_S = 0.5
+"""Longest look whether a run that failed is being deleted."""
 UNREAD_S = 5.0
 """Between two tries to begin a run of which something cannot be read."""
 UNCHANGED_S = 5.0
@@ -326,9 +328,16 @@ class RunSlots:
         state = replace(before, step=step, num_samples=num_samples, num_tokens=num_tokens)
         self._set(name, state, write=time.time() - before.time > STATE_S)
 
+    def _is_deleted(self, name: str) -> bool:
+        """Return whether a run's directory is gone, or going: its files go one by one."""
+        end = time.monotonic() + DELETION_S
+        while not (is_gone := RUN_YAML not in files.list_dir(self._dir / name)) and time.monotonic() < end:
+            time.sleep(DELETION_S / 10)
+        return is_gone
+
     def ended(self, name: str, phase: Phase, reason: str | None) -> None:
         """Free the slot of a run that ended (or never began)."""
-        if phase == "failed" and name in self._slots and RUN_YAML not in files.list_dir(self._dir / name):
+        if phase == "failed" and name in self._slots and self._is_deleted(name):
             phase, reason = "removed", f"{DELETED} ({reason})"
         if name in self._slots:
             self._slots[self._slots.index(name)] = None
