@@ -16,7 +16,7 @@ from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
 from prime_hpc.evals.versions import Version, find_versions
-from prime_hpc.store.artifact import read_manifest
+from prime_hpc.store.artifact import MANIFEST, read_manifest
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import write_atomic
@@ -128,11 +128,15 @@ def _versions(experiment: Experiment) -> list[Version]:
 
 
 def _weights_of(folder: Path) -> str | None:
-    """Sum over a version's weights: its manifest's, else of samples of its files."""
+    """Sum over a version's weights: its manifest's; where it has none, of samples of its files.
+
+    Raises:
+        ConfigError: one of these cannot be read: another sum would stand for other weights.
+    """
     try:
-        return read_manifest(folder).digest
-    except StoreError:
-        return weights_fingerprint(folder) or None
+        return read_manifest(folder).digest if (folder / MANIFEST).is_file() else weights_fingerprint(folder) or None
+    except (StoreError, OSError) as error:
+        raise ConfigError(Problem(f"{folder}: its weights cannot be told: {error}", "eval.weights_dir")) from error
 
 
 def _sum_of(config: SynthesizeConfig) -> str:

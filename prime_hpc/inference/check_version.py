@@ -13,12 +13,11 @@ from pathlib import Path
 
 from loguru import logger
 
+from prime_hpc.store import model_files
 from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, verify_artifact
 from prime_hpc.store.io.files import await_name
 from prime_hpc.weight_transport.transport import VersionReader, transport_of
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 LM_HEAD = "lm_head.weight"
 ADAPTER = "adapter_model.safetensors"
@@ -45,14 +44,14 @@ def weight_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         raise BadVersionError(f"{path} is not a directory on this node")
-    if (path / INDEX).is_file():
-        names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = [SINGLE]
-    for name in names:
-        if not (path / name).is_file():
-            raise BadVersionError(f"{path / name} is missing")
-    return [path / name for name in names]
+    try:
+        found = model_files.weight_files(path) or [path / model_files.SINGLE]
+    except ValueError as error:
+        raise BadVersionError(str(error)) from error
+    for file in found:
+        if not file.is_file():
+            raise BadVersionError(f"{file} is missing")
+    return found
 
 
 def read_signature(path: Path) -> Signature:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metrics import parse_row
+from prime_hpc.observe.metrics import number_of, parse_row
 from prime_hpc.runtime.clock import AwakeClock
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -91,9 +91,8 @@ class Tail:
 
 def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with figures that are not finite as numbers; the file has them as text."""
-    return {
-        key: float(value) if key != "run" and value in ("nan", "inf", "-inf") else value for key, value in row.items()
-    }
+    texts = {key: number_of(value) for key, value in row.items() if isinstance(value, str) and key != "run"}
+    return row | {key: number for key, number in texts.items() if number is not None}
 
 
 class Console:

@@ -485,7 +485,7 @@ class Orchestrator:
             start_version=self.start_step,
             last_version=self.last_step,
             on_report=self._report_evaluation,
-            newest=newest_evaluated(read_metrics(self.parts.paths.metrics("orchestrator"))),
+            newest=newest_evaluated(read_metrics(self.parts.paths.metrics("orchestrator")) if self.start_step else ()),
         )
 
     def _report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:

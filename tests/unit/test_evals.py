@@ -154,6 +154,16 @@ def test_versions_of_a_run_that_was_begun_anew_are_others(tmp_path: Path) -> Non
         refuse_others(experiment(*argv, "10,20"), tmp_path)
 
 
+def test_a_version_whose_manifest_cannot_be_read_is_no_other_one(tmp_path: Path) -> None:
+    """What a file system fails to show for a moment must not stand for other weights."""
+    folder = tmp_path / "weights" / "step_000010"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"a" * 100)
+    (folder / "manifest.json").write_bytes(b"{")
+    with pytest.raises(ConfigError, match=r"step_000010: its weights cannot be told"):
+        settings_of(experiment("--weights-dir", str(tmp_path / "weights"), "--steps", "10"))
+
+
 @pytest.mark.parametrize(
     ("versions", "is_api", "error"),
     [

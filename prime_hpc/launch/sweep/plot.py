@@ -32,22 +32,23 @@ def curves(results: Sequence[Result], metric: Metric) -> list[Curve]:
     """Return the lines, best first."""
     groups = by_seed(results)
     if not groups:
-        return [_curve(f"{result.view.row.name} ({result.value:.4g})", [result]) for result in results]
-    found = []
-    for values, members in groups:
-        mean = sum(member.value or 0.0 for member in members) / len(members)
-        seeds = f"{len(members)} seeds" if len(members) > 1 else "1 seed"
-        found.append(_curve(f"{_short(values) or 'the experiment'} ({mean:.4g}, {seeds})", members))
+        return [_curve(result.view.row.name, [result]) for result in results]
+    found = [_curve(_short(values) or "the experiment", members, of_seeds=True) for values, members in groups]
     return sorted(found, key=lambda curve: -curve.value if metric.goal == "max" else curve.value)
 
 
-def _curve(label: str, members: Sequence[Result]) -> Curve:
+def _curve(name: str, members: Sequence[Result], *, of_seeds: bool = False) -> Curve:
     series = [dict(zip(member.steps, member.series, strict=True)) for member in members]
     steps = sorted(set(series[0]).intersection(*series[1:]))
     columns = [[values[step] for values in series] for step in steps]
-    mean = sum(member.value or 0.0 for member in members) / len(members)
-    means = [sum(column) / len(column) for column in columns]
-    return Curve(label, mean, steps, means, [min(column) for column in columns], [max(column) for column in columns])
+    value = _mean([member.value or 0.0 for member in members])
+    seeds = f", {len(members)} seed{'s' * (len(members) > 1)}" if of_seeds else ""
+    band = [min(column) for column in columns], [max(column) for column in columns]
+    return Curve(f"{name} ({value:.4g}{seeds})", value, steps, [_mean(column) for column in columns], *band)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _short(values: Mapping[str, Any]) -> str:
