@@ -158,8 +158,13 @@ VERBS: dict[str, Verb] = {
     ),
     "metrics": Verb(
         "A run's figures in Prometheus' text form; --scrape-config: how Prometheus reads all runs of a folder.",
-        "[RUN|FOLDER]",
-        (("--scrape-config", "print a configuration for Prometheus instead; makes the folder's token"),),
+        "RUN",
+        (
+            (
+                "--scrape-config",
+                "print a configuration for Prometheus instead, of a FOLDER's runs; makes its token",
+            ),
+        ),
         "run.metrics",
         False,
     ),

@@ -306,7 +306,7 @@ def test_what_cannot_be_packed(
 
     refused("pack", "--format", "zip", code=2, said="squashfs, tar.zst, tar.gz")
     refused("pack", "--output", str(venv / "x.tar.gz"), "--format", "tar.gz", code=2, said="in the environment itself")
-    refused("show", str(tmp_path / "none"), code=2, said="cannot be read")
+    refused("show", str(tmp_path / "none"), code=2, said="no such file")
     refused("unpack", code=2, said="say env pack")
     (tmp_path / "file").touch()
     refused("pack", "--output", str(tmp_path / "file" / "x"), "--format", "tar.gz", code=1, said="")

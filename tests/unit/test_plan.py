@@ -249,8 +249,10 @@ def test_where_a_job_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return resolve_launch(Experiment.model_validate({"launch": value}))
 
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    (tmp_path / "slurm.conf").write_text("ClusterName=here\n")
     assert (launch("auto"), launch("slurm"), launch("local")) == ("local", "slurm", "local")
-    assert "no sbatch found" in launcher()
+    assert "there is no sbatch on PATH" in launcher()
     sbatch = tmp_path / "sbatch"
     sbatch.write_text("#!/bin/sh\n")
     sbatch.chmod(0o755)

@@ -18,6 +18,7 @@ from prime_hpc.launch.lint import (
     file_rules,
     model_rules,
     network_rules,
+    own_code_rules,
     parallel_rules,
     run_rules,
     sharing_rules,
@@ -39,9 +40,11 @@ _ANYWHERE: tuple[Check, ...] = (
     *parallel_rules.CHECKS,
     *run_rules.CHECKS,
     *env_rules.CHECKS,
+    *own_code_rules.CHECKS,
+    run_rules.output,
     *sharing_rules.CHECKS,
 )
-_ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS)
+_ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS, run_rules.output)
 _SLURM_ALONE: tuple[Check, ...] = (
     *slurm_rules.CHECKS,
     *container_rules.CHECKS,
@@ -63,6 +66,9 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     if subject.placement is not None:
         found += _renders(subject, subject.placement)
     found = list(dict.fromkeys(found))  # roles inherit the same options: what is wrong with one is said once
+    # a value that its own rule refuses is also why the roles cannot be placed
+    stated = {f.key for f in found if f.severity == "error" and f.code != "PH308"}
+    found = [f for f in found if f.code != "PH308" or f.key not in stated]
     return sorted(found, key=lambda f: (_ORDER[f.severity], f.code))
 
 

@@ -61,6 +61,8 @@ CODES = {
     "PH230": "more workers of environments than CPUs",
     "PH231": "addresses of environments' workers without workers",
     "PH232": "an environment that is not installed",
+    "PH233": "code of your own that cannot be imported",
+    "PH234": "output directory that cannot be one",
     "PH240": "alarms over unknown metrics",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",

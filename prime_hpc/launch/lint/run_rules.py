@@ -1,6 +1,7 @@
 """Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints, alarms."""
 
 import itertools
+import os
 from collections.abc import Iterator
 
 from prime_hpc.config.child_config import is_parent
@@ -330,6 +331,15 @@ def alarms(subject: Subject) -> Iterator[Finding]:
         elif split_metric(rule.metric)[0] == "orchestrator" and not experiment.samples:
             text = f"{rule.metric}: this run has no orchestrator"
             yield Finding("PH240", "warning", key, text, "a metric of the trainer")
+
+
+def output(subject: Subject) -> Iterator[Finding]:
+    """Find a file where directories would be made."""
+    run_dir = subject.experiment.run_dir
+    file = next((path for path in (run_dir, *run_dir.parents) if os.path.isfile(path)), None)  # noqa: PTH113 - EACCES: no
+    if file is not None:
+        key = "name" if file == run_dir else "output_dir"
+        yield Finding("PH234", "error", key, f"{file} is a file: no directory can be made there", "another directory")
 
 
 CHECKS = (

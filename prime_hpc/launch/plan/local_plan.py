@@ -4,7 +4,6 @@
 """
 
 import os
-import shutil
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment
@@ -13,6 +12,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_role
 from prime_hpc.config.run_files import TINKER_URL
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
+from prime_hpc.slurm.client import why_not_in_force
 from prime_hpc.slurm.options import Options
 from prime_hpc.slurm.placement import Component, PlacedRole, Placement, RoleGroup
 from prime_hpc.store.child_runs import list_children
@@ -20,18 +20,18 @@ from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
 
 
 def resolve_launch(experiment: Experiment) -> Literal["slurm", "local"]:
-    """Decide where `submit` would start the job: as the experiment says, else through Slurm where there is an
-    sbatch."""
+    """Decide where `submit` would start the job: as the experiment says, else through Slurm where one is in force."""
     if experiment.launch != "auto":
         return experiment.launch
-    return "slurm" if shutil.which("sbatch") else "local"
+    return "slurm" if why_not_in_force() is None else "local"
 
 
 def launcher() -> str:
     """Name the launcher of a local job, in one line."""
-    if shutil.which("sbatch"):
+    why = why_not_in_force()
+    if why is None:
         return "submitit's LocalExecutor on this machine (there is a Slurm here: --launch slurm takes it)"
-    return "submitit's LocalExecutor on this machine (no sbatch found: no Slurm here)"
+    return f"submitit's LocalExecutor on this machine ({why})"
 
 
 def _is_rl(experiment: Experiment) -> bool:

@@ -50,7 +50,10 @@ def _pack(given: Given, program: str) -> int:
 
 def _show(given: Given) -> int:
     (word,) = given.arguments(1, least=1)
-    facts = PackFacts.read(Path(word).expanduser().absolute())
+    pack = Path(word).expanduser().absolute()
+    if not pack.exists():
+        raise ConfigError(f"{pack}: no such file; prime-hpc env pack makes one")
+    facts = PackFacts.read(pack)
     is_current = facts.hash == environment_hash(Path(sys.prefix))
     if "--json" in given:
         print_json({**asdict(facts), "is_current": is_current})

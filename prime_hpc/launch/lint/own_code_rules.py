@@ -1,0 +1,94 @@
+"""Lint of code that a config names by its import path (`module:function`): found and read, never imported."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from prime_hpc.config.sections.names import is_import_path
+from prime_hpc.launch.checks import starts_elsewhere
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
+
+
+def _named(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Yield key and import path of a user's own code."""
+    experiment = subject.experiment
+    names: list[tuple[str, str | None]] = []
+    if experiment.kind == "rl":
+        orchestrator, curriculum = experiment.orchestrator, experiment.orchestrator.curriculum
+        advantage = orchestrator.advantage
+        names = [
+            ("trainer.loss.type", experiment.trainer.loss.type),
+            ("orchestrator.advantage.type", advantage.type),
+            ("orchestrator.advantage.echo.filter", advantage.echo.filter if advantage.echo is not None else None),
+            *((f"orchestrator.env.{index}.algorithm", env.algorithm) for index, env in enumerate(orchestrator.env)),
+            ("orchestrator.curriculum.sampler.type", curriculum.sampler.type),
+            *(
+                (f"orchestrator.curriculum.gates.{index}.type", gate.type)
+                for index, gate in enumerate(curriculum.gates)
+            ),
+        ]
+    yield from ((key, name) for key, name in names if name is not None and is_import_path(name))
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Return where a module is, looked up without importing the packages above it."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for number in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _defines(tree: ast.Module, name: str) -> bool:
+    """Return whether a module may have an attribute: anything in it that is not plain counts as yes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name in (name, "__getattr__"):
+                return True
+            case ast.Name() if node.id in (name, "globals", "setattr", "exec"):
+                return True
+            case ast.alias() if "*" in node.name or (node.asname or node.name) == name:
+                return True
+    return False
+
+
+def _lack(path: str) -> str | None:
+    """Say why code cannot be imported; None: it can, as far as its source tells."""
+    module, _, attribute = path.partition(":")
+    if module.split(".")[0] in sys.builtin_module_names:
+        return None
+    spec = _find(module)
+    if spec is None:
+        here = Path(*module.split(".")).with_suffix(".py")
+        aside = (
+            f"; {here} is below this directory, where the roles do not look (they start with python -P)"
+            if here.is_file()
+            else ""
+        )
+        return f"there is no module {module!r}{aside}"
+    if not (spec.origin or "").endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(str(spec.origin)).read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{spec.origin} cannot be read as Python: {error}"
+    return None if _defines(tree, attribute) else f"{spec.origin} defines no {attribute!r}"
+
+
+def found(subject: Subject) -> Iterator[Finding]:
+    """Code that is not there: an error where the roles run in this Python environment."""
+    elsewhere = subject.is_slurm and starts_elsewhere(subject.experiment, subject.site)
+    severity: Severity = "warning" if elsewhere else "error"
+    for key, path in _named(subject):
+        if (lack := _lack(path)) is not None:
+            remedy = "install the module where the roles run, set PYTHONPATH, or mend the name"
+            yield Finding("PH233", severity, key, f"{path!r} cannot be imported: {lack}", remedy)
+
+
+CHECKS = (found,)
