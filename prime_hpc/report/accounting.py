@@ -78,7 +78,7 @@ def account(
         submitted: of the newest submission, epoch seconds.
         until: end of what has not ended, epoch seconds.
         ready: when all roles of an attempt were ready, for those that did not live to write it.
-        lives: of the run's jobs, where Slurm's accounting says.
+        lives: of the run's jobs, where Slurm's accounting says; of `own_lives`.
 
     Returns:
         `rows` one an attempt, `total`, the facts of the devices, and `slurm`: what Slurm accounted for, or None.
@@ -114,13 +114,17 @@ def account(
 
 
 def charged_hours(spent: Mapping[str, Any]) -> float | None:
-    """Return what Slurm accounted for of a run, else what its jobs held, device-hours; None: neither is known.
+    """Return the device-hours of a run: what Slurm accounted for, and of attempts that it does not know what their jobs
+    held; None: neither is known.
 
     Args:
         spent: of `account`.
     """
-    hours = spent["slurm"]["hours"] if spent["slurm"] is not None else spent["total"]["held_hours"]
-    return None if hours is None else float(hours)
+    slurm = spent["slurm"]
+    rest = [row["held_hours"] for row in spent["rows"] if slurm is None or not row["by_slurm"]]
+    if any(hours is None for hours in rest) or (slurm is None and not rest):
+        return None
+    return float(sum(rest)) + (slurm["hours"] if slurm is not None else 0.0)
 
 
 def _last_sign(
@@ -201,6 +205,7 @@ def _row(
         "held": held,
         "held_hours": None if held is None else wall * held / 3600,
         "held_nodes": number_of(allocated.get("nodes")),
+        "by_slurm": span.life is not None,
     }
 
 
@@ -230,7 +235,8 @@ def _total(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _slurm(
     rows: Sequence[Mapping[str, Any]], lives: Sequence[JobLife], spans: Sequence[Held], devices: Devices
 ) -> dict[str, Any] | None:
-    """Hours that Slurm charged, beside the sum of the rows; those of lives in which no attempt began stand apart."""
+    """Hours that Slurm charged, beside the sum of the rows that it knows; those of lives in which no attempt began
+    stand apart."""
     is_gpu = devices.kind == "GPU"
     if not lives or (is_gpu and any(life.gpus is None for life in lives)):
         return None
@@ -241,12 +247,13 @@ def _slurm(
     claimed = {id(span.life) for span in spans}
     charged = sum(map(hours, lives))
     idle = sum(hours(life) for life in lives if id(life) not in claimed)
-    held = sum(row["held_hours"] or 0.0 for row in rows)
+    held = sum(row["held_hours"] or 0.0 for row in rows if row["by_slurm"])
     return {
         "hours": charged,
         "without_attempt": idle,
         "difference": (held + idle) / charged - 1 if charged else None,
         "lives": len(lives),
+        "unknown_attempts": sum(not row["by_slurm"] for row in rows if row["ended"] is not None),
     }
 
 

@@ -24,12 +24,13 @@ class ChosenRuns:
     num_left_out: int = 0
 
 
-def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS) -> ChosenRuns:
+def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS, *, may_be_none: bool = False) -> ChosenRuns:
     """Find the runs.
 
     Args:
         words: runs, sweeps, folders.
         most: runs at most; None: all.
+        may_be_none: a folder without runs means none, and is no mistake.
 
     Raises:
         ConfigError: a word means no run, sweep or folder of runs.
@@ -37,7 +38,7 @@ def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS) -> ChosenRun
     found: list[tuple[Path, str]] = []
     homes: list[Path] = []
     for word in words:
-        home, some = _of_word(word)
+        home, some = _of_word(word, may_be_none)
         homes.append(home)
         found += some
     unique = list({path.resolve(): (path, name) for path, name in found}.values())
@@ -50,14 +51,19 @@ def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS) -> ChosenRun
     return ChosenRuns(paths[:most], names[:most], home, title, max(0, len(paths) - most))
 
 
-def _of_word(word: str) -> tuple[Path, list[tuple[Path, str]]]:
+def _of_word(word: str, may_be_none: bool) -> tuple[Path, list[tuple[Path, str]]]:
     direct = Path(word).expanduser()
     for folder in (direct, outputs_folder() / word):
         if folder.is_dir() and not is_run(folder):
             below = _sorted(list_runs(folder), folder)
             if below:
                 return folder, below
-    run = find_run(word)
+    try:
+        run = find_run(word)
+    except ConfigError:
+        if may_be_none and direct.is_dir():
+            return direct, []
+        raise
     children = [child for child in run.glob(f"{PREFIX}*") if child.is_dir() and is_run(child)]
     return run, [(run, run.resolve().name), *_sorted(children, run.parent)]
 

@@ -20,10 +20,11 @@ from prime_hpc.report.phases import (
     trainer_seconds,
 )
 from prime_hpc.report.series import Curves, Faults, number_of, read_lines
+from prime_hpc.report.spans import own_lives
 from prime_hpc.report.timeline import ready_times
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.child_runs import list_children, parent_of
-from prime_hpc.store.run_dirs import AttemptRow, read_record, read_rows
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record, read_rows
 
 _CONFIG_BYTES = 4 << 20
 _OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_", "memory")
@@ -40,6 +41,8 @@ class RunHours:
     orchestrator: Phases
     submitted: float | None
     """Newest submission, epoch seconds."""
+    lives: list[JobLife]
+    """Of the run's own jobs."""
 
 
 def read_hours(
@@ -58,11 +61,13 @@ def read_hours(
         config: of `read_config`.
         attempts: rows of `attempts.jsonl`.
         is_under_way: an attempt that has written no end goes on.
-        lives: of the run's jobs, where Slurm's accounting says.
+        lives: of jobs with the run's ids, where Slurm's accounting says.
         curves: of `trainer` and `orchestrator`, that take every row too; None: nobody wants them.
     """
     trainer, orchestrator = Phases(TRAINER, attempts), Phases(ORCHESTRATOR, attempts, role="orchestrator")
-    submitted = number_of((read_record(path) or {}).get("time"))
+    submission = read_record(path) or SubmissionRecord()
+    submitted = number_of(submission.get("time"))
+    own = own_lives(lives, attempts, submission)
     trained, served = (curves[role] if curves is not None else None for role in ("trainer", "orchestrator"))
     children = [path / name for name in list_children(path)]
     lives_of = {child.name: _begins(child) for child in children}
@@ -82,9 +87,9 @@ def read_hours(
         submitted=submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")])),
         until=time.time() if is_under_way else 0.0,
         ready=ready_times(metrics_file(path, "roles")),
-        lives=lives,
+        lives=own,
     )
-    return RunHours(spent, trainer, orchestrator, submitted)
+    return RunHours(spent, trainer, orchestrator, submitted, own)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,10 @@ class Curves:
 
 
 def short(value: float) -> float | int:
-    """Return a number with the five digits that a curve shows: a page of thousands stays small."""
+    """Return a number with the five digits that a curve shows: a page of thousands stays small. One that is not finite
+    is returned as it is."""
+    if not math.isfinite(value):
+        return value
     rounded = float(f"{value:.5g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 

@@ -67,6 +67,37 @@ def _life_of(attempt: Mapping[str, Any], lives: Sequence[JobLife]) -> JobLife | 
     return latest if latest is None or latest.end is None or began <= latest.end + CLOCKS_DIFFER_S else None
 
 
+def own_lives(
+    lives: Sequence[JobLife], attempts: Sequence[Mapping[str, Any]], submission: Mapping[str, Any]
+) -> list[JobLife]:
+    """Return those lives of jobs with a run's ids that are the run's: Slurm gives an id to other jobs, too, once its
+    counter begins anew, and every cluster has a counter of its own.
+
+    Args:
+        lives: of `ask_lives`.
+        attempts: rows of `attempts.jsonl`.
+        submission: of `read_record`; {} where there is none.
+
+    Returns:
+        those in which an attempt began, those that began between the submission and the last attempt's end, and those
+        of the newest submission's jobs: such a job may come again after that end, or its successor may come, and fail
+        before any attempt begins.
+    """
+    claimed = {id(span.life) for span in held_spans(attempts, lives)}
+    newest = {str(submission.get(key)) for key in ("job_id", "successor")}
+    sent = number_of(submission.get("time"))
+    began = [moment for row in attempts if (moment := number_of(row.get("began"))) is not None]
+    ended = [moment for row in attempts if (moment := number_of(row.get("ended"))) is not None]
+    first = min([*began, *([] if sent is None else [sent])], default=float("inf")) - CLOCKS_DIFFER_S
+
+    def is_own(life: JobLife) -> bool:
+        if id(life) in claimed or first <= life.start <= max(ended, default=0.0):
+            return True
+        return sent is not None and bool(life.names & newest) and life.start >= sent - CLOCKS_DIFFER_S
+
+    return [life for life in lives if is_own(life)]
+
+
 def ask_lives(runs: Sequence[Path]) -> dict[Path, list[JobLife]]:
     """Ask Slurm's accounting about the jobs of runs, each cluster once; a run without Slurm has no lives."""
     ids: dict[Path, tuple[str | None, set[str]]] = {}

@@ -8,12 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.run_hours import read_config, read_hours
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
-from prime_hpc.store.run_dirs import POINTS, read_rows, run_name
+from prime_hpc.store.child_runs import parent_of
+from prime_hpc.store.run_dirs import POINTS, AttemptRow, parse_attempts, run_name
 
 By = Literal["run", "sweep", "user"]
 AT_ONCE = 200
@@ -42,7 +44,7 @@ class Usage:
     runs: int = 1
     attempts: int = 0
     by_slurm: int = 0
-    """Of the runs those that Slurm's accounting told of."""
+    """Of the runs those of which Slurm's accounting told every attempt that has ended."""
 
     def __add__(self, other: "Usage") -> "Usage":
         """Return both together, under the first one's names."""
@@ -57,52 +59,81 @@ class Usage:
         }
 
 
-def read_usage(runs: Iterable[tuple[Path, str]], folder: Path, since: float | None = None) -> Iterator[Usage]:
-    """Yield the usage of each run that has any.
+def read_usage(
+    runs: Iterable[tuple[Path, str]], folder: Path, since: float | None = None, left_out: dict[str, str] | None = None
+) -> Iterator[Usage]:
+    """Yield the usage of each run that has any. A run that shares its parent's trainer has none of its own.
 
     Args:
         runs: directories and names.
         folder: sweeps are named relative to it.
         since: epoch seconds: what was before is left out, of an attempt the part of it; None: all.
+        left_out: is told which runs' hours are not known here, by name, and why.
     """
+    left_out = {} if left_out is None else left_out
     rest = iter(runs)
+    parents: set[Path] = set()
     while some := list(islice(rest, AT_ONCE)):
-        paths = [path for path, _ in some]
-        under_way = {status.path for status in collect(paths, folder)[0] if status.is_under_way}
-        lives = ask_lives(paths)
+        under_way = {status.path for status in collect([path for path, _ in some], folder)[0] if status.is_under_way}
+        own: list[tuple[Path, str]] = []
         for path, name in some:
-            found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
+            try:
+                parent = parent_of(path)
+            except OSError as error:
+                left_out[name] = str(error)
+                continue
+            if parent is None:
+                own.append((path, name))
+                parents.add(path.resolve())
+            elif parent not in parents:
+                left_out[name] = f"its hours are its parent's: prime-hpc usage {parent}"
+        lives = ask_lives([path for path, _ in own])
+        for path, name in own:
+            try:
+                found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
+            except (OSError, ConfigError) as error:
+                left_out[name] = str(error)
+                continue
             if found is not None:
                 yield replace(found, name=name, sweep=_sweep(path, folder))
 
 
 def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: float | None) -> Usage | None:
-    """Return a run's usage; None where it had none in that time."""
+    """Return a run's usage; None where it had none in that time.
+
+    Raises:
+        OSError, ConfigError: its files do not tell.
+    """
     notes: list[str] = []
     config = read_config(path, notes)
-    attempts = read_rows(path / ATTEMPTS_JSONL)
-    spent = read_hours(path, config, attempts, is_under_way=is_under_way, lives=lives).spent
+    attempts = _attempts(path)
+    hours = read_hours(path, config, attempts, is_under_way=is_under_way, lives=lives)
+    spent = hours.spent
     is_gpu = spent["unit"] == "GPU"
     rows = spent["rows"]
-    charged_by_slurm = _charged(lives, is_gpu, since) if spent["slurm"] is not None else None
     is_held = bool(rows) and all(row["held_hours"] is not None for row in rows)
     hours_key = "held_hours" if is_held else "device_hours"
+    # hours of CPUs are not added to those of processes
+    is_by_slurm = spent["slurm"] is not None and (is_gpu or is_held or not rows)
     parts = {"charged": 0.0, "effective": 0.0, "lost": 0.0, "queued": 0.0}
     num_attempts = 0
     for row in rows:
         share = _share(row["began"], row["began"] + row["wall"], since)
         parts["queued"] += row["waited"] * _share(row["began"] - row["waited"], row["began"], since) / 3600
-        hours = row[hours_key] * share
-        parts["charged"] += hours
+        device_hours = row[hours_key] * share
+        if not (is_by_slurm and row["by_slurm"]):
+            parts["charged"] += device_hours
         num_attempts += share > 0
         if row["wall"] > 0 and config.get("kind", "rl") in _TRAINING:
-            parts["effective"] += hours * row["trainer"]["train"] / row["wall"]
-            parts["lost"] += hours * row["trainer"]["lost"] / row["wall"]
-    if charged_by_slurm is not None:
-        parts["charged"] = charged_by_slurm
+            parts["effective"] += device_hours * row["trainer"]["train"] / row["wall"]
+            parts["lost"] += device_hours * row["trainer"]["lost"] / row["wall"]
+    if is_by_slurm:
+        parts["charged"] += _charged(hours.lives, is_gpu, since)
     if not any(parts.values()):
+        if notes and (attempts or (path / RUN_YAML).exists()):
+            raise ConfigError(notes[0])
         return None
-    unit = "GPU" if is_gpu else "CPU" if is_held or charged_by_slurm is not None else "process"
+    unit = "GPU" if is_gpu else "CPU" if is_held or is_by_slurm else "process"
     return Usage(
         name=path.name,
         user=_user(path),
@@ -113,8 +144,16 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
         lost=parts["lost"],
         queued=parts["queued"],
         attempts=num_attempts,
-        by_slurm=int(charged_by_slurm is not None),
+        by_slurm=int(is_by_slurm and not spent["slurm"]["unknown_attempts"]),
     )
+
+
+def _attempts(path: Path) -> list[AttemptRow]:
+    """Return the attempts of a run; unlike `read_rows` raises OSError where they are there and cannot be read."""
+    try:
+        return parse_attempts((path / ATTEMPTS_JSONL).read_bytes())
+    except FileNotFoundError:
+        return []
 
 
 def _share(begin: float, end: float, since: float | None) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
-from prime_hpc.report.accounting import Devices, account
+from prime_hpc.report.accounting import Devices, account, charged_hours
 from prime_hpc.report.phases import AttemptSums
-from prime_hpc.report.spans import held_spans
+from prime_hpc.report.spans import held_spans, own_lives
 from prime_hpc.slurm.queue_facts.job_lives import JobLife, job_lives
 from prime_hpc.store.run_dirs import IN_PLACE
 from tests.support.made_runs import BEGAN, Life, make_run
@@ -118,6 +118,23 @@ def test_a_life_in_which_no_attempt_began_is_charged_too() -> None:
     spent = hours([attempt(1, 105.0, 200.0)], [life(20.0, 30.0), life(100.0, 200.0)])
     assert spent["slurm"]["without_attempt"] == pytest.approx(10 * 4 / 3600)
     assert spent["slurm"]["lives"] == 2 and spent["slurm"]["difference"] == pytest.approx(0)
+
+
+def test_a_job_that_comes_again_after_the_last_attempt_is_the_runs() -> None:
+    """And one that has its id later, or on another cluster, is not."""
+    rows = [attempt(1, 105.0, 200.0), attempt(2, 305.0, 400.0, job_id="8")]
+    record = {"job_id": "8", "successor": "9", "time": 250.0}
+    mine = [life(100.0, 200.0), life(210.0, 220.0), life(300.0, 400.0, "8"), life(900.0, 910.0, "9")]
+    others = [life(20.0, 30.0), life(900.0, 910.0), life(10.0, 20.0, "8")]
+    assert own_lives([*mine, *others], rows, record) == mine
+    assert own_lives(mine, rows, {}) == mine[:3]
+
+
+def test_figures_of_a_run_that_slurm_knows_in_part() -> None:
+    rows = [attempt(1, 105.0, 200.0), attempt(2, 305.0, 400.0, job_id="8")]
+    spent = hours(rows, [life(300.0, 400.0, "8")])
+    assert spent["slurm"]["unknown_attempts"] == 1 and spent["slurm"]["difference"] == pytest.approx(0)
+    assert charged_hours(spent) == pytest.approx((95 + 100) * 4 / 3600)
 
 
 def test_what_the_attempts_say_is_held_against_what_slurm_charged() -> None:

@@ -12,7 +12,7 @@ import pytest
 from prime_hpc.cli import main
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.orchestrator.metrics import MOST_SPANS, SampleLog, StepStats, joined
-from prime_hpc.report import series
+from prime_hpc.report import run_hours, series
 from prime_hpc.report.page import SCRIPTS
 from prime_hpc.report.phases import TRAINER, Phases, trainer_seconds
 from prime_hpc.report.series import Curves
@@ -341,3 +341,35 @@ def test_engines_of_an_attempt_into_which_the_orchestrator_went_on_sample_from_i
     assert old["engines"]["start"] > 0 and new["engines"]["start"] == 0
     assert new["trainer"] == old["trainer"], "the trainer did start"
     assert sum(new["engines"].values()) == pytest.approx(new["wall"], abs=0.01)
+
+
+def test_logged_tokens_with_figures_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [Life(0, 4)])
+    row = {"step": 2, "env": 0, "ids": [5], "logprobs": [-1.0], "trainer": [-math.inf], "versions": [1], "trained": [1]}
+    row |= {"sample": 1, "group": 1, "reward": math.inf, "advantage": "nan", "temperature": 1.0, "num_tokens": 1}
+    (run / "metrics" / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    code, _, _ = report(capsys, run)
+    [shown] = data_of(run / "report.html")["runs"][0]["rollouts"]
+    assert code == 0 and (shown["reward"], shown["advantage"], shown["trainer"]) == (None, None, [None])
+
+
+def test_a_run_that_cannot_be_read_is_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = (make_run(tmp_path / "out" / name, [Life(0, 4)]) for name in ("mine", "theirs"))
+    real = run_hours.list_children
+
+    def list_children(path: Path) -> list[str]:
+        if path == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(run_hours, "list_children", list_children)
+    code, found, said = report(capsys, tmp_path / "out")
+    assert code == 0 and [run["path"] for run in found["runs"]] == [str(mine)]
+    assert (found["left_out"], found["unread"][0]["name"]) == (1, "theirs") and "theirs left out: " in said
+    assert main(["usage", str(tmp_path / "out")]) == 0
+    streams = capsys.readouterr()
+    assert "mine" in streams.out and "theirs left out: " in streams.err
+    code, _, said = report(capsys, theirs, "--output", tmp_path / "x.html")
+    assert code == 2 and "none of" in said and not (tmp_path / "x.html").exists()

@@ -10,7 +10,8 @@ from prime_hpc.cli import main
 from prime_hpc.report import usage
 from prime_hpc.report.usage import NO_SWEEP, grouped, read_usage, totals
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
-from tests.support.made_runs import BEGAN, STEP_S, TRAINER, Life, config_of, make_run
+from prime_hpc.store.run_dirs import read_rows
+from tests.support.made_runs import BEGAN, STEP_S, TRAINER, Life, config_of, make_run, make_runs_of_one_trainer
 
 GPUS = {"gpus": 8.0, "cpus": 64.0, "nodes": 2.0}
 ONE = [Life(0, 100, allocated=GPUS, gap_s=0)]
@@ -24,6 +25,19 @@ def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     assert main(["usage", *map(str, words), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def with_jobs(run: Path, *jobs: str) -> Path:
+    """The run, with these jobs for its attempts."""
+    rows = read_rows(run / "attempts.jsonl")
+    lines = [json.dumps(row | {"job_id": job}) for row, job in zip(rows, jobs, strict=True)]
+    (run / "attempts.jsonl").write_text("\n".join(lines) + "\n")
+    return run
+
+
+def life(job: str, start: float, end: float) -> JobLife:
+    """Of a job with the devices of `GPUS`."""
+    return JobLife(frozenset({job}), start, end, 64.0, 8.0, 64 * (end - start), 8 * (end - start))
 
 
 def test_a_run_of_one_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,15 +112,9 @@ def test_words_of_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_slurm_s_word_counts_and_what_began_no_attempt_is_charged_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "one", ONE)
-    from prime_hpc.store.attempts import read_attempts, rewrite_row
-
-    [row] = read_attempts(run / "attempts.jsonl")
-    rewrite_row(run / "attempts.jsonl", {**row, "job_id": "7"})
-
-    def life(job: str, start: float, end: float) -> JobLife:
-        return JobLife(frozenset({job}), start, end, 64.0, 8.0, 64 * (end - start), 8 * (end - start))
-
+    run = with_jobs(make_run(tmp_path / "one", ONE), "7")
+    record = {"state": "sent", "job_id": "7", "successor": "8", "time": BEGAN - 5}
+    (run / "submit.json").write_text(json.dumps(record))
     lives = [life("7", BEGAN - 5, BEGAN + WALL + 3), life("8", BEGAN + 500, BEGAN + 560)]
     monkeypatch.setattr(usage, "ask_lives", lambda paths: {run: lives})
     [found] = read_usage([(run, "one")], tmp_path)
@@ -141,3 +149,67 @@ def test_a_run_that_is_torn_or_never_began_costs_nothing(tmp_path: Path, capsys:
     evaluation = make_run(tmp_path / "eval", ONE, config=config_of("eval", kind="eval"))
     [row] = asked(capsys, evaluation)["rows"]
     assert row["charged_hours"] > 0 and row["effective_hours"] == 0
+
+
+def test_runs_that_share_a_trainer_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = make_runs_of_one_trainer(tmp_path / "many", {"a": 1e-3, "b": 1e-4}, steps=20)
+    runs = [parent, parent / "run_a", parent / "run_b"]
+    for run in runs:
+        with_jobs(run, "7")
+    monkeypatch.setattr(usage, "ask_lives", lambda paths: {path: [life("7", BEGAN, BEGAN + 3600)] for path in paths})
+    found = asked(capsys, parent)
+    assert [(row["name"], row["charged_hours"]) for row in found["rows"]] == [("many", pytest.approx(1 * 64))]
+    assert found["total"][0]["runs"] == 1 and found["left_out"] == []
+    alone = asked(capsys, parent / "run_a")
+    assert alone["rows"] == [] and [row["name"] for row in alone["left_out"]] == ["run_a"]
+    assert f"prime-hpc usage {parent}" in alone["left_out"][0]["why"]
+
+
+def test_lives_of_other_jobs_with_its_ids_and_attempts_that_slurm_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old job's rows are purged, its id is another job's on the cluster that is asked."""
+    run = with_jobs(make_run(tmp_path / "two", TWO), "7", "8")
+    (run / "submit.json").write_text(json.dumps({"state": "sent", "job_id": "8", "time": BEGAN + WALL}))
+    second = BEGAN + WALL + 40
+    held = 8 * (2 * WALL + 40 * STEP_S) / 3600
+
+    def of(*lives: JobLife) -> usage.Usage:
+        monkeypatch.setattr(usage, "ask_lives", lambda paths: {run: list(lives)})
+        [found] = read_usage([(run, "two")], tmp_path)
+        return found
+
+    newest = life("8", second, second + WALL + 40 * STEP_S)
+    for foreign in ([], [life("7", BEGAN - 1e6, BEGAN - 9e5)], [life("7", BEGAN + 1e6, BEGAN + 2e6)]):
+        found = of(newest, *foreign)
+        assert found.charged == pytest.approx(held) and found.by_slurm == 0, "what it does not know is what was held"
+    whole = of(newest, life("7", BEGAN, BEGAN + WALL))
+    assert whole.charged == pytest.approx(held) and whole.by_slurm == 1
+    assert usage.accounted_note([whole]) == "charged: as Slurm accounted for"
+    assert of().charged == pytest.approx(held)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    make_run(out / "whole", ONE)
+    config = make_run(out / "config", [Life(0, 10, gap_s=0)])
+    (config / "run.yaml").write_text("kind: [")
+    attempts = make_run(out / "attempts", ONE)
+    (attempts / "attempts.jsonl").unlink()
+    (attempts / "attempts.jsonl").mkdir()
+    found = asked(capsys, out)
+    assert [row["name"] for row in found["rows"]] == ["whole"]
+    assert {row["name"] for row in found["left_out"]} == {"config", "attempts"}
+    assert main(["usage", str(out)]) == 0
+    streams = capsys.readouterr()
+    assert "config left out: " in streams.err and "attempts left out: " in streams.err and "whole" in streams.out
+
+
+def test_a_folder_without_runs_has_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert asked(capsys, tmp_path / "empty")["rows"] == []
+    assert main(["usage", str(tmp_path / "empty")]) == 0
+    assert "no run has cost anything" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "empty")]) == 2

@@ -85,7 +85,8 @@ P.bySlurm = function (spent) {
   const slurm = spent.slurm;
   if (!slurm) return "whole allocation; Slurm's accounting did not say";
   const idle = slurm.without_attempt ? ", " + P.hours(slurm.without_attempt) + " of it before an attempt began" : "";
-  return "Slurm charged " + P.hours(slurm.hours) + idle;
+  const unknown = slurm.unknown_attempts ? "; " + slurm.unknown_attempts + " attempt" + (slurm.unknown_attempts > 1 ? "s" : "") + " it does not know" : "";
+  return "Slurm charged " + P.hours(slurm.hours) + idle + unknown;
 };
 P.views.Accounting = function (run) {
   const spent = run.accounting, rows = spent.rows;

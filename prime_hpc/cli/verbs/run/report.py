@@ -1,6 +1,7 @@
 """`prime-hpc report RUN ...`: one HTML page of a run, several, or a sweep, that opens without a network or a server.
 
-Exit codes: 0 written; 1 it could not be written (the disk is full, no permission); 2 there is no such run.
+A run that cannot be read is left out, and named on stderr. Exit codes: 0 written; 1 it could not be written (the disk
+is full, no permission); 2 there is no such run, or none that can be read.
 """
 
 import sys
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 from prime_hpc.cli.common import parse, print_json
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.chosen_runs import choose_runs, refuse_no_directory
 from prime_hpc.report.page import render_page, write_page
@@ -32,10 +34,17 @@ def run(argv: list[str], program: str) -> int:
     limits = limits_for(len(chosen.paths))
     lives = ask_lives(chosen.paths)
     runs = []
+    unread: dict[str, str] = {}
     for path, name in zip(chosen.paths, chosen.names, strict=True):
         status = by_path[str(path)]
         status.name = name
-        runs.append(view_run(path, status, limits, lives.get(path, ())))
+        try:
+            runs.append(view_run(path, status, limits, lives.get(path, ())))
+        except OSError as error:  # another user's, or gone meanwhile: the page shows the others
+            unread[name] = str(error)
+            print(f"{program}: {name} left out: {error}", file=sys.stderr)
+    if not runs:
+        raise ConfigError(f"none of {', '.join(words)} can be read: {next(iter(unread.values()))}")
     made = time.strftime("%Y-%m-%d %H:%M %Z")
     try:
         write_page(output, render_page(runs, title=chosen.title, made=made))
@@ -43,14 +52,16 @@ def run(argv: list[str], program: str) -> int:
         print(f"{program}: error: {output}: {error.strerror}; choose another place with --output", file=sys.stderr)
         return 1
     size = output.stat().st_size
+    num_left_out = chosen.num_left_out + len(unread)
     if "--json" in given:
         facts = [
             {key: one[key] for key in ("name", "path", "status", "figures", "accounting", "split", "notes")}
             for one in runs
         ]
-        print_json({"path": str(output), "bytes": size, "left_out": chosen.num_left_out, "runs": facts})
+        reasons = [{"name": name, "why": why} for name, why in unread.items()]
+        print_json({"path": str(output), "bytes": size, "left_out": num_left_out, "unread": reasons, "runs": facts})
     else:
-        more = f", {chosen.num_left_out} more left out" if chosen.num_left_out else ""
+        more = f", {num_left_out} more left out" if num_left_out else ""
         print(f"{output}: {len(runs)} run{'s' * (len(runs) > 1)}{more}, {size / 1e6:.2f} MB; open it in a browser")
     if "--open" in given:
         import webbrowser

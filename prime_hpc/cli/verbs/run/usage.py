@@ -1,9 +1,11 @@
 """`prime-hpc usage [RUN|SWEEP|FOLDER ...]`: device-hours that runs were charged, and what became of them.
 
-Exit codes: 0 said, also where there is nothing to say; 2 there is no such run, or a wrong option.
+Exit codes: 0 said, also where there is nothing to say (runs whose hours are not known here are named on stderr); 2
+there is no such run or folder, or a wrong option.
 """
 
 import re
+import sys
 import time
 from datetime import datetime
 from typing import get_args
@@ -28,14 +30,18 @@ def run(argv: list[str], program: str) -> int:
     since = _since(given.get("--since"), time.time())
     folder = outputs_folder()
     is_none = not words and not folder.is_dir()
-    chosen = None if is_none else choose_runs(words or [str(folder)], most=None)
+    chosen = None if is_none else choose_runs(words or [str(folder)], most=None, may_be_none=True)
+    left_out: dict[str, str] = {}
     found = (
         []
         if chosen is None
-        else grouped(read_usage(zip(chosen.paths, chosen.names, strict=True), chosen.home, since), by)
+        else grouped(read_usage(zip(chosen.paths, chosen.names, strict=True), chosen.home, since, left_out), by)
     )
+    for name, why in left_out.items():
+        print(f"{program}: {name} left out: {why}", file=sys.stderr)
     if "--json" in given:
         tree = {"by": by, "since": since, "rows": [row.as_dict() for row in found]}
+        tree["left_out"] = [{"name": name, "why": why} for name, why in left_out.items()]
         print_json({**tree, "total": [row.as_dict() for row in totals(found)]})
     else:
         print(_text(found, by), end="")
