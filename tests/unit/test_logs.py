@@ -78,6 +78,29 @@ def test_one_rank(two_lives: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "demo", "--role", "trainer_1", "-n", "1") == ["[rank1]: c2"]
 
 
+def test_a_rank_that_has_written_nothing_and_one_that_never_was(
+    two_lives: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(two_lives / "run.yaml", "max_steps: 3\ntrainer:\n  num_ranks: 4\n")
+    assert cli.main(["logs", "demo", "--role", "trainer", "--rank", "3"]) == 0
+    streams = capsys.readouterr()
+    assert streams.out == "" and "trainer rank 3 has written nothing" in streams.err
+    for more in ([], ["-f"], ["--attempt", "1"]):
+        assert cli.main(["logs", "demo", "--role", "trainer", "--rank", "4", *more]) == 2
+        assert "no line of trainer rank 4" in capsys.readouterr().err
+    write(two_lives / "logs" / "attempt_1" / "trainer" / "rank_2.log", "of an attempt with more ranks\n")
+    (two_lives / "logs" / "attempt_2" / "trainer" / "trainer.log").unlink()
+    assert cli.main(["logs", "demo", "--role", "trainer", "--rank", "2"]) == 2
+    assert "no log of trainer 2" in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_be_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "logs" / "supervisor.log").mkdir(parents=True)
+    for more in ([], ["-f"], ["--attempt", "1"]):
+        assert cli.main(["logs", "demo", *more]) == 2
+        assert "cannot be read" in capsys.readouterr().err
+
+
 def test_json_lines(two_lives: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = printed(capsys, "demo", "--role", "inference", "--json")
     row = json.loads(line)
@@ -121,6 +144,7 @@ def test_a_run_that_never_started_says_why(run: Path, capsys: pytest.CaptureFixt
         (["demo", "--rank", "1"], "--rank goes with"),
         (["demo", "--role", "orchestrator"], "no log of orchestrator; there is attempt 1: inference"),
         (["demo", "--role", "inference", "--rank", "7"], "no log of inference 7"),
+        (["demo", "--role", "trainer", "--rank", "9"], "has no line of trainer rank 9"),
         (["demo", "--attempt", "3"], "no attempt 3; the newest is 2"),
         (["demo", "-n", "x"], "--lines x: must be a whole number"),
         (["demo", "--frob"], "unknown option --frob"),
@@ -146,6 +170,22 @@ def test_last_lines_of_a_long_file(tmp_path: Path, count: int, end: str) -> None
     got, offset = last_lines(Source(path, "supervisor"), count)
     assert got == (lines[-count:] if count else lines)
     assert offset == path.stat().st_size
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("half", ["INFO trainer[3] half of", "INFO trai"])
+def test_following_from_the_middle_of_a_line_shows_it_whole_and_once(
+    tmp_path: Path, half: str, rank: int | None
+) -> None:
+    line = "INFO trainer[3] half of a line"
+    path = write(tmp_path / "a.log", f"INFO trainer[3] before\n{half}")
+    source = Source(path, "trainer", 1, rank=rank)
+    assert last_lines(source, 1)[0] == ([half] if rank is None or "[3]" in half else ["INFO trainer[3] before"])
+    lines, offset = last_lines(source, 1, whole=True)
+    follower = Follower(source, offset)
+    assert lines == ["INFO trainer[3] before"] and list(follower.lines()) == []
+    write(path, line.removeprefix(half) + "\nINFO trainer[3] half", "a")
+    assert list(follower.lines()) == [line] and list(follower.close()) == ["INFO trainer[3] half"]
 
 
 def test_last_lines_of_an_empty_file_and_of_bad_bytes(tmp_path: Path) -> None:

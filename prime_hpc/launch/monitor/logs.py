@@ -83,6 +83,9 @@ def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int 
         role: one of `ROLES`.
         rank: of the trainer, or the server's number.
         attempt: None: the newest that has such a log.
+
+    Raises:
+        OSError: the run's logs cannot be looked at.
     """
     if role == "supervisor":
         return _supervisor(run_dir, attempt)
@@ -95,6 +98,8 @@ def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int 
         name = f"{role}_{rank}.log" if role in _SERVERS and rank else f"{role}.log"
         if (folder / name).exists():
             return Source(folder / name, role, number, rank if role == "trainer" else None)
+        if role == "trainer" and rank is not None and any(folder.glob("rank_*.log")):
+            return None  # this attempt has no such rank: an older one's would be taken for it
     return None
 
 
@@ -146,12 +151,13 @@ def what_there_is(run_dir: Path) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def last_lines(source: Source, count: int) -> tuple[list[str], int]:
+def last_lines(source: Source, count: int, *, whole: bool = False) -> tuple[list[str], int]:
     """Return the last lines of a log and the offset behind them, from which `Follower` goes on.
 
     Args:
         source: which log.
         count: how many; 0: all.
+        whole: leave a last line that no newline ends yet to the follower, which shows it when it is whole.
 
     Raises:
         OSError: the file cannot be read.
@@ -160,6 +166,8 @@ def last_lines(source: Source, count: int) -> tuple[list[str], int]:
     with source.path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         end = size if end is None else min(end, size)
+        if whole and end > begin and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            end = _start_of_last(file.fileno(), begin, end, 1)
         # a rank's lines may be far apart: the whole file is looked through
         start = begin if not count or source.rank is not None else _start_of_last(file.fileno(), begin, end, count)
         file.seek(start)

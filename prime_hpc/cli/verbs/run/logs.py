@@ -1,7 +1,7 @@
 """`prime-hpc logs RUN`: the last lines of a run's logs, and with -f what comes after them.
 
 Exit codes: 0 shown, also where a run that has not started has nothing to show (it says why); 2 there is no such run,
-attempt, role or rank. Ctrl-C while following is its ordinary end: 0.
+attempt, role or rank, or its log cannot be read. Ctrl-C while following is its ordinary end: 0.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prime_hpc.cli.common import parse
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.launch.monitor.logs import (
     Follower,
     Source,
@@ -24,6 +25,7 @@ from prime_hpc.launch.monitor.logs import (
     what_there_is,
 )
 from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import PatientAsk, status_of
 from prime_hpc.store.run_dirs import find_run
 
@@ -70,21 +72,28 @@ class _View:
 
     def show(self, count: int) -> int:
         """Return the last lines."""
-        source = self._source()
+        source = self._first_source()
         if source is None:
             self._say_why_nothing()
             return 0
-        self._print_last(source, count)
+        num_lines, _ = self._print_last(source, count)
+        if not num_lines and source.rank is not None:
+            if not self._has_rank():
+                raise ConfigError(f"{source.path} has no line of trainer rank {self._rank}")
+            self._say(f"trainer rank {self._rank} has written nothing to {source.path}")
         return 0
 
     def follow(self, count: int) -> int:
         """Return the last lines and all that come until the run is over."""
-        source = self._source()
+        source = self._first_source()
         first = None
         if source is None:
             self._say_why_nothing()
         else:
-            first = Follower(source, self._print_last(source, count))
+            num_lines, offset = self._print_last(source, count, whole=True)
+            if not num_lines and source.rank is not None and self._has_rank() is False:
+                raise ConfigError(f"{source.path} has no line of trainer rank {self._rank}: there is no such rank")
+            first = Follower(source, offset)
             if source.part[1] is not None:  # an attempt that is over, in a file that goes on with the next
                 return 0
         for origin, line in follow(first, Watch(self._source, self._is_over), self._say):
@@ -92,8 +101,24 @@ class _View:
             sys.stdout.flush()
         return 0
 
+    def _first_source(self) -> Source | None:
+        """Return the log to show. Raises ConfigError where it cannot be looked for."""
+        try:
+            return find_source(self._path, self._role, self._rank, self._attempt)
+        except OSError as error:
+            raise ConfigError(f"the logs of {self._path.name} cannot be read: {error}") from error
+
     def _source(self) -> Source | None:
-        return find_source(self._path, self._role, self._rank, self._attempt)
+        """Return the log to follow now; None, too, where a file system does not tell: the next look does."""
+        try:
+            return find_source(self._path, self._role, self._rank, self._attempt)
+        except OSError:
+            return None
+
+    def _has_rank(self) -> bool | None:
+        """Return whether the run's config has a trainer of so many ranks; None: it does not say."""
+        stated = line_of(self._path / RUN_YAML, "  num_ranks: ", after="trainer:")
+        return (self._rank or 0) < int(stated) if stated is not None and stated.isdigit() else None
 
     def _is_over(self) -> str | None:
         now = time.monotonic()
@@ -132,17 +157,20 @@ class _View:
         self._told = _sentence(status)
         self._say(f"no log of {asked} yet: the run is {self._told}")
 
-    def _print_last(self, source: Source, count: int) -> int:
-        """Print the last lines; returns the offset behind them."""
-        lines, offset = last_lines(source, count)
+    def _print_last(self, source: Source, count: int, *, whole: bool = False) -> tuple[int, int]:
+        """Print the last lines; returns how many there are, and the offset behind them."""
+        try:
+            lines, offset = last_lines(source, count, whole=whole)
+        except OSError as error:
+            raise ConfigError(f"{source.path} cannot be read: {error.strerror}") from error
         for line in lines:
             self._print(source, line)
         sys.stdout.flush()
         if self._role == "supervisor" and self._attempt is None:
-            output = find_source(self._path, "slurm")
+            output = _job_output(self._path)
             if output and output.path != source.path and _is_later(output.path, source.path):
                 self._say(f"the job's own output is newer: {output.path} (--role slurm)")
-        return offset
+        return len(lines), offset
 
     def _print(self, source: Source, line: str) -> None:
         if self._as_json:
@@ -158,6 +186,13 @@ class _View:
 
 def _sentence(status: RunStatus) -> str:
     return f"{status.state}: {status.note}" if status.note else status.state
+
+
+def _job_output(path: Path) -> Source | None:
+    try:
+        return find_source(path, "slurm")
+    except OSError:  # removed meanwhile
+        return None
 
 
 def _is_later(one: Path, other: Path) -> bool:
