@@ -3,6 +3,7 @@
 Fed by the roles' own metrics files (the truth), driven by the supervisor's tick. It decides nothing.
 """
 
+import contextlib
 import math
 import sys
 import time
@@ -44,7 +45,9 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `m:ss` or `h:mm:ss`."""
+    """Seconds as `m:ss` or `h:mm:ss`; those that are not finite as `?`."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, secs = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
@@ -75,18 +78,35 @@ class Tail:
         whole: what is in it already counts as new.
         """
         self._path = path
-        self._offset = path.stat().st_size if path.exists() and not whole else 0
+        self._offset: int | None = 0
+        if not whole:
+            self._offset = None
+            with contextlib.suppress(OSError):
+                self._offset = self._size()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows appended since the last call."""
-        if not self._path.exists():
+        """Rows appended since the last call.
+
+        Raises:
+            OSError: the file cannot be read now; nothing is skipped, the next call goes on from the same place.
+        """
+        if self._offset is None:  # it could not be asked at first
+            self._offset = self._size()
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
         return [_with_numbers(row) for row in map(parse_row, data[:end].splitlines()) if row is not None]
+
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
 
 def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +148,7 @@ class Console:
         self._progress: Any = None
         self._tasks: dict[str, Any] = {}
         self._said_at = 0.0
+        self._has_complained = False
 
     def tick(self, waiting: dict[str, float]) -> None:
         """Show what is new.
@@ -136,15 +157,17 @@ class Console:
             waiting: label of each role that is not ready, and for how many seconds it has been starting.
         """
         self._show_waiting(waiting)
-        trained = [row for row in self._trainer.rows() if "time/step" in row]
+        trained = [row for row in self._new_rows(self._trainer) if "time/step" in row]
         for run in {row["run"] for row in trained if "run" in row} - self._orchestrators.keys():
             # the whole file: what this step was trained on is in it already
             self._orchestrators[run] = Tail(metrics_file(self._run_dir / run, "orchestrator"), whole=True)
         for run, tail in self._orchestrators.items():
-            self._rollouts.setdefault(run, {}).update((r["step"], r) for r in tail.rows() if "reward/mean" in r)
+            self._rollouts.setdefault(run, {}).update(
+                (r["step"], r) for r in self._new_rows(tail) if "reward/mean" in r
+            )
         for row in trained:
             self._show_step(row)
-        for row in self._episodes.rows() if self._kind in ("eval", "synthesize") else ():
+        for row in self._new_rows(self._episodes) if self._kind in ("eval", "synthesize") else ():
             self._show_episodes(row)
 
     def seconds(self) -> dict[str, float]:
@@ -167,6 +190,18 @@ class Console:
         self.tick({})
         if self._progress is not None:
             self._progress.stop()
+
+    def _new_rows(self, tail: Tail) -> list[dict[str, Any]]:
+        """Return what a file has new; nothing while it cannot be read, which is no reason to end a run."""
+        try:
+            return tail.rows()
+        except OSError as error:
+            if not self._has_complained:
+                logger.warning(
+                    f"the console cannot read {error.filename or 'metrics'} now: {error.strerror}; it tries on"
+                )
+            self._has_complained = True
+            return []
 
     def _show_waiting(self, waiting: dict[str, float]) -> None:
         if sys.stdout.isatty():

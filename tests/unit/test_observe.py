@@ -1,5 +1,6 @@
 """Metrics, status, console and report: what a person and the supervisor read."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -84,7 +85,9 @@ def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     assert Tail(path).rows() == []  # a later attempt shows only what is new
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(59.6, "1:00"), (61, "1:01"), (3661, "1:01:01"), (-4, "0:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(59.6, "1:00"), (61, "1:01"), (3661, "1:01:01"), (-4, "0:00"), (math.inf, "?")]
+)
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -150,6 +153,54 @@ def test_console_shows_figures_that_are_not_finite(tmp_path: Path, capsys: pytes
     console.tick({})
     said = capsys.readouterr().out
     assert "loss nan" in said and "grad inf" in said and "lr -inf" in said
+
+
+def test_console_goes_on_where_a_file_cannot_be_read_for_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prime_hpc.observe.logs import setup_logger
+
+    real, failing = Path.open, set[str]()
+
+    def open_(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self.name in failing:
+            raise OSError(errno.ESTALE, "Stale file handle", str(self))
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", open_)
+    setup_logger("supervisor")
+    console = Console(tmp_path, 40, kind="rl")
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1)])
+    failing |= {"trainer.jsonl", "orchestrator.jsonl"}
+    console.tick({})
+    console.tick({})
+    console.close()
+    failing -= {"trainer.jsonl"}
+    console.tick({})  # what one file has is shown though the other cannot be read
+    said = capsys.readouterr().out
+    assert said.count("Stale file handle") == 1 and said.count("step    1/40") == 1
+    failing.clear()
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(2)])
+    console.tick({})
+    assert "step    2/40" in capsys.readouterr().out and console.progress()["step"] == 2
+
+
+def test_a_tail_whose_file_cannot_be_asked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"a": 1}\n')
+
+    def stat(self: Path, **named: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat)
+        tail = Tail(path)
+        with pytest.raises(OSError):
+            tail.rows()
+    assert tail.rows() == []  # of an earlier attempt
+    with path.open("a") as file:
+        file.write('{"a": 2}\n')
+    assert tail.rows() == [{"a": 2}]
 
 
 def test_console_shows_the_runs_of_one_trainer_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
