@@ -234,6 +234,20 @@ def test_a_reward_that_blocks_a_worker_is_found_in_its_dump() -> None:
     assert (found.kind, found.where) == ("environment", "reward_fn (envs/mine.py:7)")
 
 
+@pytest.mark.parametrize("name", ["other task 3", "Task-9"])
+def test_no_line_of_another_environment_is_named(name: str) -> None:
+    """Of an environment in processes of its own, or beside this one in the orchestrator's."""
+    other = [{"name": name, "frames": [["/home/me/envs/other.py", 42, "play"]]}]
+    beside = row("environment", 3, word={"label": "other[0]"}, tasks=other)
+    dump = f'Thread 0x1 (most recent call first):\n  File "{TASKSET}", line 7 in reward_fn\n\nThread 0x2\n'
+    worker = row("environment", 7, word={"label": "mine[0]"}, answer=None, stacks=dump)
+    found = diagnose([*waiting_trainer(), orchestrator(), server(), beside, worker], {}, now=NOW)
+    assert found.where == "reward_fn (envs/mine.py:7)"
+    assert not diagnose([*waiting_trainer(), orchestrator(), server(), beside], {}, now=NOW).where
+    if " task " in name:
+        assert not diagnose([*waiting_trainer(), orchestrator(tasks=other), server()], {}, now=NOW).where
+
+
 def test_long_episodes_are_no_hang() -> None:
     found = diagnose([*waiting_trainer(), orchestrator(), server(running=4, sampled_per_s=80.0)], {}, now=NOW)
     assert (found.kind, found.is_hang) == ("works", False)
@@ -413,6 +427,17 @@ def test_a_report_for_people_and_a_short_one(tmp_path: Path) -> None:
     assert text.splitlines()[0] == document["headline"] and "job 7 is RUNNING" in text and "innermost first" in text
     many = {**seen, "rows": [orchestrator(tasks=[{"name": "t", "frames": [LOOP] * 40}] * 64)]}
     assert len(json.dumps(shortened(many, 3000))) < 3000 < len(json.dumps(many))
+
+
+def test_a_short_report_names_the_same_culprit() -> None:
+    ranks = [row("trainer", r, phase="train", cpu=1.0) for r in range(4)]
+    del ranks[2]["answer"]
+    ranks[2]["stacks"] = "Thread 0x1 (most recent call first):\n" + '  File "/a/b.py", line 3 in f\n' * 500
+    seen = {"host": "n1", "machine": "m", "rows": ranks, "probe": {}, "gpus": []}
+    short = shortened(seen, 8000)
+    assert len(short["rows"][2]["stacks"]) < len(ranks[2]["stacks"]) and "answer" not in short["rows"][2]
+    found = [diagnose(rows, {}, now=NOW) for rows in (ranks, short["rows"], [*ranks[:2], ranks[2] | {"answer": None}])]
+    assert [(one.kind, one.index) for one in found] == [("rank", 2)] * 3
 
 
 def test_frames_and_figures() -> None:

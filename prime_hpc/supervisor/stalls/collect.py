@@ -83,7 +83,8 @@ def shortened(seen: Seen, most: int = MOST_BYTES) -> Seen:
         row = rows[number]
         answer = row.get("answer") or {}
         threads = {name: frames[:12] for name, frames in (answer.get("threads") or {}).items() if name == "MainThread"}
-        row["answer"] = {"threads": threads, "tasks": [], "details": answer.get("details")} if answer else None
+        if answer:  # a process that did not answer stays one that did not
+            row["answer"] = {"threads": threads, "tasks": [], "details": answer.get("details")}
         row["stacks"] = str(row.get("stacks", ""))[-2000:]
         sizes[number] = len(json.dumps(row, default=str))
     return {**seen, "rows": rows}

@@ -315,7 +315,7 @@ def _late_rank(scene: _Scene, ranks: list[Row]) -> tuple[Row | None, list[str]]:
         fewest = min(last, key=lambda rank: last[rank]["number"])
         if last[fewest]["number"] < max(entry["number"] for entry in last.values()):
             return by_rank[fewest], told
-    mute = [row for row in ranks if "answer" not in row]
+    mute = [row for row in ranks if not row.get("answer")]
     if len(mute) == 1:
         return mute[0], [*told, f"rank {mute[0]['word']['index']} does not answer: a call in C holds its interpreter"]
     for tell in (lambda r: r["word"]["phase"], lambda r: r["cpu"] > _BUSY_CPU):
@@ -343,8 +343,8 @@ def _in_orchestrator(scene: _Scene, row: Row, chain: list[str]) -> Diagnosis:
     waited = scene.since(row)
     facts = scene.details(row, "orchestrator") or {}
     blocked = innermost(main_stack(row))
-    if "answer" not in row or (blocked and "select" not in str(main_stack(row)[0][2])):
-        busy = "answer" not in row or waited > scene.patience_s
+    if not row.get("answer") or (blocked and "select" not in str(main_stack(row)[0][2])):
+        busy = not row.get("answer") or waited > scene.patience_s
         culprit = f"{label(row, scene.rows)} on {row['host']} does not come back to its event loop"
         return scene.made(row, "orchestrator", culprit, where=blocked, seconds=waited, is_hang=busy, chain=chain)
     sick = _sick_engine(scene, facts)
@@ -371,7 +371,7 @@ def _sick_engine(scene: _Scene, facts: Mapping[str, Any]) -> Diagnosis | None:
         figures = scene.details(row, "figures")
         name = f"{label(row, scene.rows)} on {row['host']}"
         text, evidence = "", list[str]()
-        if figures is None and "answer" not in row:
+        if figures is None and not row.get("answer"):
             text, evidence = f"{name} does not answer", ["a call in C holds its interpreter"]
         elif figures and "error" in figures:
             text, evidence = f"{name} does not answer requests", [str(figures["error"])]
@@ -433,6 +433,11 @@ def _awaiting_weights(scene: _Scene, row: Row, facts: Mapping[str, Any], chain: 
     return found
 
 
+def _env_of(row: Row) -> str:
+    """Return the environment that a process of episodes plays: its label is the name, and the process's number."""
+    return str(row["word"].get("label", "")).rpartition("[")[0]
+
+
 def _in_episodes(scene: _Scene, row: Row, facts: Mapping[str, Any], chain: list[str]) -> Diagnosis:
     """Tell, where the engines are well, whether the environment holds its episodes or they are simply long."""
     oldest = facts["oldest"][0]
@@ -453,7 +458,7 @@ def _in_episodes(scene: _Scene, row: Row, facts: Mapping[str, Any], chain: list[
         found = scene.made(row, "works", culprit, seconds=seconds, is_hang=False, chain=chain, evidence=figures)
         found.advice = "nobody hangs: episodes are long, or the engines are too few"
         return found
-    players = [one for one in (row, *scene.of("environment")) if one["word"].get("label", "").startswith(("", env))]
+    players = [row, *(one for one in scene.of("environment") if _env_of(one) == env)]
     where, task = busy_episode(players, env)
     idle = ["no engine has a request: the episodes are in their environment"] if figures_of else []
     within = [f"{task} stands in {where}"] if where else []

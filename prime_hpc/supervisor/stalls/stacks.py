@@ -98,4 +98,5 @@ def busy_episode(rows: Iterable[dict[str, Any]], env: str) -> tuple[str, str]:
             if frame:
                 found.append((frame, name))
     named = [pair for pair in found if pair[1].startswith(f"{env} task")]
-    return (named or found or [("", "")])[0]
+    nameless = [pair for pair in found if " task " not in pair[1]]  # the others say that they are another one's
+    return (named or nameless or [("", "")])[0]
