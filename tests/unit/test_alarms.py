@@ -7,6 +7,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from prime_hpc.config.sections.supervisor import AlarmRule, AlarmsConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.observe.metric_names import is_known, near
-from prime_hpc.supervisor.alarms.actions import ActionError, call_webhook, run_command, send_mail, with_retries
+from prime_hpc.supervisor.alarms.actions import TELL, ActionError, call_webhook, run_command, send_mail, with_retries
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
 from prime_hpc.supervisor.alarms.rules import Alarm, Watcher, figures_of, rules_of
 
@@ -58,6 +59,7 @@ def test_a_collapse_is_measured_by_the_best_mean() -> None:
     rising, fallen = [0.1, 0.2, 0.3, 0.8, 0.8, 0.8], [0.3, 0.3, 0.3, 0.3]
     assert fired(rule, [*rising, *fallen]) == [8]
     assert fired(rule, [0.0] * 10) == [], "what never rose did not fall"
+    assert fired(rule, [0.8, 0.8, "inf", 0.8, 0.8, "inf", "-inf", 0.8]) == [], "an infinite one is nobody's best"
 
 
 def test_built_in_rules_give_way_to_those_of_the_same_name() -> None:
@@ -156,6 +158,25 @@ def test_a_webhook_gets_json_and_is_tried_again(hook: tuple[type[Hook], str], tm
     assert "secret-path" not in str(caught.value)
 
 
+def test_an_answer_that_is_no_http_is_tried_again(tmp_path: Path) -> None:
+    asked: list[bytes] = []
+
+    class Tls(socketserver.BaseRequestHandler):
+        """Says what a port of HTTPS says to a client of HTTP."""
+
+        def handle(self) -> None:
+            asked.append(self.request.recv(65536))
+            self.request.sendall(b"\x15\x03\x01\x00\x02\x02\x46\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Tls) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hook = config(webhook=f"http://127.0.0.1:{server.server_address[1]}/x")
+        with pytest.raises(ActionError, match="BadStatusLine"):
+            with_retries(lambda: call_webhook(hook, ALARM, tmp_path), 1, lambda _: None)
+        server.shutdown()
+    assert len(asked) == 2
+
+
 def test_what_hangs_has_a_deadline(silent: str, tmp_path: Path) -> None:
     short = config(webhook=f"http://{silent}/x", mail="a@b", mail_server=silent, command="sleep 600", timeout_s=0.3)
     for act in (call_webhook, send_mail, run_command):
@@ -210,10 +231,13 @@ def test_a_mail(tmp_path: Path) -> None:
     kind = type("OneMailServer", (MailServer,), {"mails": []})
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), kind) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        send_mail(config(mail="me@example.org", mail_server=f"127.0.0.1:{server.server_address[1]}"), ALARM, tmp_path)
+        named = ALARM.rule.model_copy(update={"name": "entropy is low,\nagain"})
+        mail_server = f"127.0.0.1:{server.server_address[1]}"
+        send_mail(config(mail="me@example.org", mail_server=mail_server), replace(ALARM, rule=named), tmp_path)
         server.shutdown()
     (mail,) = kind.mails  # type: ignore[attr-defined]
-    assert "To: me@example.org" in mail and ALARM.text.split(",")[0] in mail
+    assert "To: me@example.org" in mail and ALARM.text.split(",")[0] in mail and "Subject: prime-hpc" in mail
+    assert "entropy is low, again" in mail
 
 
 # ------------------------------------------------------------------------------------------------ the watch
@@ -290,3 +314,28 @@ def test_a_built_in_rule(tmp_path: Path) -> None:
     rows = wait_for(lambda: [row for row in one.record() if row["rule"] == "entropy"], "entropy is no number")
     one.watch.close()
     assert rows[0]["actions"] == ["warn"] and rows[0]["step"] == 10
+
+
+def test_a_failure_of_any_kind_is_recorded_and_the_watch_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("as it comes")
+
+    monkeypatch.setitem(TELL, "command", fail)
+    rule = {"name": "low", "metric": "trainer.entropy", "below": 0.1, "actions": ["command"]}
+    one = Watched(tmp_path / "run", rules=[rule], builtin=False, command="true")
+    real, looks = one.watch._take, list[int]()
+
+    def take(figures: Any, step: int | None) -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise KeyError("a row of another version")
+        real(figures, step)
+
+    monkeypatch.setattr(one.watch, "_take", take)
+    wait_for(lambda: looks, "a look that fails")
+    one.step(1, entropy=0.01)
+    rows = wait_for(lambda: len(one.record()) == 2 and one.record(), "the alarm and its action")
+    one.watch.close()
+    assert "as it comes" in rows[1]["error"]

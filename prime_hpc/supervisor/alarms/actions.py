@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from email.message import EmailMessage
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, build_opener
@@ -60,14 +61,15 @@ def call_webhook(config: AlarmsConfig, alarm: Alarm, run_dir: Path) -> None:
             answer.read(1)
     except HTTPError as error:
         raise ActionError(f"it answers {error.code} {error.reason}") from error
-    except (OSError, ValueError) as error:
-        raise ActionError(str(error).replace(address, "the webhook")) from error
+    except (OSError, ValueError, HTTPException) as error:  # the last: an answer that is no HTTP
+        told = str(error).replace(address, "the webhook")
+        raise ActionError(f"{type(error).__name__}: {told}" if isinstance(error, HTTPException) else told) from error
 
 
 def send_mail(config: AlarmsConfig, alarm: Alarm, run_dir: Path) -> None:
     """Send a mail. Raises ActionError."""
     message = EmailMessage()
-    message["Subject"] = f"prime-hpc {run_dir.name}: {alarm.rule.title}"
+    message["Subject"] = " ".join(f"prime-hpc {run_dir.name}: {alarm.rule.title}".split())  # a header is one line
     message["From"] = message["To"] = config.mail or ""
     message.set_content("\n".join([alarm.text, "", *(f"{k}: {v}" for k, v in facts_of(alarm, run_dir).items())]))
     host, port = parse_address(config.mail_server)

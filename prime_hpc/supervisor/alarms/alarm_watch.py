@@ -77,8 +77,8 @@ class AlarmWatch:
         while not self._closed.wait(self._tick_s):
             try:
                 self._look()
-            except OSError as error:  # a disk that is full, a file system that does not answer
-                logger.warning(f"alarms: {error}")
+            except Exception as error:  # noqa: BLE001 - a file system that does not answer, a row of another version
+                logger.warning(f"alarms: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
         for name, tail in self._tails.items():
@@ -119,8 +119,8 @@ class AlarmWatch:
         try:
             retries = 0 if action == "command" else self._config.retries
             with_retries(lambda: TELL[action](self._config, alarm, self._run_dir), retries, self._closed.wait)
-        except (ActionError, OSError) as problem:
-            error = str(problem)
+        except Exception as problem:  # noqa: BLE001 - whatever it is, the record says that nobody was told
+            error = str(problem) if isinstance(problem, ActionError | OSError) else repr(problem)
             logger.warning(f"alarm {alarm.rule.title}: its {action} failed: {error}")
         self._note(alarm, action=action, error=error)
 

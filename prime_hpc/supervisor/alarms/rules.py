@@ -72,8 +72,8 @@ class Watcher:
         if rule.above is not None:
             return number > rule.above
         assert rule.falls_to is not None
-        mean = math.fsum(self._last) / len(self._last)
-        if len(self._last) == rule.for_steps and not math.isnan(mean):
+        if len(self._last) == rule.for_steps and all(map(math.isfinite, self._last)):
+            mean = math.fsum(self._last) / len(self._last)
             self._best = mean if self._best is None else max(self._best, mean)
         return self._best is not None and self._best > 0 and number <= rule.falls_to * self._best
 
