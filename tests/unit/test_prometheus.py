@@ -3,8 +3,10 @@
 import gzip
 import http.client
 import json
+import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from prime_hpc import cli
 from prime_hpc.config import Experiment
 from prime_hpc.observe import metric_names
 from prime_hpc.supervisor.prometheus import endpoint, families
+from prime_hpc.supervisor.prometheus import exporter as exporters
 from prime_hpc.supervisor.prometheus.endpoint import Endpoint
 from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, target_of
@@ -350,17 +353,63 @@ def test_a_text_file_where_no_port_may_be_opened(tmp_path: Path, capsys: pytest.
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "points.jsonl").touch()
     run, file = make_run(tmp_path / "sweep" / "p1"), tmp_path / "sweep" / FOLDER / "sweep__p1.prom"
+    file.parent.mkdir()
+    file.parent.chmod(0o755)  # for node exporter, which is another user
     exporter = start(run, serve=False, textfile=True)
     try:
         until(file)
+        assert file.parent.stat().st_mode & 0o777 == 0o755, "as MONITORING.md says"
         text = file.read_text()
         assert value(parsed(text), "run_max_steps") == 40 and 'run="sweep/p1"' in text
         assert [path.name for path in file.parent.iterdir()] == [file.name]
         assert cli.main(["metrics", str(run)]) == 0
-        assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
+        assert "run_walltime_left_seconds" in capsys.readouterr().out, "what the files do not tell"
     finally:
         exporter.close()
     assert not file.exists()
+    file.write_text(text)  # as a supervisor that was killed leaves it
+    os.utime(file, (1, 1))
+    assert cli.main(["metrics", str(run)]) == 0
+    computed = capsys.readouterr().out
+    assert "run_walltime_left_seconds" not in computed and value(parsed(computed), "trainer_steps_total") == 20
+
+
+@pytest.mark.parametrize("where", ["take_token", "write_target"])
+def test_what_a_file_system_lets_through_after_the_end_is_taken_back(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, gate, hangs = getattr(exporters, where), threading.Event(), threading.Event()
+
+    def hang(*given: Any) -> Any:
+        hangs.set()
+        gate.wait()
+        return real(*given)
+
+    monkeypatch.setattr(exporters, where, hang)
+    exporter = start(make_run(tmp_path / "demo"))
+    assert hangs.wait(WAIT_S)
+    exporter.close()
+    gate.set()
+    assert exporter._thread is not None
+    exporter._thread.join(WAIT_S)
+    assert not exporter._thread.is_alive()
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [TOKEN]
+    if exporter._address:
+        with pytest.raises(OSError):
+            ask(int(exporter._address.rpartition(":")[2]))
+
+
+def test_another_run_on_the_port_is_not_taken_for_this_one(
+    tmp_path: Path, served: tuple[int, Endpoint], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = make_run(tmp_path / "mine"), tmp_path / FOLDER
+    folder.mkdir(mode=0o700)
+    (folder / TOKEN).touch(0o600)
+    (folder / TOKEN).write_text("secret")
+    (folder / "mine.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{served[0]}"]}]))
+    assert cli.main(["metrics", str(run)]) == 0
+    streams = capsys.readouterr()
+    assert "does not answer" in streams.err and value(parsed(streams.out), "trainer_steps_total") == 20
 
 
 @pytest.mark.parametrize("trouble", ["port", "folder", "token"])

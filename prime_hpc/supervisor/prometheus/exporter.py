@@ -27,7 +27,7 @@ from prime_hpc.supervisor.alarms.rules import rules_of
 from prime_hpc.supervisor.hub import host_of_hub
 from prime_hpc.supervisor.prometheus.endpoint import Endpoint
 from prime_hpc.supervisor.prometheus.figures import Figures
-from prime_hpc.supervisor.prometheus.folder import file_of, folder_of, label_of, take_token, write_target
+from prime_hpc.supervisor.prometheus.folder import file_of, folder_of, label_of, read_target, take_token, write_target
 from prime_hpc.supervisor.prometheus.servers import merge
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.server_loads import ServerLoads
@@ -74,6 +74,7 @@ class Exporter:
         self._alarms = Tail(run_dir / ALARMS_JSONL)
         self._text = ""
         self._endpoint: Endpoint | None = None
+        self._address = ""
         self._has_complained = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,6 +96,17 @@ class Exporter:
                 file_of(self._folder, self._run, suffix).unlink(missing_ok=True)
 
     def _work(self, on_nodes: bool) -> None:
+        self._collect_until_closed(on_nodes)
+        # `close` waits for a second only: what a file system that hung let through later is taken back here
+        with contextlib.suppress(OSError):
+            if self._config.textfile:
+                file_of(self._folder, self._run, ".prom").unlink(missing_ok=True)
+            if self._address and read_target(self._folder, self._run) == self._address:  # not the next attempt's
+                file_of(self._folder, self._run, ".json").unlink(missing_ok=True)
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _collect_until_closed(self, on_nodes: bool) -> None:
         self._try(self._collect)
         if self._config.serve:
             self._try(lambda: self._listen(on_nodes))
@@ -114,15 +126,17 @@ class Exporter:
             self._has_complained = True
 
     def _listen(self, on_nodes: bool) -> None:
+        token = take_token(self._folder)
+        if self._closed.is_set():  # while the file system kept it
+            return
         network = Network.from_env(self._environment)
         host, advertised = host_of_hub(network, self._environment, on_nodes=on_nodes)
         port = self._config.port
         listener = sockets.listen(host, port, ports=None if port else network.ports, seed=f"{self._run_dir} metrics")
-        token = take_token(self._folder)
         self._endpoint = Endpoint(listener, token, self._run, lambda: self._text)
-        address = sockets.join(advertised or _name(host), listener.getsockname()[1])
-        write_target(self._folder, self._run, address)
-        logger.info(f"prometheus: http://{address}/metrics, for who sends the token in {self._folder}")
+        self._address = sockets.join(advertised or _name(host), listener.getsockname()[1])
+        write_target(self._folder, self._run, self._address)
+        logger.info(f"prometheus: http://{self._address}/metrics, for who sends the token in {self._folder}")
 
     def _write(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,17 +1,21 @@
 """`prime-hpc metrics RUN`: a run's figures in Prometheus' text form, as of now; `--scrape-config`: how Prometheus finds
 and reads all runs of a folder.
 
-A run with `prometheus` is asked, or its text file is printed; of others, and of those that are over, the files are read
-from their beginning. Exit codes: 0 it was printed; 2 there is no such run, or the token is not this user's alone.
+A run with `prometheus` is asked, or its text file is printed while it is kept up; of others, and of those that are over
+or were killed, the files are read from their beginning. Exit codes: 0 it was printed; 2 there is no such run, or the
+token is not this user's alone.
 """
 
 import sys
+import time
 from pathlib import Path
+from urllib.parse import quote
 
 from prime_hpc.cli.common import parse
 from prime_hpc.client.http import ask
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ALARMS_JSONL, RUN_YAML
+from prime_hpc.config.sections.common import PrometheusConfig
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.report.series import Faults, read_lines
 from prime_hpc.store.run_dirs import find_run, is_run, outputs_folder
@@ -28,6 +32,10 @@ from prime_hpc.supervisor.prometheus.folder import (
 )
 
 TIMEOUT_S = 5.0
+MISSED = 4
+"""A text file that was not written anew for so many of its turns is old."""
+LEAST_FRESH_S = 30.0
+"""Clocks of nodes differ, and file systems show a change late."""
 
 
 def run(argv: list[str], program: str) -> int:
@@ -70,16 +78,26 @@ def _served(path: Path) -> str:
     if address is None:
         return ""
     try:
-        return ask(f"http://{address}/metrics", timeout_s=TIMEOUT_S, key=read_token(folder)).decode()
+        # by name: another run may have the port by now
+        return ask(
+            f"http://{address}/metrics?run={quote(label, safe='')}", timeout_s=TIMEOUT_S, key=read_token(folder)
+        ).decode()
     except OSError as error:
         print(f"{address} does not answer ({error}); this is read from files", file=sys.stderr)
         return ""
 
 
 def _written(path: Path) -> str:
+    """Return the run's text file; "" where there is none, or where its supervisor has written none for a while: one
+    that was killed leaves its last."""
+    file = file_of(_folder(path), label_of(path), ".prom")
+    stated = line_of(path / RUN_YAML, "  every_s: ", after="prometheus:")
     try:
-        return file_of(_folder(path), label_of(path), ".prom").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        fresh_s = MISSED * float(stated or PrometheusConfig().every_s)
+        if time.time() - file.stat().st_mtime > max(fresh_s, LEAST_FRESH_S):
+            return ""
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return ""
 
 
