@@ -1,5 +1,6 @@
 """The orchestrator's section: environments, sandboxes, sampling, batching, staleness, evaluation, the client."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -109,6 +110,18 @@ class EnvConfig(Section):
         return None if workers is None else _checked_workers(workers)
 
 
+def check_labels(envs: Iterable[EnvConfig], key: str = "env") -> None:
+    """Refuse two environments of one label: the figures and results of one would take the other's place.
+
+    Raises:
+        ValueError: names the label.
+    """
+    names = [env.name or env.id for env in envs]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"{key}: two environments are called {doubled[0]}; give one of them a name")
+
+
 class EnvServersConfig(Section):
     """Processes of their own for episodes: what an environment does there harms no other one, nor the run."""
 
@@ -198,6 +211,11 @@ class EvalConfig(Section):
     env: list[EvalEnvConfig] = []
     """Held-out environments; default: the training ones, on their `eval` split where they have one, else on a tenth of
     the tasks, which is then not trained on."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "EvalConfig":
+        check_labels(self.env)
+        return self
 
 
 class ClientConfig(Section):
@@ -422,6 +440,11 @@ class OrchestratorConfig(Section):
     """Compress batches (zstd) in the background once they were trained on; `replay` and `export` read both kinds."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "OrchestratorConfig":
+        check_labels(self.env)
+        return self
 
     @property
     def most_in_flight(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
-from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
+from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig, check_labels
 from prime_hpc.config.sections.sampling import SamplingConfig, SamplingOverride, SamplingSection
 
 
@@ -80,10 +80,7 @@ class EpisodesConfig(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> "EpisodesConfig":
-        names = [env.name or env.id for env in self.environments]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"env: two environments are called {doubled[0]}; give one of them a name")
+        check_labels(self.environments)
         return self
 
     @property

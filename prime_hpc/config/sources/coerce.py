@@ -5,7 +5,7 @@ import json
 from typing import Any, Literal, get_args, get_origin
 
 from prime_hpc.config.schema import Node, admits, members, type_text
-from prime_hpc.config.secret import masked
+from prime_hpc.config.secret import Secret, masked
 
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
@@ -117,6 +117,22 @@ def switch(value: Any) -> bool | None:
         text = value.strip().lower()
         return True if text in TRUE else False if text in FALSE | NULL else None
     return None
+
+
+def typed_value(value: Any, annotation: Any) -> Any:
+    """Return what a key of this type makes of a text or a list of texts, as plain values; as it is where it cannot be.
+
+    A text that is one of the key's own types stays a text.
+    """
+    if annotation in (Any, str) or admits(annotation, Secret) or (isinstance(value, str) and admits(annotation, str)):
+        return value
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        adapter = TypeAdapter(annotation)
+        return adapter.dump_python(adapter.validate_python(value), mode="json")
+    except ValidationError:
+        return value
 
 
 def is_flag(node: Node) -> bool:

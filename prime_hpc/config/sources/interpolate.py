@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem, nearest_path
-from prime_hpc.config.schema import all_paths, fill_defaults
-from prime_hpc.config.sources.coerce import is_reference
+from prime_hpc.config.schema import all_paths, fill_defaults, resolve
+from prime_hpc.config.sources.coerce import is_reference, typed_value
 
 Location = tuple[str | int, ...]
 
@@ -24,6 +24,7 @@ def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems:
     if not references:
         return values
     tree = fill_defaults(values)
+    _give_types(tree, ())
     # `${seq_len}` alone is by far the commonest form, and importing OmegaConf would double the time of a plan.
     results = {path: _follow(tree, _get(values, path)) for path in references}
     hard = [path for path, result in results.items() if result is _HARD]
@@ -36,6 +37,27 @@ def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems:
         elif isinstance(parent, dict):
             del parent[path[-1]]
     return values
+
+
+def resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the values with every `${...}` that can be resolved; the others are left out."""
+    if not any(is_reference(value) for _, value in _leaves(values, ())):
+        return values
+    return interpolate(copy.deepcopy(values), {}, [])
+
+
+def _give_types(tree: Any, path: tuple[str, ...]) -> None:
+    """Turn the texts of flags and variables in a filled tree into what their keys take: whoever refers to one gets the
+    same, wherever it was stated."""
+    items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, value in items:
+        node = resolve((*path, str(name)))
+        if node is None:
+            continue
+        if node.kind in ("section", "sections") and isinstance(value, dict | list):
+            _give_types(value, node.path)
+        elif node.kind == "leaf" and isinstance(value, str | list):
+            tree[name] = typed_value(value, node.annotation)
 
 
 _HARD: Any = object()
