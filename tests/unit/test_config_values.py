@@ -61,3 +61,128 @@ def test_texts_of_a_mapping_of_texts_stay_as_they_were_typed(text: str) -> None:
 
 def test_what_is_no_text_says_so(tmp_path: Path) -> None:
     refused(file_(tmp_path, "slurm: {env: {A: false}}\n"), r"slurm\.env\.A: expected text, got false")
+
+
+def test_a_shell_line_and_its_arguments_are_cut_at_none_of_their_commas() -> None:
+    lines = ["export NCCL_IB_HCA=mlx5_0,mlx5_1", "[ -f x ] && source x", "module load a, b"]
+    for line in lines:
+        assert load(["--slurm.setup", line]).slurm.setup == [line]
+    assert load(["--slurm.setup", '["a, b", "c"]']).slurm.setup == ["a, b", "c"]
+    assert load(["--slurm.srun-args=--cpu-bind=map_cpu:0,1,--exact"]).slurm.srun_args == [
+        "--cpu-bind=map_cpu:0,1",
+        "--exact",
+    ]
+    for text, modules in (
+        (r".*layers\.\d{1,2}\.q_proj,v_proj", [r".*layers\.\d{1,2}\.q_proj", "v_proj"]),
+        ("[qk]_proj", ["[qk]_proj"]),
+    ):
+        lora = load(["--model.lora.target-modules", text]).model.lora
+        assert lora is not None and lora.target_modules == modules
+
+
+def test_integers(tmp_path: Path) -> None:
+    assert load(["--max-steps", "1e3"]).max_steps == 1000
+    refused(["--inference", "--inference-gpu-ids", "0-3"], "write 0,1,2,3")
+    refused(["--seed", "0-3"], "'0-3' is no integer")
+    refused(["--inference", "--inference-gpu-ids", "0,-1"], "different positions from 0 on")
+    refused(["--inference", "--inference-gpu-ids", "0,0"], "different positions from 0 on")
+    refused(file_(tmp_path, "trainer_gpu_ids: ['0-3']\n"), "different positions from 0 on")
+    refused(["--seed", str(2**32)], "less than or equal to 4294967295")
+
+
+def test_a_bare_off_of_yaml_is_the_word(tmp_path: Path) -> None:
+    assert load(file_(tmp_path, "slurm: {restart: {how: off}}\n")).slurm.restart.how == "off"
+    refused(file_(tmp_path, "slurm: {restart: {how: on}}\n"), "got true")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.name", ""],
+        ["--output-dir", ""],
+        ["--ckpt.path", ""],
+        ["--ckpt.resume-step", ""],
+        ["--orchestrator.client.base-url", ""],
+        ["--orchestrator.env.0.id", ""],
+        ["--sft.data.path", ""],
+    ],
+)
+def test_the_text_of_a_variable_that_is_not_set_names_nothing(flags: list[str]) -> None:
+    refused(flags, "is empty")
+
+
+def test_an_empty_text_is_a_text_where_it_names_nothing() -> None:
+    exp = load(["--slurm.env.name", "", "--alarms.rules", '[{"metric": "trainer.kl", "above": 1, "name": ""}]'])
+    assert exp.slurm.env == {"name": ""} and exp.alarms.rules[0].title == "trainer.kl"
+
+
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    refused(["--model.name", "a\udcff"], "cannot be written as UTF-8")
+    refused(file_(tmp_path, '{"orchestrator": {"env": [{"id": "a", "args": {"x": "\\ud83d"}}]}}', "a.json"), "UTF-8")
+
+
+def test_json_that_yaml_cannot_read(tmp_path: Path) -> None:
+    texts = {"smile": "\U0001f600", "k" * 1100: 1}
+    import json
+
+    path = file_(tmp_path, json.dumps({"orchestrator": {"env": [{"id": "a", "args": texts}]}}, indent="\t"), "a.json")
+    assert load_experiment(path, "rl", {}).experiment.orchestrator.env[0].args == texts
+    refused(file_(tmp_path, '{"seed": 1,\t"seed": 2}', "b.json"), "stated twice|YAML")
+
+
+def test_a_base_of_two_files_lies_below_both(tmp_path: Path) -> None:
+    file_(tmp_path, "max_steps: 10\nseed: 100\n", "d.yaml")
+    file_(tmp_path, "base: d.yaml\nmax_steps: 20\n", "b.yaml")
+    file_(tmp_path, "base: d.yaml\nseed: 200\n", "c.yaml")
+    exp = load(file_(tmp_path, "base: [b.yaml, c.yaml]\n", "a.yaml"))
+    assert (exp.max_steps, exp.seed) == (20, 200)
+
+
+def test_what_a_base_says_is_no_conflict_once_it_is_overridden(tmp_path: Path) -> None:
+    file_(tmp_path, "max_steps: 20\n", "base.yaml")
+    trainer = ["--trainer", *file_(tmp_path, "base: base.yaml\nmax_steps: 30\n", "t.yaml")]
+    orchestrator = ["--orchestrator", *file_(tmp_path, "max_steps: 30\n", "o.yaml")]
+    assert load([*trainer, *orchestrator]).max_steps == load([*orchestrator, *trainer]).max_steps == 30
+    orchestrator = ["--orchestrator", *file_(tmp_path, "max_steps: 20\n", "o.yaml")]
+    refused([*trainer, *orchestrator], "one experiment has one max_steps")
+    refused([*orchestrator, *trainer], "one experiment has one max_steps")
+
+
+def test_the_root_of_a_file_and_its_sections_do_not_disagree(tmp_path: Path) -> None:
+    for text in ("max_steps: 10\ntrainer: {max_steps: 20}\n", "trainer: {max_steps: 20}\nmax_steps: 10\n"):
+        path = file_(tmp_path, text)
+        refused(path, "the root states 10")
+        assert load([*path, "--max-steps", "5"]).max_steps == 5
+    file_(tmp_path, "max_steps: 10\n", "base.yaml")
+    assert load(file_(tmp_path, "base: base.yaml\ntrainer: {max_steps: 20}\n")).max_steps == 20
+
+
+def test_variables_of_others_are_no_key_of_a_server() -> None:
+    environ = {"PRIME_API_KEY": "pit_abcdefgh", "PRIME_BASE_URL": "x", "PRIME_TEAM_ID": "t", "PRIME_INFERENCE_URL": "u"}
+    loaded = load_experiment([], "inference", environ)
+    assert loaded.experiment.inference is not None and loaded.experiment.inference.api_key is None
+    assert loaded.warnings == []
+    engines = load([], "inference", {"PRIME_INFERENCE__API_KEY": "k" * 8}).inference
+    assert engines is not None and engines.api_key is not None and engines.api_key.reveal() == "k" * 8
+
+
+def test_a_secrets_file_may_be_named_by_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.key").write_text("hush-hush")
+    (tmp_path / "run.key").chmod(0o600)
+    monkeypatch.setenv("KEYS_OF_TEST", str(tmp_path))
+    monkeypatch.setenv("KEY_OF_TEST", "by-variable")
+    for stated in ("@${oc.env:KEYS_OF_TEST}/run.key", "@${name}.key"):
+        key = load(file_(tmp_path, f"slurm: {{env: {{HF_TOKEN: '{stated}'}}}}\n")).slurm.env["HF_TOKEN"]
+        assert not isinstance(key, str) and key.reveal() == "hush-hush"
+    path = file_(tmp_path, "slurm: {env: {HF_TOKEN: '${oc.env:KEY_OF_TEST}'}}\n")
+    Path(path[1]).chmod(0o644)
+    assert load_experiment([*ENV, *path], "rl", {}).warnings == []
+
+
+def test_a_shells_variable_is_told_from_a_reference(tmp_path: Path) -> None:
+    path = file_(tmp_path, 'slurm: {setup: ["export X=${NO_SUCH}/foo"]}\n')
+    refused(path, r"exp.yaml:1: slurm.setup.0: .*\$NO_SUCH or \\\$\{NO_SUCH\} here")
+
+
+def test_a_dry_run_is_told_where_it_is() -> None:
+    refused(["--dry-run"], "submit FILE --dry-run")
