@@ -26,7 +26,7 @@ TREE = {
             {"id": "calculator", "ratio": 2},
         ],
         "eval": {"interval": 5, "env": [{"id": "reverse-text"}]},
-        "client": {"base_url": ["http://a:1/v1", "http://b:2/v1"]},
+        "client": {"host": "a", "port": 8001},
     },
     "inference": {"data_parallel_size": 2, "vllm": {"x": None, "y": {"z": "null"}}},
     "sft": {"data": {"path": "data/x.jsonl", "loss_roles": ["assistant", "tool"]}, "save_interval": 5},

@@ -1,5 +1,6 @@
 """A value means the same wherever it is stated, and what cannot be meant is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -123,8 +124,6 @@ def test_half_a_character_is_refused(tmp_path: Path) -> None:
 
 def test_json_that_yaml_cannot_read(tmp_path: Path) -> None:
     texts = {"smile": "\U0001f600", "k" * 1100: 1}
-    import json
-
     path = file_(tmp_path, json.dumps({"orchestrator": {"env": [{"id": "a", "args": texts}]}}, indent="\t"), "a.json")
     assert load_experiment(path, "rl", {}).experiment.orchestrator.env[0].args == texts
     refused(file_(tmp_path, '{"seed": 1,\t"seed": 2}', "b.json"), "stated twice|YAML")
@@ -186,3 +185,33 @@ def test_a_shells_variable_is_told_from_a_reference(tmp_path: Path) -> None:
 
 def test_a_dry_run_is_told_where_it_is() -> None:
     refused(["--dry-run"], "submit FILE --dry-run")
+
+
+def test_servers_that_a_run_would_not_ask_are_refused() -> None:
+    url = ["--orchestrator.client.base-url", "http://a:1/v1"]
+    refused(["--inference", *url], "orchestrator.client.base_url: attaches to servers that run")
+    assert load(["--inference", *url, "--orchestrator.client.base-url", "none"]).inference is not None
+    assert load([*ENV, "--inference", *url], "orchestrator").inference is not None  # by hand, from the file of all
+    refused(["--inference.headless"], "inference.headless: a run's servers serve HTTP")
+    assert load(["--headless"], "inference").inference is not None
+
+
+def test_a_part_of_a_group_of_engines_is_no_more_than_the_group() -> None:
+    size = ["--data-parallel-size", "4"]
+    refused([*size, "--data-parallel-size-local", "8"], "local .8. is more than data_parallel_size .4.", "inference")
+    refused([*size, "--data-parallel-start-rank", "4"], "start_rank .4. is no rank", "inference")
+
+
+@pytest.mark.parametrize(
+    ("flags", "entrypoint"),
+    [
+        (["--orchestrator.advantage.timeout-reward", "nan"], "rl"),
+        (["--orchestrator.env.0.ratio", "inf"], "rl"),
+        (["--trainer.loss.kl.coef", "inf"], "rl"),
+        (["--alarms.rules", '[{"metric": "trainer.kl", "above": NaN}]'], "rl"),
+        (["--environment-ids", "a", "--min-reward", "nan"], "synthesize"),
+        (["--environment-ids", "a", "--pass-threshold", "nan"], "eval"),
+    ],
+)
+def test_figures_that_are_compared_are_finite(flags: list[str], entrypoint: str) -> None:
+    refused(flags, "finite number", entrypoint)

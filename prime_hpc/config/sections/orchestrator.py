@@ -90,7 +90,7 @@ class EnvConfig(Section):
     """Arguments of the taskset, by its own names."""
     env_args: Arguments = {}
     """Arguments of the verifiers environment around the taskset, by its own names."""
-    ratio: float = Field(1.0, gt=0)
+    ratio: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the prompts, relative to the other environments."""
     harness: str | None = None
     """Agent harness; default: prime-hpc's in-process one, or the taskset's own."""
@@ -325,7 +325,7 @@ class AdvantageConfig(Section):
     """Rollouts that their environment's `timeout_s` cut off; either way `episodes/timeout` counts them. `drop`: as if
     they had not been sampled, so what is left of a group is the quick ones; `penalize`: each is compared with the group
     as a rollout of reward `timeout_reward`. It has no whole reply, so its own tokens do not train."""
-    timeout_reward: float = 0.0
+    timeout_reward: float = Field(0.0, allow_inf_nan=False)
     """`timeout = penalize`: the reward of a rollout that was cut off."""
     soft_overlong: SoftOverlongConfig | None = None
     """Penalty near the token limit; off when absent."""
