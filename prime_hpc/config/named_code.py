@@ -33,6 +33,8 @@ class ObjectiveEntry:
     """Its own, used where `clip_low` and `clip_high` state none."""
     kl_bounds: Bounds | None = None
     """The same with `divergence = kl`, where that differs."""
+    clips: bool = True
+    """It takes `trainer.loss.clip_low` and `clip_high`."""
     dual_clip: bool = False
     """It takes `trainer.loss.dual_clip`."""
     masks_mismatch: bool = False
@@ -43,8 +45,8 @@ class ObjectiveEntry:
 
 _TRAINER = "prime_hpc.trainer.objectives"
 OBJECTIVES = {
-    "aipo": ObjectiveEntry(f"{_TRAINER}.aipo:aipo"),
-    "reinforce": ObjectiveEntry(f"{_TRAINER}.reinforce:reinforce"),
+    "aipo": ObjectiveEntry(f"{_TRAINER}.aipo:aipo", clips=False),
+    "reinforce": ObjectiveEntry(f"{_TRAINER}.reinforce:reinforce", clips=False),
     "ppo_clip": ObjectiveEntry(f"{_TRAINER}.ppo_clip:ppo_clip", dual_clip=True),
     "grpo": ObjectiveEntry(f"{_TRAINER}.grpo:grpo", "sequence", dual_clip=True),
     "dr_grpo": ObjectiveEntry(f"{_TRAINER}.dr_grpo:dr_grpo", "batch", dual_clip=True),
@@ -52,7 +54,7 @@ OBJECTIVES = {
     "cispo": ObjectiveEntry(f"{_TRAINER}.cispo:cispo", bounds=Bounds(1.0, 4.0)),
     "dppo": ObjectiveEntry(f"{_TRAINER}.dppo:dppo", kl_bounds=Bounds(0.05, 0.05), masks_mismatch=True),
     "ipo": ObjectiveEntry(f"{_TRAINER}.ipo:ipo", bounds=Bounds(0.1, 0.1), masks_mismatch=True),
-    "nll": ObjectiveEntry(f"{_TRAINER}.nll:nll", imitates=True),
+    "nll": ObjectiveEntry(f"{_TRAINER}.nll:nll", clips=False, imitates=True),
 }
 """Name -> objective. One of your own (`module:function`) has the defaults."""
 

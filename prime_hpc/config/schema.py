@@ -50,7 +50,7 @@ class Node:
     """The value's place, from the root."""
     kind: Kind
     annotation: Any
-    """Its type; `Any` below a free mapping."""
+    """Its type; below a free mapping that of the mapping's values."""
     component: str | None = None
     """The component through whose scope the key was reached, if any."""
     is_old_name: bool = False
@@ -132,8 +132,14 @@ def _child(annotation: Any, name: str) -> tuple[str, Any] | None:
     if elements and name.isdigit():
         return name, Union[elements]  # noqa: UP007 (built from a tuple)
     if _kind(annotation) == "free":
-        return name, Any
+        return name, _value_type(annotation)
     return None
+
+
+def _value_type(annotation: Any) -> Any:
+    """Return the type of the values of a mapping of any keys: variables, requests and columns are texts."""
+    values = [get_args(m)[1] for m in members(annotation) if get_origin(m) is dict]
+    return values[0] if values else Any
 
 
 def _descend(base: tuple[str, ...], segments: tuple[str, ...], component: str | None) -> Node | None:

@@ -246,12 +246,13 @@ def secrets_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def anchored(tree: Any, folder: Path, name: str = "") -> Any:
-    """Return a plain tree whose `@FILE`s are absolute; they were meant from `folder`."""
+    """Return a plain tree whose `@FILE`s are absolute; they were meant from `folder`. One that holds a `${...}` stays
+    as it is until that is resolved."""
     if isinstance(tree, dict):
         return {key: anchored(inner, folder, str(key)) for key, inner in tree.items()}
     if isinstance(tree, list):
         return [anchored(inner, folder, name) for inner in tree]
-    if isinstance(tree, str) and tree.startswith(FILE_MARK) and len(tree) > 1 and names_secret(name):
+    if isinstance(tree, str) and tree[:1] == FILE_MARK and tree[1:] and "${" not in tree and names_secret(name):
         return f"{FILE_MARK}{(folder / Path(tree[1:].strip()).expanduser()).absolute()}"
     return tree
 

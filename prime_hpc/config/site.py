@@ -10,6 +10,7 @@ the `slurm/sites` of the checkout that prime-hpc is installed from.
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,7 +32,7 @@ GENERIC = SiteConfig(name="generic")
 
 def site_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """List the folders in which profiles are looked for, first match wins."""
-    named = [Path(p) for p in environ.get("PRIMEHPC_SITES", "").split(os.pathsep) if p]
+    named = [Path(p).expanduser() for p in environ.get("PRIMEHPC_SITES", "").split(os.pathsep) if p]
     checkout = Path(__file__).resolve().parents[2] / "slurm" / "sites"
     return [*named, Path.home() / ".config" / "prime-hpc" / "sites", checkout]
 
@@ -41,7 +42,8 @@ def list_sites(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in site_folders(environ):
         for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else []:
-            found.setdefault(path.stem, path)
+            if path.name[0] != "." and os.path.isfile(path):  # noqa: PTH113 - an editor's lock is a link to nowhere
+                found.setdefault(path.stem, path)
     return found
 
 
@@ -62,7 +64,7 @@ def load_site(
     name = name or environ.get("PRIMEHPC_SITE") or None
     sites = list_sites(environ)
     if name is not None:
-        path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else sites.get(name)
+        path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) or "/" in name else sites.get(name)
         if path is None or not path.is_file():
             near = get_close_matches(name, sites, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -73,7 +75,11 @@ def load_site(
     cluster = cluster or cluster_name(environ)
     if cluster is not None:
         for path in sites.values():
-            text = path.read_text(encoding="utf-8")
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError as error:  # of another cluster, as likely as not
+                print(f"warning: site profile {path} is passed over: {error.strerror}", file=sys.stderr)
+                continue
             if re.search(rf"^cluster:\s*['\"]?{re.escape(cluster)}['\"]?\s*(#.*)?$", text, re.MULTILINE):
                 return _usable(parse_site(path), path)
     return GENERIC
@@ -99,8 +105,9 @@ def parse_site(path: Path) -> SiteConfig:
 
     try:
         data, _ = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ConfigError(Problem(f"{path}: {error.strerror}", "slurm.site")) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(Problem(f"{path}: {why}", "slurm.site")) from error
     try:
         return SiteConfig.model_validate({"name": path.stem, **anchored(data, path.parent)})
     except ValidationError as error:

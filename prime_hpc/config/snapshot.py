@@ -25,6 +25,7 @@ from prime_hpc.config.schema import Node, members, resolve
 from prime_hpc.config.secret import OF_SITE, anchored, masked_command, put_back, without_known, write_secrets
 from prime_hpc.config.sources.coerce import NULL
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
+from prime_hpc.config.sources.interpolate import escape, unescape
 from prime_hpc.config.validate import validate
 from prime_hpc.runtime.atomic_write import write_atomic
 
@@ -65,8 +66,8 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     sync = shared is None  # thousands of files forced to the disk one by one would take minutes
     shared = shared or share(command)
     exp = from_the_root(exp)
-    tree, texts = put_back(exp.model_dump(mode="json"), exp)
-    from_below, _ = put_back(exp.model_dump(mode="json"), exp, above="../") if texts else (tree, texts)
+    tree, texts = put_back(escape(exp.model_dump(mode="json")), exp)
+    from_below, _ = put_back(escape(exp.model_dump(mode="json")), exp, above="../") if texts else (tree, texts)
     configs = run_dir / CONFIGS
     configs.mkdir(parents=True, exist_ok=True)
     write_secrets(run_dir, texts, keep=OF_SITE)
@@ -126,7 +127,7 @@ def read_experiment(path: Path) -> Experiment:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is no text: {error.reason} at byte {error.start}") from error
     values, lines = parse_yaml(text, str(path))
-    values = anchored(values, path.parent)
+    values = anchored(unescape(values), path.parent)
     provenance = {".".join(key): Origin("file", str(path), line) for key, line in lines.items()}
     values, problems = renew(values, provenance)
     experiment = validate(values, provenance, problems)
@@ -137,7 +138,7 @@ def read_experiment(path: Path) -> Experiment:
 
 def stated_text(exp: Experiment) -> str:
     """Return the experiment as a file that states what differs from the defaults; its secrets are masked."""
-    return dump_yaml({"kind": exp.kind, **exp.model_dump(mode="json", exclude_defaults=True)})
+    return dump_yaml({"kind": exp.kind, **escape(exp.model_dump(mode="json", exclude_defaults=True))})
 
 
 def _view(tree: dict[str, Any], component: str) -> dict[str, Any] | None:

@@ -84,6 +84,8 @@ def _stated_at(message: str, provenance: dict[str, Origin]) -> str:
 
 def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str, Origin]) -> None:
     """Refuse an experiment that lacks what an entrypoint cannot run without. Raises ConfigError."""
+    if entrypoint in ("rl", "sft", "eval", "synthesize", "submit", "plan"):
+        _check_servers(experiment, provenance)
     if experiment.trains and entrypoint in ("rl", "sft", "submit", "plan"):
         _check_stages(experiment, provenance)
         _check_connector(experiment, provenance)
@@ -102,6 +104,23 @@ def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str
         if data.type != "fake" and data.path is None and data.name is None:
             message = "no data: state files, or a hub data set (sft.data.name), or `sft.data.type = fake`"
             raise ConfigError(Problem(message, "sft.data.path", origin_of(("sft", "data", "type"), provenance)))
+
+
+def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:
+    """Refuse servers that the run starts and cannot reach, and servers that it is told of and does not ask."""
+    for section in ("inference", "teacher_inference"):
+        servers = getattr(experiment, section)
+        if servers is not None and servers.headless:
+            message = (
+                "a run's servers serve HTTP: headless is for `inference` that is started by hand, node by node; a run "
+                f"spreads its engines by slurm.{section.removesuffix('_inference')}.nodes and across_nodes"
+            )
+            key = f"{section}.headless"
+            raise ConfigError(Problem(message, key, origin_of(tuple(key.split(".")), provenance)))
+    key = "orchestrator.client.base_url"
+    if experiment.trains and experiment.inference is not None and experiment.orchestrator.client.base_url:
+        message = "attaches to servers that run, inference starts servers: leave one of them out (`none` states no url)"
+        raise ConfigError(Problem(message, key, origin_of(tuple(key.split(".")), provenance)))
 
 
 def _check_stages(experiment: Experiment, provenance: dict[str, Origin]) -> None:

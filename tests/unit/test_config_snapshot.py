@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
-from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
+from prime_hpc.config.snapshot import RUN_YAML_VARIABLE, stated_text
 
 TREE = {
     "name": "snap",
@@ -26,7 +26,7 @@ TREE = {
             {"id": "calculator", "ratio": 2},
         ],
         "eval": {"interval": 5, "env": [{"id": "reverse-text"}]},
-        "client": {"base_url": ["http://a:1/v1", "http://b:2/v1"]},
+        "client": {"host": "a", "port": 8001},
     },
     "inference": {"data_parallel_size": 2, "vllm": {"x": None, "y": {"z": "null"}}},
     "sft": {"data": {"path": "data/x.jsonl", "loss_roles": ["assistant", "tool"]}, "save_interval": 5},
@@ -57,6 +57,26 @@ def test_role_files_load_as_the_same_tree(tmp_path: Path) -> None:
     assert (alone.inference, alone.model, alone.seq_len) == (experiment.inference, experiment.model, 256)
     alone = load_experiment(["@", str(tmp_path / "configs" / "sft.toml")], "sft", {}).experiment
     assert (alone.sft, alone.trainer, alone.seed) == (experiment.sft, experiment.trainer, 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["export X=${HOME}/a", "\\\\${A}", "\\${A}\\\\${B}", "a\\b ${A} \\", "\x85 \u2028x", "plain \\d"]
+)
+def test_a_text_that_looks_like_a_reference_is_a_text_for_whoever_reads_it(tmp_path: Path, text: str) -> None:
+    changed = {"slurm": {"setup": [text]}, "inference": {"vllm": {"x": {"y": text, "z": None}}}}
+    experiment = Experiment.model_validate({**TREE, "sft": {}, **changed})
+    write_snapshot(experiment, tmp_path, ["rl"])
+    assert load_run(tmp_path) == experiment
+    argv = role_files(tmp_path, "trainer", "orchestrator", "inference")
+    assert load_experiment(argv, "rl", {}).experiment == experiment
+    assert load_experiment([str(tmp_path / "run.yaml")], "submit", {}).experiment == experiment
+    (tmp_path / "stated.yaml").write_text(stated_text(experiment))
+    assert load_experiment([str(tmp_path / "stated.yaml")], "submit", {}).experiment == experiment
+
+
+def test_a_snapshot_of_before_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("slurm: {setup: ['export X=${HOME}/a']}\n")
+    assert load_run(tmp_path).slurm.setup == ["export X=${HOME}/a"]
 
 
 def test_three_role_files_are_the_whole_of_an_rl_run(tmp_path: Path) -> None:

@@ -37,6 +37,17 @@ def test_counts_follow_from_gpus(flags: list[str], expected: tuple[int, int]) ->
     assert counts(load(*flags)) == expected
 
 
+def test_a_size_that_is_another_keys_divides_the_gpus_like_one_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text('trainer: {num_ranks: 2}\ninference: {tensor_parallel_size: "${trainer.num_ranks}"}\n')
+    exp = load("@", str(path), "--inference-gpus", "8")
+    assert exp.inference is not None and (exp.inference.num_gpus, exp.inference.tensor_parallel_size) == (8, 2)
+    exp = load("@", str(path), "--inference-gpu-ids", "0,1,2,3", "--trainer-gpu-ids", "4,5")
+    assert exp.inference is not None and exp.inference.num_gpus == 4
+    with pytest.raises(ConfigError, match="7 GPUs do not divide among 1 servers"):
+        load("@", str(path), "--inference-gpus", "7")
+
+
 def test_the_documented_line_uses_all_eight_gpus() -> None:
     exp = load("--inference-gpu-ids", "0,1,2,3,4,5", "--trainer-gpu-ids", "6,7")
     serving, training = split_gpus(exp, list("01234567"))

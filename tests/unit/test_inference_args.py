@@ -109,6 +109,7 @@ def test_parallelism_and_key() -> None:
 
 def test_replicas_draw_different_noise() -> None:
     assert options(replica=0)["--seed"] != options(replica=1)["--seed"]
+    assert int(options(replica=1, seed=2**32 - 1)["--seed"][0]) < 2**32  # NumPy's bound, which vLLM hands it on to
 
 
 def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:

@@ -332,6 +332,14 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "no metric of this name",
     ),
+    ("PH241", "warning", {"trainer": {"loss": {"clip_low": 0.1}}}, {}, "it is for an objective with a trust region"),
+    ("PH241", "warning", {"trainer": {"loss": {"type": "grpo", "delta": 2}}}, {}, "trainer.loss.type = aipo"),
+    ("PH241", "warning", {"trainer": {"optim": {"momentum": 0.5}}}, {}, "muon or signsgd"),
+    ("PH241", "warning", {"orchestrator": {"advantage": {"timeout_reward": -1}}}, {}, "timeout = penalize"),
+    ("PH241", "warning", {"kind": "sft", "trainer": {"data": {"fake": {}}}}, {}, "kind = rl"),
+    ("PH241", "warning", {"trainer": {"profile": {"ranks": [16]}}}, {}, "trainer.num_ranks = 16"),
+    ("PH241", "warning", {"inference": None, "inference_gpu_ids": [0]}, {}, "servers that the run starts"),
+    ("PH242", "error", {"ckpt": {"resume_step": f"{Path(__file__).parent}/lastest"}}, {}, "is not there"),
     ("PH319", "warning", {SLURM: {"layout": "het", "inference": {"licenses": "x:1"}}}, {}, "whole job's"),
     ("PH320", "warning", {"inference": {"data_parallel_size_local": 4}}, {}, "the placement decides"),
     ("PH321", "error", {SLURM: {"switches": "one"}}, {}, "no count of switches"),
@@ -391,6 +399,14 @@ def test_a_sandbox_wants_bubblewrap(model: Path, tmp_path: Path, monkeypatch: py
     assert "apt-get install bubblewrap" in found.message
     allowed = {"id": "humaneval", "args": {"allow_code_execution": True}}
     assert findings(model, {"orchestrator": {"env": [allowed]}}) == []
+
+
+def test_servers_by_hand_and_a_misspelt_word_are_told_on_one_machine_too(model: Path) -> None:
+    change = {"launch": "local", SLURM: None, "inference": {"data_parallel_size_local": 4}}
+    step = {"ckpt": {"resume_step": f"{model}/lastest"}}
+    found = {f.code: f for f in findings(model, merged(change, step), partitions={})}
+    assert "on one machine the run starts all engines there" in found["PH320"].message
+    assert found["PH242"].remedy == "did you mean latest?"
 
 
 def test_every_code_is_provoked() -> None:

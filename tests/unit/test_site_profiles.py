@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import parse_site
+from prime_hpc.config.site import list_sites, load_site, parse_site
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.options import resolve
 from prime_hpc.slurm.placement import place_slurm
@@ -185,3 +185,25 @@ def test_all_of_a_nodes_memory_is_asked_for_as_the_site_takes_it(
 ) -> None:
     site = SiteConfig.model_validate({"name": "s", "scratch": "/scratch", "whole_node_mem": sent_as})
     assert resolve("trainer", job(site, 1, mem=stated, gpus_per_node=1), site).options.get("mem") == mem
+
+
+def test_what_is_no_profile_in_a_sites_folder_hinders_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "home" / "sites"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("cluster: c1\nenv: {OMP_NUM_THREADS: 1}\npartitions: {p: {max_time: 60}}\n")
+    (folder / ".#mine.yaml").symlink_to("me@host.1")
+    (folder / "gone.yaml").symlink_to("nowhere.yaml")
+    (folder / "latin.yaml").write_bytes("# caf\u00e9\ncluster: c2\n".encode("latin-1"))
+    environ = {"PRIMEHPC_SITES": str(folder)}
+    assert {".#mine", "gone"}.isdisjoint(list_sites(environ)) and {"mine", "latin"} <= set(list_sites(environ))
+    site = load_site(None, environ, "c1")
+    assert (site.env, site.partitions["p"].max_time) == ({"OMP_NUM_THREADS": "1"}, "60")
+    with pytest.raises(ConfigError, match=r"latin\.yaml: it is not UTF-8"):
+        load_site(None, environ, "c2")
+
+
+def test_home_is_known_where_a_site_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("cluster: c1\npartitions: {p: {preempt: off}}\n")
+    assert load_site("~/mine.yaml", {}).partitions["p"].preempt == "off"
+    assert load_site("mine", {"PRIMEHPC_SITES": "~"}).cluster == "c1"

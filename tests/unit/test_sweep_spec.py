@@ -147,6 +147,9 @@ def test_missing_experiment_and_wrong_flags(write) -> None:
         load_base(write(AXES), ["--trainer.optim.lr", "1"], {})
     with pytest.raises(ConfigError, match=r"did you mean --max-steps"):
         load_base(write(AXES), ["--max-step", "1"], {})
+    sizes = write("axes: {product: {inference.tensor_parallel_size: [1, 2]}}", "c.yaml")
+    with pytest.raises(ConfigError, match=r"--inference-gpus.*inference.tensor_parallel_size is an axis"):
+        load_base(sizes, ["--inference-gpus", "4"], {})
 
 
 def test_a_bad_point_is_told_and_the_others_stand(write) -> None:

@@ -1,5 +1,6 @@
 """The orchestrator's section: environments, sandboxes, sampling, batching, staleness, evaluation, the client."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -89,7 +90,7 @@ class EnvConfig(Section):
     """Arguments of the taskset, by its own names."""
     env_args: Arguments = {}
     """Arguments of the verifiers environment around the taskset, by its own names."""
-    ratio: float = Field(1.0, gt=0)
+    ratio: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the prompts, relative to the other environments."""
     harness: str | None = None
     """Agent harness; default: prime-hpc's in-process one, or the taskset's own."""
@@ -107,6 +108,18 @@ class EnvConfig(Section):
     @classmethod
     def _counts(cls, workers: int | Literal["auto"] | None) -> int | Literal["auto"] | None:
         return None if workers is None else _checked_workers(workers)
+
+
+def check_labels(envs: Iterable[EnvConfig], key: str = "env") -> None:
+    """Refuse two environments of one label: the figures and results of one would take the other's place.
+
+    Raises:
+        ValueError: names the label.
+    """
+    names = [env.name or env.id for env in envs]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"{key}: two environments are called {doubled[0]}; give one of them a name")
 
 
 class EnvServersConfig(Section):
@@ -198,6 +211,11 @@ class EvalConfig(Section):
     env: list[EvalEnvConfig] = []
     """Held-out environments; default: the training ones, on their `eval` split where they have one, else on a tenth of
     the tasks, which is then not trained on."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "EvalConfig":
+        check_labels(self.env)
+        return self
 
 
 class ClientConfig(Section):
@@ -307,7 +325,7 @@ class AdvantageConfig(Section):
     """Rollouts that their environment's `timeout_s` cut off; either way `episodes/timeout` counts them. `drop`: as if
     they had not been sampled, so what is left of a group is the quick ones; `penalize`: each is compared with the group
     as a rollout of reward `timeout_reward`. It has no whole reply, so its own tokens do not train."""
-    timeout_reward: float = 0.0
+    timeout_reward: float = Field(0.0, allow_inf_nan=False)
     """`timeout = penalize`: the reward of a rollout that was cut off."""
     soft_overlong: SoftOverlongConfig | None = None
     """Penalty near the token limit; off when absent."""
@@ -422,6 +440,11 @@ class OrchestratorConfig(Section):
     """Compress batches (zstd) in the background once they were trained on; `replay` and `export` read both kinds."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "OrchestratorConfig":
+        check_labels(self.env)
+        return self
 
     @property
     def most_in_flight(self) -> int:

@@ -211,6 +211,8 @@ class SlurmConfig(SlurmOptions):
 class SitePartition(Section):
     """Facts about a partition's nodes."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # `max_time: 60`
+
     nodes: int | None = Field(None, ge=1)
     """How many."""
     gpus_per_node: int = Field(0, ge=0)
@@ -230,6 +232,11 @@ class SitePartition(Section):
     constraint: str | None = None
     """Features by which its nodes are asked for where the site takes no partition's name (`gpu&hbm80g`): a job that
     states this `constraint` and no partition is taken to run on them."""
+
+    @field_validator("preempt", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads the bare word as false
 
 
 class ContainerConfig(Section):
@@ -263,6 +270,8 @@ class ContainerConfig(Section):
 
 class SiteConfig(Section):
     """A cluster: `slurm/sites/<name>.yaml`. Nothing of an experiment."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # `env: {OMP_NUM_THREADS: 1}`
 
     name: str
     """Name of the profile."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
-from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
+from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig, check_labels
 from prime_hpc.config.sections.sampling import SamplingConfig, SamplingOverride, SamplingSection
 
 
@@ -80,10 +80,7 @@ class EpisodesConfig(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> "EpisodesConfig":
-        names = [env.name or env.id for env in self.environments]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"env: two environments are called {doubled[0]}; give one of them a name")
+        check_labels(self.environments)
         return self
 
     @property
@@ -113,7 +110,7 @@ class StandaloneEvalConfig(EpisodesConfig):
     """With `weights_dir`: evaluate the base model too."""
     pass_k: list[int] = []
     """k of pass@k; default: powers of two up to `rollouts_per_example`."""
-    pass_threshold: float = 1.0
+    pass_threshold: float = Field(1.0, allow_inf_nan=False)
     """A completion counts as passed from this reward on."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Of the bootstrap intervals."""

@@ -2,14 +2,25 @@
 
 import ast
 import json
+import re
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from prime_hpc.config.schema import Node, admits, members, type_text
-from prime_hpc.config.secret import masked
+from prime_hpc.config.schema import Node, admits, members, resolve, type_text
+from prime_hpc.config.secret import Secret, masked
 
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
 NULL = frozenset({"none", "null"})
+
+_SEPARATORS = {"slurm.setup": re.compile(r"(?!)"), "slurm.srun_args": re.compile(r",\s*(?=-)")}
+"""Lists of texts in which a comma has a meaning of its own -> where a flag's text is cut: a shell line never is."""
+_COMMA = re.compile(r",(?![^{]*\})")
+"""All others: not within braces (`*.{gz,zst}`, `\\d{1,2}`)."""
+_RANGE = re.compile(r"\s*\d+\s*-\s*\d+\s*")
+_WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+_NAMING = ("name", "id", "model", "path", "base_url")
+"""Keys that name something when they are stated, as every path does."""
 
 
 class CoerceError(ValueError):
@@ -28,13 +39,31 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
     if is_reference(value) and not is_literal_of(value, node):
         return value
     if isinstance(value, str):
+        _check_text(value, node)
         value = _from_text(value, node, typed)
     if node.kind == "sections" and isinstance(value, dict):
         raise CoerceError(f"expected a list of mappings: `[[{node.dotted}]]` in TOML, `- key: ...` in YAML")
+    if value is False and "off" in _words(annotation) and not admits(annotation, bool):
+        return "off"  # YAML 1.1 reads the bare word as false
     if isinstance(value, bool) and not admits(annotation, bool):
         # pydantic would take true for 1.
         raise CoerceError(f"expected {type_text(annotation)}, got {str(value).lower()}")
     return value
+
+
+def _check_text(text: str, node: Node) -> None:
+    """Refuse texts that cannot be meant. Raises CoerceError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a character of a JSON escape, bytes of another encoding in a flag
+        raise CoerceError(f"{text!a} is no text: it cannot be written as UTF-8") from error
+    if text:
+        return
+    above = resolve(node.path[:-1])
+    if above is None or above.kind != "section" or node.path[:2] == ("alarms", "rules"):  # a rule need have no name
+        return
+    if node.path[-1] in _NAMING or admits(node.annotation, Path):
+        raise CoerceError("is empty (of a variable that is not set?): state it, or leave the key out")
 
 
 def is_reference(value: Any) -> bool:
@@ -65,7 +94,16 @@ def _from_text(text: str, node: Node, typed: bool) -> Any:
         return text
     if is_list and (not admits(annotation, str) or "," in text or text.startswith("[")):
         return _list(text, node)
+    if set(members(annotation)) <= {int, type(None)}:
+        return _integer(text)
     return text
+
+
+def _integer(text: str) -> Any:
+    """Refuse a range, of which pydantic takes `0-3` for -3; read `1e3` as files do."""
+    if _RANGE.fullmatch(text):
+        raise CoerceError(f"{text!r} is no integer")
+    return float(text) if _WITH_EXPONENT.fullmatch(text) else text
 
 
 def _words(annotation: Any) -> tuple[Any, ...]:
@@ -77,12 +115,26 @@ def _list(text: str, node: Node) -> Any:
     stripped = text.strip()
     if stripped[:1] in ("[", "(", "{"):
         parsed = literal(stripped)
+        if isinstance(parsed, str) and _is_list_of(str, node.annotation):
+            return _cut(text, node)  # a test of the shell, a class of characters
         if isinstance(parsed, str):
             raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python")
         return [parsed] if isinstance(parsed, dict) else list(parsed)
     if node.kind == "sections":
         raise CoerceError(f'expected a list of mappings such as \'[{{"id": "..."}}]\', got {masked(text)!r}')
-    return [part.strip() for part in stripped.split(",") if part.strip()]
+    parts = _cut(text, node)
+    if _is_list_of(int, node.annotation) and any(_RANGE.fullmatch(part) for part in parts):
+        raise CoerceError(f"{text!r} is no list of integers: write 0,1,2,3")
+    return parts
+
+
+def _cut(text: str, node: Node) -> list[str]:
+    parts = _SEPARATORS.get(node.dotted, _COMMA).split(text.strip())
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _is_list_of(kind: type, annotation: Any) -> bool:
+    return any(kind in get_args(member) for member in members(annotation) if get_origin(member) in (list, tuple))
 
 
 def mapping(text: str) -> dict[str, Any]:
@@ -117,6 +169,22 @@ def switch(value: Any) -> bool | None:
         text = value.strip().lower()
         return True if text in TRUE else False if text in FALSE | NULL else None
     return None
+
+
+def typed_value(value: Any, annotation: Any) -> Any:
+    """Return what a key of this type makes of a text or a list of texts, as plain values; as it is where it cannot be.
+
+    A text that is one of the key's own types stays a text.
+    """
+    if annotation in (Any, str) or admits(annotation, Secret) or (isinstance(value, str) and admits(annotation, str)):
+        return value
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        adapter = TypeAdapter(annotation)
+        return adapter.dump_python(adapter.validate_python(value), mode="json")
+    except ValidationError:
+        return value
 
 
 def is_flag(node: Node) -> bool:

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem
+from prime_hpc.config.sources.interpolate import resolved
 
 GPU_FLAGS = {"inference": "--inference-gpus", "teacher_inference": "--teacher-gpus"}
 """Section of engines -> the flag that says how many GPUs its servers have in all."""
+FACTORS = ("tensor_parallel_size", "pipeline_parallel_size", "num_replicas")
+"""Keys of such a section among whose product its GPUs are divided."""
 _ENGINES = ("data_parallel_size", "pipeline_parallel_size")
 _IDS = {"inference": "inference_gpu_ids", "teacher_inference": "teacher_gpu_ids"}
 _NO_AUTO = (
@@ -36,10 +39,11 @@ def derive_tensor_parallel(
     engines, key = values.get("inference"), "inference.tensor_parallel_size"
     if not isinstance(engines, dict) or engines.get("tensor_parallel_size") != "auto":
         return
-    count = len(values.get("inference_gpu_ids") or ())
-    if not count and values.get("device") != "cpu" and gpus is not None:
+    known = resolved(values)
+    count = _length(known.get("inference_gpu_ids"))
+    if not count and known.get("device") != "cpu" and gpus is not None:
         count = gpus()
-    others = [_number(engines.get(name, 1)) or 1 for name in (*_ENGINES, "num_replicas")]
+    others = [_number(known["inference"].get(name, 1)) or 1 for name in (*_ENGINES, "num_replicas")]
     engines["tensor_parallel_size"] = max(1, count // math.prod(others))
     if gpus is None:
         yield Problem(_NO_AUTO, key, provenance.get(key))
@@ -57,26 +61,27 @@ def derive_counts(values: dict[str, Any], provenance: dict[str, Origin]) -> Iter
     Yields:
         what cannot be: GPUs that do not divide among engines.
     """
-    ids = _length(values.get("trainer_gpu_ids"))
+    ids = _length(resolved(values).get("trainer_gpu_ids"))
     trainer = values.get("trainer")
     if ids and (trainer is None or (isinstance(trainer, dict) and "num_ranks" not in trainer)):
         values["trainer"] = {**(trainer or {}), "num_ranks": ids}
         provenance["trainer.num_ranks"] = provenance.get("trainer_gpu_ids", Origin("default"))
+    known = resolved(values)  # a size may be another key's: `tensor_parallel_size: ${trainer.num_ranks}`
     for section, flag in GPU_FLAGS.items():
-        engines = values.get(section)
-        if not isinstance(engines, dict):
+        engines, stated = values.get(section), known.get(section)
+        if not isinstance(engines, dict) or not isinstance(stated, dict):
             continue
         key = f"{section}.data_parallel_size"
         origin = provenance.get(key)
-        ids = _length(values.get(_IDS[section]))
+        ids = _length(known.get(_IDS[section]))
         if origin is not None and origin.source == "command line" and origin.where.replace("_", "-") == flag:
-            count, said = _number(engines["data_parallel_size"]), flag
+            count, said = _number(stated.get("data_parallel_size")), flag
         elif ids and "data_parallel_size" not in engines:
             count, said, origin = ids, _IDS[section], provenance.get(_IDS[section], Origin("default"))
         else:
             continue
-        tensors, stages = (_number(engines.get(f"{how}_parallel_size", 1)) for how in ("tensor", "pipeline"))
-        replicas = _number(engines.get("num_replicas", 1))
+        tensors, stages = (_number(stated.get(f"{how}_parallel_size", 1)) for how in ("tensor", "pipeline"))
+        replicas = _number(stated.get("num_replicas", 1))
         if count is None or tensors is None or stages is None or replicas is None or tensors * stages * replicas < 1:
             continue  # the check says what is wrong with them
         width = tensors * stages

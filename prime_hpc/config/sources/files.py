@@ -4,6 +4,7 @@
 Nothing here knows the schema.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _FLOAT = re.compile(
 )
 # YAML 1.1 reads `12:00:00` as 43200 (base 60) and `010` as 8: the first is a time limit of Slurm, the second a trap.
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+_BREAKS = re.compile("[\x85\u2028\u2029]")
 _DROPPED_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 
 
@@ -56,7 +58,10 @@ def read_documents(path: Path) -> list[Document]:
 
     Raises ConfigError for a missing file, a syntax error (with its line), a duplicate key, a circle of bases.
     """
-    return list(_read(path, ()))
+    documents: dict[Path, Document] = {}
+    for document in _read(path, ()):  # a base of two files lies below both, once
+        documents.setdefault(Path(document.name).resolve(), document)
+    return list(documents.values())
 
 
 def _read(path: Path, ancestors: tuple[Path, ...], asked_by: Origin | None = None) -> Iterator[Document]:
@@ -86,8 +91,29 @@ def _parse(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    data, lines = (parse_toml if path.suffix == ".toml" else parse_yaml)(text, str(path))
+    parse = {".toml": parse_toml, ".json": parse_json}.get(path.suffix, parse_yaml)
+    data, lines = parse(text, str(path))
     return Document(str(path), data, lines)
+
+
+def parse_json(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
+    """Parse JSON text into (mapping, line of each key); YAML reads nearly all of it, and knows the lines."""
+    try:
+        return parse_yaml(text, name)
+    except ConfigError:  # tabs, escapes of characters beyond 16 bits, keys of more than 1024 characters
+        try:
+            data = json.loads(text, object_pairs_hook=_without_doubles)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            raise
+        return data, {}
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is stated twice")
+    return dict(pairs)
 
 
 def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
@@ -195,6 +221,11 @@ def dump_yaml(data: dict[str, Any]) -> str:
     class Dumper(yaml.SafeDumper):
         """Safe dumper with the loader's scalar rules."""
 
+    def text(dumper: Any, value: str) -> Any:
+        style = '"' if _BREAKS.search(value) else None  # within other quotes they are read back as spaces
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
     # text that a YAML 1.1 reader would take for a number of base 60 is still quoted, for whoever reads it
     resolved = _with_resolvers(Dumper, _DROPPED_TAGS[1:])
     return yaml.dump(data, Dumper=resolved, sort_keys=False, allow_unicode=True, width=120)

@@ -50,6 +50,7 @@ _EXTRAS = (
 _OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
 """Flags whose negation asks for what is so anyway."""
 REPLACED: dict[str, str] = {
+    "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `prime-hpc plan` says what would run",
     "pp.rank": _STAGES,
     "pp.iroh_seed": _STAGES,
     "pp.iroh_peer_id": _STAGES,

@@ -2,16 +2,20 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem, nearest_path
-from prime_hpc.config.schema import all_paths, fill_defaults
-from prime_hpc.config.sources.coerce import is_reference
+from prime_hpc.config.schema import all_paths, fill_defaults, resolve
+from prime_hpc.config.secret import anchored, names_secret
+from prime_hpc.config.sources.coerce import is_reference, typed_value
+from prime_hpc.config.validate import origin_of
 
 Location = tuple[str | int, ...]
 
 _WHOLE_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)")
 _MAX_CHAIN = 20
 
 
@@ -24,6 +28,7 @@ def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems:
     if not references:
         return values
     tree = fill_defaults(values)
+    _give_types(tree, ())
     # `${seq_len}` alone is by far the commonest form, and importing OmegaConf would double the time of a plan.
     results = {path: _follow(tree, _get(values, path)) for path in references}
     hard = [path for path, result in results.items() if result is _HARD]
@@ -32,10 +37,56 @@ def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems:
     for path, result in results.items():
         parent = _get(values, path[:-1])
         if result is not _HARD:
-            parent[path[-1]] = result
+            origin = origin_of(tuple(map(str, path)), provenance)
+            folder = Path(origin.where).parent if origin is not None and origin.source == "file" else Path()
+            text, parent[path[-1]] = parent[path[-1]], anchored(result, folder, str(path[-1]))
+            if names_secret(str(path[-1])) and (variable := _VARIABLE.match(text)):  # it stands in no file
+                provenance[".".join(map(str, path))] = Origin("environment", variable[1])
         elif isinstance(parent, dict):
             del parent[path[-1]]
     return values
+
+
+def resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the values with every `${...}` that can be resolved; the others are left out."""
+    if not any(is_reference(value) for _, value in _leaves(values, ())):
+        return values
+    return interpolate(copy.deepcopy(values), {}, [])
+
+
+def _give_types(tree: Any, path: tuple[str, ...]) -> None:
+    """Turn the texts of flags and variables in a filled tree into what their keys take: whoever refers to one gets the
+    same, wherever it was stated."""
+    items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for name, value in items:
+        node = resolve((*path, str(name)))
+        if node is None:
+            continue
+        if node.kind in ("section", "sections") and isinstance(value, dict | list):
+            _give_types(value, node.path)
+        elif node.kind == "leaf" and isinstance(value, str | list):
+            tree[name] = typed_value(value, node.annotation)
+
+
+def escape(value: Any) -> Any:
+    r"""Return a resolved tree in which `${` is no reference: `\${`, as every source has it."""
+    return _each_text(value, lambda found: found[1] * 2 + "\\${")
+
+
+def unescape(value: Any) -> Any:
+    """Take back what `escape` did. References of a tree that was never escaped stay as they are."""
+    return _each_text(value, lambda found: found[1][: len(found[1]) // 2] + "${" if len(found[1]) % 2 else found[0])
+
+
+_OPENED = re.compile(r"(\\*)\$\{")
+
+
+def _each_text(value: Any, change: Callable[[re.Match[str]], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _each_text(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_each_text(inner, change) for inner in value]
+    return _OPENED.sub(change, value) if isinstance(value, str) else value
 
 
 _HARD: Any = object()
@@ -72,8 +123,8 @@ def _through_omegaconf(
     from omegaconf.errors import OmegaConfBaseException
 
     def refuse(path: Location, error: Exception) -> None:
-        dotted = ".".join(str(part) for part in path)
-        problems.append(Problem(_explain(_get(values, path), error), dotted, provenance.get(dotted)))
+        names = tuple(map(str, path))
+        problems.append(Problem(_explain(_get(values, path), error), ".".join(names), origin_of(names, provenance)))
 
     tree = copy.deepcopy(tree)
     sound = []
@@ -115,6 +166,10 @@ def _explain(text: str, error: Exception) -> str:
     hints = []
     for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
         near = name if name in all_paths() else nearest_path(name, all_paths())
-        if near and near != name:
+        if near and near != name and not name.isupper():
             hints.append(f"; did you mean ${{{near}}}?")
+        elif name.isupper():
+            hints.append(
+                f"; a variable of the shell is ${name} or \\${{{name}}} here, one of this one ${{oc.env:{name}}}"
+            )
     return f"cannot resolve {text!r}: {reason}{''.join(hints)}"

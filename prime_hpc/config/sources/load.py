@@ -21,8 +21,9 @@ from prime_hpc.config.validate import check_complete, check_secrets
 from prime_hpc.runtime.gpus import visible_gpus
 
 ENV_PREFIX = "PRIME_"
-_OTHERS_VARIABLES = ("PRIME_LOG_LEVEL",)
-"""Ours, but no keys of the config: `prime_hpc.observe.logs` reads it."""
+_OTHERS_VARIABLES = ("PRIME_LOG_LEVEL", "PRIME_API_KEY", "PRIME_BASE_URL", "PRIME_TEAM_ID", "PRIME_INFERENCE_URL")
+"""No keys of the config in any scope: `prime_hpc.observe.logs` reads the first, Prime Intellect's own tools the others.
+A server's key is `PRIME_INFERENCE__API_KEY`."""
 _OF_VLLM = {
     "DATA_PARALLEL_ADDRESS": ("inference", "data_parallel_address"),
     "DATA_PARALLEL_RPC_PORT": ("inference", "data_parallel_rpc_port"),
@@ -111,7 +112,7 @@ def file_entries(ref: FileRef, document: Document) -> Iterator[Entry]:
 def environment_entries(environ: Mapping[str, str], scope: str | None, warnings: list[str]) -> list[Entry]:
     """Entries of the `PRIME_` variables, shallow ones first.
 
-    Other tools own variables of this prefix (`PRIME_API_KEY`): one whose first name is no key is passed over,
+    Other tools own variables of this prefix: one whose first name is no key is passed over,
     with a warning where it looks like a misspelt key. Ours are in capitals there; keys of a mapping are as typed.
     """
     entries = []

@@ -179,21 +179,27 @@ class Tree:
         return experiment
 
     def _find_conflicts(self) -> None:
-        """Two components may not state different values of a key they share, unless something above decides."""
+        """Two components may not state different values of a key they share, unless something above decides.
+
+        Of each component its last statement counts; the root of a file is one more where it and a component state a
+        key in the same file.
+        """
         for dotted, claims in self.claims.items():
             component, value, origin = claims[-1]
-            if component is None:
-                continue
-            for other, other_value, other_origin in claims[:-1]:
-                differs = other not in (None, component) and other_value != value
-                if differs and other_origin.source == origin.source:
-                    theirs, ours = (MASK if names_secret(dotted) else repr(v) for v in (other_value, value))
-                    message = (
-                        f"{other} states {theirs} ({other_origin}), {component} states {ours} ({origin}): "
-                        f"one experiment has one {dotted}; state it once"
-                    )
-                    self.problems.append(Problem(message, dotted, origin))
-                    break
+            last = {other: (theirs, at) for other, theirs, at in claims}
+            for other, (other_value, other_origin) in last.items():
+                if other == component or other_value == value or other_origin.source != origin.source:
+                    continue
+                is_of_root = None in (other, component)
+                if is_of_root and (origin.source != "file" or other_origin.where != origin.where):
+                    continue  # what is stated later wins: a base's root and the file on it, two flags
+                theirs, ours = (MASK if names_secret(dotted) else repr(v) for v in (other_value, value))
+                message = (
+                    f"{other or 'the root'} states {theirs} ({other_origin}), {component or 'the root'} states {ours} "
+                    f"({origin}): one experiment has one {dotted}; state it once"
+                )
+                self.problems.append(Problem(message, dotted, origin))
+                break
 
 
 def _get(container: Any, name: str) -> Any:

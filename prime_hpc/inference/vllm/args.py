@@ -113,7 +113,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "port": port,
         "dtype": model.dtype,
         "max_model_len": experiment.max_model_len,
-        "seed": experiment.seed + REPLICA_SEED_STRIDE * replica,
+        "seed": (experiment.seed + REPLICA_SEED_STRIDE * replica) % 2**32,  # NumPy takes no larger one
         "trust_remote_code": model.trust_remote_code or None,
         "generation_config": "vllm",
         "enable_scale_out": True,

@@ -14,6 +14,7 @@ from prime_hpc.launch.lint import (
     attention_rules,
     backend_rules,
     container_rules,
+    effect_rules,
     env_rules,
     file_rules,
     model_rules,
@@ -41,10 +42,11 @@ _ANYWHERE: tuple[Check, ...] = (
     *run_rules.CHECKS,
     *env_rules.CHECKS,
     *own_code_rules.CHECKS,
+    *effect_rules.CHECKS,
     run_rules.output,
     *sharing_rules.CHECKS,
 )
-_ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS, run_rules.output)
+_ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS, effect_rules.by_hand, run_rules.output)
 _SLURM_ALONE: tuple[Check, ...] = (
     *slurm_rules.CHECKS,
     *container_rules.CHECKS,

@@ -64,6 +64,8 @@ CODES = {
     "PH233": "code of your own that cannot be imported",
     "PH234": "output directory that cannot be one",
     "PH240": "alarms over unknown metrics",
+    "PH241": "keys without an effect",
+    "PH242": "a checkpoint to resume from that is not there",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",

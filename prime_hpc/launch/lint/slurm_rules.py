@@ -269,12 +269,11 @@ def paths(subject: Subject) -> Iterator[Finding]:
 
 
 def networks(subject: Subject) -> Iterator[Finding]:
-    """Addresses that only one node can reach, and keys that are set by hand where Slurm decides."""
+    """Addresses that only one node can reach."""
     experiment = subject.experiment
     if not subject.is_rl:
         return
     yield from _attached(experiment)
-    by_hand = ("headless", "data_parallel_address", "data_parallel_start_rank", "data_parallel_size_local")
     for group in subject.engines:
         host = group.servers.server.host
         if subject.num_nodes > 1 and host in _LOOPBACK and group.role == "inference":
@@ -286,15 +285,6 @@ def networks(subject: Subject) -> Iterator[Finding]:
                 "network.serving",
                 "nothing to do",
             )
-        for name in by_hand:
-            if getattr(group.servers, name):
-                yield Finding(
-                    "PH320",
-                    "warning",
-                    f"{group.section}.{name}",
-                    "is for servers that are started by hand, node by node; in a Slurm job the placement decides",
-                    f"leave it out; slurm.{group.role}.nodes and {group.section}.across_nodes spread the engines",
-                )
 
 
 def _attached(experiment: Experiment) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from prime_hpc.config.schema import locate
 from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import directory_name
+from prime_hpc.config.sources.counts import FACTORS, GPU_FLAGS
 from prime_hpc.config.sources.files import Document, read_documents
 from prime_hpc.config.sources.flags import ALIASES, Entry
 from prime_hpc.config.sources.tree import unknown_key
@@ -324,8 +325,15 @@ def _wrong_key(entry: Entry, where: str) -> Problem | None:
 def refuse_flags_of_axes(entries: Sequence[Entry], spec: Spec) -> list[Problem]:
     """Problems of command-line flags that state what an axis varies."""
     varied = set(spec.keys)
-    return [
+    problems = [
         Problem(f"{full_key(entry)} is an axis of the sweep: change it in {spec.document.name}", None, entry.origin)
         for entry in entries
         if full_key(entry) in varied
     ]
+    for entry in entries:
+        section = next((name for name, flag in GPU_FLAGS.items() if flag == entry.origin.where.replace("_", "-")), None)
+        for key in (f"{section}.{factor}" for factor in FACTORS if section is not None):
+            if key in varied:
+                words = f"{key} is an axis of the sweep: state {section}.data_parallel_size of each point instead"
+                problems.append(Problem(words, None, entry.origin))
+    return problems

@@ -1,0 +1,124 @@
+"""Lint of keys that are stated and that nothing reads, as the rest of the experiment is."""
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+
+Row = tuple[str, bool, str]
+"""Key, whether it is used, and what uses it."""
+
+
+def _of_loss(experiment: Experiment) -> Iterator[Row]:
+    loss = experiment.trainer.loss
+    is_own = ":" in loss.type
+    divisor = loss.objective.normalize if loss.normalize == "auto" else loss.normalize
+    yield "trainer.loss.delta", loss.type == "aipo" or is_own, "trainer.loss.type = aipo"
+    for key in ("clip_low", "clip_high"):
+        yield f"trainer.loss.{key}", loss.objective.clips, "an objective with a trust region, as ppo_clip and grpo"
+    yield "trainer.loss.divergence", loss.type == "dppo" or is_own, "trainer.loss.type = dppo"
+    yield "trainer.loss.batch_tokens", divisor == "batch", "trainer.loss.normalize = batch"
+    if loss.kl is not None:
+        yield "trainer.loss.kl.model", loss.kl.target == "reference", "trainer.loss.kl.target = reference"
+    if loss.correction is not None:
+        yield "trainer.loss.correction.low", loss.correction.type == "mask", "trainer.loss.correction.type = mask"
+
+
+def _of_advantage(experiment: Experiment) -> Iterator[Row]:
+    orchestrator, key = experiment.orchestrator, "orchestrator.advantage"
+    advantage = orchestrator.advantage
+    types = {advantage.type, *(env.algorithm for env in orchestrator.env if env.algorithm is not None)}
+    is_own = any(":" in name for name in types)
+    yield f"{key}.overlong_penalty", advantage.overlong == "penalize", f"{key}.overlong = penalize"
+    yield f"{key}.timeout_reward", advantage.timeout == "penalize", f"{key}.timeout = penalize"
+    for name, users in (
+        ("decay", {"rae"}),
+        ("within", {"hierarchical_grpo"}),
+        ("reward_weight", {"opd", "opsd"}),
+        ("max_gap", {"opd", "opsd"}),
+        ("demonstration", {"opsd"}),
+        ("demonstration_text", {"opsd"}),
+    ):
+        yield f"{key}.{name}", is_own or bool(types & users), f"{key}.type = {' or '.join(sorted(users))}"
+
+
+def _of_sft(experiment: Experiment) -> Iterator[Row]:
+    data, key = experiment.sft.data, "sft.data"
+    for name in ("trainer.data.fake", "trainer.loss.type", "trainer.loss.kl", "trainer.loss.correction"):
+        yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
+    yield f"{key}.path", data.type != "fake", "sft.data.type other than fake"
+    yield f"{key}.name", data.type != "fake", "sft.data.type other than fake"
+    yield f"{key}.type", data.name is None or data.type not in ("jsonl", "parquet"), "sft.data.path: name is the hub's"
+    yield f"{key}.length", data.type == "fake", "sft.data.type = fake"
+    yield f"{key}.batch_size", data.batch_tokens is None, "steps that are not counted in tokens (sft.data.batch_tokens)"
+
+
+def _of_any(experiment: Experiment) -> Iterator[Row]:
+    optim, schedule = experiment.trainer.optim, experiment.trainer.scheduler
+    yield "trainer.optim.momentum", optim.type != "adamw", "trainer.optim.type = muon or signsgd"
+    yield "trainer.optim.betas", optim.type != "signsgd", "trainer.optim.type = adamw or muon"
+    for name in ("decay_steps", "min_lr_ratio"):
+        yield f"trainer.scheduler.{name}", schedule.type != "constant", "trainer.scheduler.type other than constant"
+    if experiment.ckpt is not None:
+        yield "ckpt.staging_dir", experiment.ckpt.save_async, "ckpt.save_async"
+    if experiment.trainer.profile is not None:
+        ranks, first = experiment.trainer.profile.ranks, experiment.trainer.profile.first_step
+        yield (
+            "trainer.profile.ranks",
+            all(0 <= rank < experiment.trainer.num_ranks for rank in ranks),
+            f"ranks that there are (trainer.num_ranks = {experiment.trainer.num_ranks})",
+        )
+        yield "trainer.profile", first <= experiment.max_steps, f"first_step ({first}) within max_steps"
+    yield "inference_gpu_ids", experiment.inference is not None, "servers that the run starts (inference)"
+    yield "teacher_gpu_ids", experiment.teacher_inference is not None, "servers that the run starts (teacher_inference)"
+
+
+def unused(subject: Subject) -> Iterator[Finding]:
+    """Report keys that differ from their defaults, and that nothing reads."""
+    experiment = subject.experiment
+    rows = [*_of_any(experiment)]
+    rows += [*_of_loss(experiment), *_of_advantage(experiment)] if subject.is_rl else [*_of_sft(experiment)]
+    for key, is_used, user in rows:
+        if not is_used and _is_stated(experiment, key):
+            yield Finding(
+                "PH241", "warning", key, f"has no effect here: it is for {user}", "leave it out, or state that"
+            )
+
+
+def _is_stated(experiment: Experiment, key: str) -> bool:
+    section: Any = experiment
+    *above, last = key.split(".")
+    for name in above:
+        section = getattr(section, name)
+    return bool(getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True))
+
+
+def by_hand(subject: Subject) -> Iterator[Finding]:
+    """Keys of servers that are started node by node, in a run that places its servers itself."""
+    for group in subject.engines:
+        for name in ("headless", "data_parallel_address", "data_parallel_start_rank", "data_parallel_size_local"):
+            if not getattr(group.servers, name):
+                continue
+            where, remedy = "on one machine the run starts all engines there", "leave it out"
+            if subject.is_slurm:
+                where = "in a Slurm job the placement decides"
+                remedy += f"; slurm.{group.role}.nodes and {group.section}.across_nodes spread the engines"
+            message = f"is for servers that are started by hand, node by node; {where}"
+            yield Finding("PH320", "warning", f"{group.section}.{name}", message, remedy)
+
+
+def resumed(subject: Subject) -> Iterator[Finding]:
+    """Report a path to resume from that is not there, though its folder is."""
+    step = subject.experiment.ckpt.resume_step if subject.experiment.ckpt is not None else None
+    if not isinstance(step, Path) or os.path.exists(step) or not os.path.isdir(step.parent):  # noqa: PTH110, PTH112 - EACCES
+        return
+    meant = get_close_matches(step.name.lower(), ["latest"])
+    remedy = f"did you mean {meant[0]}?" if meant else "a step, latest, or the path of a run or a checkpoint"
+    yield Finding("PH242", "error", "ckpt.resume_step", f"{step} is not there", remedy)
+
+
+CHECKS = (unused, by_hand, resumed)
