@@ -21,7 +21,7 @@ from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.slurm.submission_record import cluster_of, local_controller, write_record
-from prime_hpc.store.attempts import is_held, read_attempts
+from prime_hpc.store.attempts import is_held, read_attempts, saved_claims
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record, read_rows
 from prime_hpc.store.tinker_files import adapters_root
@@ -320,8 +320,7 @@ def _refuse_unmounted(paths: "RunPaths") -> None:
     from prime_hpc.store.checkpoint.newest import expected_step, read_pointer
 
     try:
-        rows = read_attempts(paths.attempts)
-        step = expected_step(paths, [(row["incarnation"], saved) for row in rows if (saved := row.get("saved_step"))])
+        step = expected_step(paths, saved_claims(read_attempts(paths.attempts)))
         known = read_pointer(paths)
     except (StoreError, OSError) as error:
         raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
