@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
@@ -131,13 +132,21 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
         time.sleep(POLL_S)
 
 
-def end_local(run_dir: Path, controller: int) -> None:
-    """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
+def end_local(run_dir: Path, controller: int | None) -> None:
+    """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job.
+
+    Args:
+        run_dir: the run.
+        controller: its process, known to be submitit's; None: there is none. That either ends by itself meanwhile does
+            not matter.
+    """
     held = [row["pid"] for row in read_attempts(run_dir / ATTEMPTS_JSONL) if is_held(row)]
     for pid in held:
-        os.kill(pid, signal.SIGINT)
-    if not held:
-        os.kill(controller, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+    if not held and controller is not None:
+        with suppress(ProcessLookupError):
+            os.kill(controller, signal.SIGTERM)
 
 
 def run_role(loaded: Loaded, role: str) -> int:
