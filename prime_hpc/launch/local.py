@@ -12,12 +12,14 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
+from prime_hpc.config.site import load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
+from prime_hpc.launch.lint.lint import lint, refuse_errors
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
-from prime_hpc.launch.prepare import prepare_run, write
+from prime_hpc.launch.prepare import for_evaluation, prepare_run, write
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.slurm.submission_record import new_token, open_record, submitting
 from prime_hpc.store.attempts import is_held, read_attempts
@@ -47,6 +49,9 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
 
     Ctrl-C while following ends the job in good order.
     """
+    loaded = for_evaluation(loaded)
+    here = loaded.experiment.model_copy(update={"launch": "local"})
+    refuse_errors(loaded, lint(here, load_site(here.slurm.site)))
     if dry_run:
         show_dry_run(loaded.experiment, local_plan(loaded.experiment), None, as_json)
         return 0
