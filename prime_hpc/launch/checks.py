@@ -21,7 +21,7 @@ from prime_hpc.store.datafiles import find_data, first_columns, has_columns, mis
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
-from prime_hpc.store.model_files import SINGLE, other_vocabulary, quantised, stored_tensors
+from prime_hpc.store.model_files import INDEX, other_vocabulary, quantised, stored_tensors, weight_files
 from prime_hpc.store.run_paths import parse_step
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -168,7 +168,12 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             longest = served_by(experiment, "teacher").max_model_len
             if lacks := _folder(teacher.model, key) or _context(Path(teacher.model), longest, key):
                 return lacks
-    vocabularies = [_vocabulary(name) for name in (experiment.model.name, teacher.model)]
+    vocabularies: list[dict[str, int] | None] = []
+    for name, its_key in ((experiment.model.name, "model.name"), (teacher.model, key)):
+        try:
+            vocabularies.append(_vocabulary(name))
+        except ValueError as error:
+            return [Problem(str(error), its_key)]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
         return []
     own, other = (v or {} for v in vocabularies)
@@ -184,16 +189,25 @@ def _teacher(experiment: Experiment) -> list[Problem]:
 
 
 def _vocabulary(name: str) -> dict[str, int] | None:
-    """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen."""
+    """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen.
+
+    Raises:
+        ValueError: the file cannot be read, or is no JSON.
+    """
     config = find_config(name)
     path = config.parent / "tokenizer.json" if config is not None else None
     if path is None or not path.is_file():
         return None
-    tree = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = tree.get("model", {}).get("vocab")
-    if not isinstance(vocabulary, dict):
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no tokenizer ({error}); did its download break off? Fetch it again") from error
+    try:
+        vocabulary = tree["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in tree.get("added_tokens", [])}
+    except (AttributeError, LookupError, TypeError):
         return None
-    return vocabulary | {token["content"]: token["id"] for token in tree.get("added_tokens", [])}
+    return vocabulary | added if isinstance(vocabulary, dict) else None  # a list: of tokens with their scores
 
 
 def stated_environments(experiment: Experiment) -> Iterator[tuple[str, EnvConfig]]:
@@ -324,12 +338,18 @@ def _weights_bytes(experiment: Experiment) -> int:
     folder = Path(experiment.model.name)
     if not folder.is_dir():
         return 0
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return int(json.loads(index.read_text())["metadata"]["total_size"])
-    if (folder / SINGLE).is_file():
-        return (folder / SINGLE).stat().st_size
-    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+    try:
+        stated = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"]["total_size"]
+        if isinstance(stated, int):
+            return stated
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # none, or without a size, which nothing asks of it; a broken one is reported as such
+    try:
+        files = weight_files(folder)
+    except ValueError:
+        files = []
+    files = files or [path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES]
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:

@@ -6,17 +6,20 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
+from prime_hpc.config.site import load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
+from prime_hpc.launch.lint.lint import lint, refuse_errors
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
-from prime_hpc.launch.prepare import prepare_run, write
+from prime_hpc.launch.prepare import for_evaluation, prepare_run, write
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.slurm.submission_record import new_token, open_record, submitting
 from prime_hpc.store.attempts import is_held, read_attempts
@@ -46,6 +49,9 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
 
     Ctrl-C while following ends the job in good order.
     """
+    loaded = for_evaluation(loaded)
+    here = loaded.experiment.model_copy(update={"launch": "local"})
+    refuse_errors(loaded, lint(here, load_site(here.slurm.site)))
     if dry_run:
         show_dry_run(loaded.experiment, local_plan(loaded.experiment), None, as_json)
         return 0
@@ -131,13 +137,21 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
         time.sleep(POLL_S)
 
 
-def end_local(run_dir: Path, controller: int) -> None:
-    """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
+def end_local(run_dir: Path, controller: int | None) -> None:
+    """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job.
+
+    Args:
+        run_dir: the run.
+        controller: its process, known to be submitit's; None: there is none. That either ends by itself meanwhile does
+            not matter.
+    """
     held = [row["pid"] for row in read_attempts(run_dir / ATTEMPTS_JSONL) if is_held(row)]
     for pid in held:
-        os.kill(pid, signal.SIGINT)
-    if not held:
-        os.kill(controller, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+    if not held and controller is not None:
+        with suppress(ProcessLookupError):
+            os.kill(controller, signal.SIGTERM)
 
 
 def run_role(loaded: Loaded, role: str) -> int:

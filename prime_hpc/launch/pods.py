@@ -3,7 +3,8 @@
 Prepares the run directory on the shared volume, waits for the run's other pods, and supervises an attempt. A pod that
 Kubernetes makes again goes on with the same run.
 
-Exit codes: as `prime_hpc.supervisor.main`; 75: another attempt follows, the Job makes the pod again.
+Exit codes: as `prime_hpc.supervisor.main`; 75: another attempt follows, 74: the volume cannot be read; after these two
+the Job makes the pod again.
 """
 
 import contextlib
@@ -25,8 +26,13 @@ from prime_hpc.kubernetes.placement import PODS, SITE, for_pods, read_nodes, sec
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.io import files
+from prime_hpc.store.io.retry_reads import Patience, as_unreadable
+from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, LOAD_S
+from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
 
-COMES_BACK = (74, 75)
+COMES_BACK = (EXIT_UNREADABLE, EXIT_AGAIN)
 """Exit codes after which the Job makes the pod again."""
 POLL_S = 1.0
 SAY_EVERY_S = 30.0
@@ -44,13 +50,18 @@ def run_in_pods(file: Path) -> int:
     key, nodes = read_key(), read_nodes()
     if nodes is None or PODS not in os.environ:
         raise ConfigError(f"{PODS} is not set: this runs in a pod of `prime-hpc render --target kubernetes`")
+    code = 1  # also of an error that nobody thought of, after which the others' GPUs must not wait either
     try:
         code = _attempt(file, nodes, key)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
-    if code not in COMES_BACK:
-        _say_over([host for host in nodes.all_hosts if host != nodes.batch_host], key)
+    except (StoreError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = EXIT_UNREADABLE if as_unreadable(error) else 1
+    finally:
+        if code not in COMES_BACK:
+            _say_over([host for host in nodes.all_hosts if host != nodes.batch_host], key)
     return code
 
 
@@ -59,6 +70,7 @@ def _attempt(file: Path, nodes: Allocation, key: str) -> int:
 
     Raises:
         ConfigError: the experiment is wrong, or pods are missing.
+        StoreError, OSError: the run directory cannot be read or written.
     """
     loaded = load_experiment([str(file)], "submit")
     loaded = replace(loaded, experiment=for_pods(loaded.experiment))
@@ -83,10 +95,29 @@ def _attempt(file: Path, nodes: Allocation, key: str) -> int:
 
 
 def _is_same(run_dir: Path, text: str) -> bool:
-    """Return whether the run directory was made by this very rendering: then its pod was only made again."""
-    with contextlib.suppress(OSError):
-        return (run_dir / RUN_YAML).is_file() and (run_dir / RENDERED).read_text(encoding="utf-8") == text
-    return False
+    """Return whether the run directory was made by this very rendering: then its pod was only made again.
+
+    A directory that was is never taken for another one because it cannot be read: it would be made anew, and with
+    `clean` deleted before.
+
+    Raises:
+        Unreadable: that cannot be told until the deadline.
+    """
+
+    def look() -> bool:
+        if not {RUN_YAML, RENDERED} <= set(files.list_dir(run_dir)):
+            return False
+        try:
+            rendered = (run_dir / RENDERED).read_text(encoding="utf-8")
+        except FileNotFoundError as error:  # it is listed: one of the two is an older state
+            raise Unreadable.of(error) from error
+        except UnicodeDecodeError as error:
+            raise Unreadable(run_dir / RENDERED, f"it is no text ({error.reason} at byte {error.start})") from error
+        if not rendered:
+            raise Unreadable(run_dir / RENDERED, "it is empty")
+        return rendered == text
+
+    return Patience(LOAD_S)(look)
 
 
 def _await_pods(hosts: list[str], key: str, timeout_s: float) -> None:

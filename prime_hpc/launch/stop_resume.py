@@ -21,9 +21,9 @@ from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.slurm.submission_record import cluster_of, local_controller, write_record
-from prime_hpc.store.attempts import is_held, read_attempts
+from prime_hpc.store.attempts import is_held, read_attempts, saved_claims
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record, read_rows
+from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, read_json, read_record, read_rows
 from prime_hpc.store.tinker_files import adapters_root
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Ended:
     ended: bool
     """True if nothing of it waits or runs any more."""
     outcome: str
-    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it was before), or `unknown`."""
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`."""
     note: str
     job_id: str | None = None
 
@@ -91,18 +91,18 @@ def _cancel(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
 
 def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: Say) -> Ended:
     job_id = job.job_id
-    saved = False
+    row: AttemptRow | None = None
     if not now:
         say(f"{run_dir}: asked job {job_id} to save and end; waiting up to {timeout_s:.0f} s")
-        saved = _stop_and_wait(run_dir, job_id, timeout_s, say)
-        if not saved:
+        row = _stop_and_wait(run_dir, job_id, timeout_s, say)
+        if row is None:
             say(f"{run_dir}: not ended by itself; ending job {job_id}")
-    if not saved:
+    if row is None:
         run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
     _note_cancel(run_dir)
     gone = _wait_until_gone(run_dir, job_id)
-    if not gone and saved:  # another attempt began in it
-        say(f"{run_dir}: job {job_id} goes on after it saved; ending it")
+    if not gone and row is not None:  # another attempt began in it
+        say(f"{run_dir}: job {job_id} goes on after its attempt ended; ending it")
         run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
         gone = _wait_until_gone(run_dir, job_id)
     if not gone:
@@ -110,9 +110,21 @@ def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: S
             str(run_dir), False, "unknown", f"job {job_id} still ends after {GONE_TIMEOUT_S:.0f} s; see squeue", job_id
         )
     step = _saved(run_dir, job_id)
-    if saved:
-        return Ended(str(run_dir), True, "stopped", f"saved{_at(step)} and ended", job_id)
+    if row is not None:
+        return Ended(str(run_dir), True, *_own_end(row, step), job_id)
     return Ended(str(run_dir), True, "cancelled", f"ended without a new save{_newest(step)}", job_id)
+
+
+def _is_well(row: AttemptRow) -> bool:
+    """Return whether an attempt saved and ended, as it was asked to; the exit code is that of one that could not."""
+    return row.get("outcome") in ("stopped", "completed") and not row.get("exit_code")
+
+
+def _own_end(row: AttemptRow, step: Any) -> tuple[str, str]:
+    """Return outcome and note of a run that ended while it was asked to: it need not have obeyed."""
+    if _is_well(row):
+        return "stopped", f"saved{_at(step)} and ended"
+    return "over", f"ended by itself: {row.get('outcome')} ({row.get('cause')}){_newest(step)}"
 
 
 def _at(step: Any) -> str:
@@ -123,31 +135,50 @@ def _newest(step: Any) -> str:
     return f"; the newest checkpoint is step {step}" if step is not None else ""
 
 
-def _stop_and_wait(run_dir: Path, job_id: str | None, timeout_s: float, say: Say) -> bool:
-    """Ask by file; True once the attempt has written its end.
+def _stop_and_wait(
+    run_dir: Path, job_id: str | None, timeout_s: float, say: Say, process: AttemptRow | None = None
+) -> AttemptRow | None:
+    """Ask by file; returns the attempt with which the run has ended. None: it has not in time, or cannot any more.
 
     The file does not outlive the wait: it would stop the run's next attempt at its first step. The newest attempt may
     be over before it is asked: of a job that was requeued under its id, and has not written its new attempt's line yet.
+    After a crash another attempt may follow in the same job, which its line says a moment later.
+
+    Args:
+        run_dir: the run directory.
+        job_id: of its Slurm job, if it is one.
+        timeout_s: of the wait.
+        say: told what goes on meanwhile.
+        process: without Slurm, the open attempt whose process it is.
     """
-    stop, over_before = run_dir / STOP, _ended_attempt(run_dir, job_id)
+    stop, over_before = run_dir / STOP, (_ended_attempt(run_dir, job_id) or {}).get("attempt")
     stop.touch()
     began = asked = told = time.monotonic()
     pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
     next_ask_s = ask_pause.next()
     try:
         while (passed := time.monotonic() - began) < timeout_s:
-            if _ended_attempt(run_dir, job_id) not in (None, over_before):
-                return True
+            lives = process is None or is_held(process)
             if job_id is not None and time.monotonic() - asked >= next_ask_s:
                 asked, next_ask_s = time.monotonic(), ask_pause.next()
-                if not _is_there(run_dir, job_id):  # requeued meanwhile, or killed: scancel makes sure
-                    return False
+                lives = _is_there(run_dir, job_id)  # not: requeued meanwhile, or killed; scancel makes sure
+            row = _ended_attempt(run_dir, job_id)  # read last: it may be the last word of a process
+            if row is not None and row.get("next") == IN_PLACE:
+                stop.touch()  # the attempt that follows is asked as well
+            elif (
+                row is not None
+                and row["attempt"] != over_before
+                and (_is_well(row) or row.get("next") is not None or not lives)
+            ):
+                return row
+            if not lives:
+                return None
             if time.monotonic() - told >= _TELL_EVERY_S:
                 told = time.monotonic()
                 word = read_json(run_dir / STATUS_JSON) or {}
                 say(f"{run_dir}: {word.get('state', 'running')}, step {word.get('step', '?')}, {passed:.0f} s")
             time.sleep(pause.next())
-        return False
+        return None
     finally:
         stop.unlink(missing_ok=True)
 
@@ -183,10 +214,10 @@ def _last_row(run_dir: Path, job_id: str | None) -> AttemptRow | None:
     return rows[-1] if theirs is None or job_id is None or str(theirs) == job_id else None
 
 
-def _ended_attempt(run_dir: Path, job_id: str | None) -> int | None:
-    """Return the newest attempt's number, if it is this job's and over."""
+def _ended_attempt(run_dir: Path, job_id: str | None) -> AttemptRow | None:
+    """Return the newest attempt, if it is this job's and over."""
     row = _last_row(run_dir, job_id)
-    return row["attempt"] if row is not None and row.get("ended") is not None else None
+    return row if row is not None and row.get("ended") is not None else None
 
 
 def _note_cancel(run_dir: Path) -> None:
@@ -208,10 +239,13 @@ def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> End
     if here and open_row is not None:
         if not now:
             say(f"{run_dir}: asked process {open_row['pid']} to save and end; waiting up to {timeout_s:.0f} s")
-            if _stop_and_wait(run_dir, None, timeout_s, say):
+            row = _stop_and_wait(run_dir, None, timeout_s, say, open_row)
+            if row is not None:
                 _wait_for_process(run_dir, open_row)
-                return Ended(str(run_dir), True, "stopped", f"saved{_at(_saved(run_dir))} and ended")
-        end_local(run_dir, controller or int(open_row["pid"]))
+                return Ended(str(run_dir), True, *_own_end(row, _saved(run_dir)))
+        if not is_held(open_row) and local_controller(run_dir) is None:  # it was killed meanwhile
+            return Ended(str(run_dir), True, "over", _how_it_ended(run_dir, read_rows(run_dir / ATTEMPTS_JSONL)))
+        end_local(run_dir, local_controller(run_dir))
         ended = _wait_for_process(run_dir, open_row)
         note = "ended without a new save" if ended else f"process {open_row['pid']} still ends; see ps"
         return Ended(str(run_dir), ended, "cancelled" if ended else "unknown", note)
@@ -320,8 +354,7 @@ def _refuse_unmounted(paths: "RunPaths") -> None:
     from prime_hpc.store.checkpoint.newest import expected_step, read_pointer
 
     try:
-        rows = read_attempts(paths.attempts)
-        step = expected_step(paths, [(row["incarnation"], saved) for row in rows if (saved := row.get("saved_step"))])
+        step = expected_step(paths, saved_claims(read_attempts(paths.attempts)))
         known = read_pointer(paths)
     except (StoreError, OSError) as error:
         raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config import Experiment, Loaded, Problem
 from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import write_site
@@ -121,17 +121,13 @@ def _refuse_login_node(experiment: Experiment, environ: Mapping[str, str], why: 
 
 def _refuse(loaded: Loaded, made: Submission, *, quiet: bool) -> None:
     """Raise for what lint calls an error; print what it warns of, unless quiet."""
-    from prime_hpc.launch.lint.lint import lint
+    from prime_hpc.launch.lint.lint import lint, refuse_errors
 
     findings = lint(made.experiment, made.site)
     for finding in findings:
         if finding.severity == "warning" and not quiet:
             print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if errors:
-        raise ConfigError(
-            Problem(f"{f.message}; {f.remedy} ({f.code})", f.key, loaded.provenance.get(f.key or "")) for f in errors
-        )
+    refuse_errors(loaded, findings)
     run_dir, scratch = made.experiment.run_dir.resolve(), made.site.scratch
     if not (scratch is not None and run_dir.is_relative_to(scratch)) and not any(f.code == "PH313" for f in findings):
         warning = unseen_by_others(run_dir, made.placement.num_nodes)

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -75,6 +75,11 @@ def read_attempts(path: Path) -> list[AttemptRow]:
         OSError: it is there and cannot be read (`run_dirs.read_rows` takes that for none).
     """
     return parse_attempts(path.read_bytes()) if path.exists() else []
+
+
+def saved_claims(rows: Iterable[AttemptRow]) -> list[tuple[int, int]]:
+    """Return (incarnation, step that was saved when it ended) of attempts that saved, for `newest.expected_step`."""
+    return [(row["incarnation"], saved) for row in rows if (saved := row.get("saved_step"))]
 
 
 def write_attempt(path: Path, attempt: Attempt) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,9 +14,12 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
-from prime_hpc.launch.archive import packed_file
+from prime_hpc.launch.archive import archive, contents, packed_file
 from prime_hpc.launch.archive.contents import choose
+from prime_hpc.launch.archive.folder_copy import FolderCopy
+from prime_hpc.launch.archive.packed_file import PackedFile
 from prime_hpc.launch.stop_resume import load_to_resume
+from prime_hpc.launch.sweep.state import _link_log, log_name
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
 from prime_hpc.store.checkpoint.newest import POINTER
@@ -150,8 +155,8 @@ def test_broken_off_it_goes_on_where_it_was(
         p: p.stat().st_ino for p in final.rglob("*.log")
     }
     if not folder:
-        with tarfile.open(final) as archive:  # by a program that knows nothing of members packed apart
-            names = archive.getnames()
+        with tarfile.open(final) as members:  # by a program that knows nothing of members packed apart
+            names = members.getnames()
         assert len(names) == len(set(names)) and "weights/step_000004/model.safetensors" in names
     assert ask(capsys, "--restore", final, tmp_path / "back")["num_files"] > 10
     assert "is there already" in ask(capsys, *words, code=1)
@@ -200,8 +205,8 @@ def test_a_damaged_archive_is_refused(run_dir: Path, tmp_path: Path, capsys: pyt
         assert said in told or (said == "no archive.json" and "archive" in told), told
         assert not back.exists()
     evil = tmp_path / "evil.tar"
-    with tarfile.open(evil, "w") as archive:
-        archive.addfile(tarfile.TarInfo("../outside"))
+    with tarfile.open(evil, "w") as members:
+        members.addfile(tarfile.TarInfo("../outside"))
     assert "no archive of a run does" in ask(capsys, "--restore", evil, back, code=1)
     assert "is no archive" in ask(capsys, "--restore", run_dir / "run.yaml", back, code=1)
     assert "is there already" in ask(capsys, "--restore", path, run_dir.parent, code=1)
@@ -220,6 +225,133 @@ def test_what_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFi
     (run_dir / "attempts.jsonl").write_text(json.dumps(row) + "\n")
     told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=3)
     assert "end it first" in told and not (tmp_path / "a.tar").exists() and run_dir.exists()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_links_out_of_the_run_are_kept_as_their_files_and_the_archive_comes_back(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, folder: bool
+) -> None:
+    """A sweep's point has one itself: the log of the array's task, which lies beside the points."""
+    (run_dir.parent / "logs").mkdir()
+    (run_dir.parent / "logs" / log_name("12", "0")).write_text("said by the job\n")
+    _link_log(run_dir, {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"})
+    (run_dir / "data").symlink_to(tmp_path)
+    (run_dir / "gone").symlink_to("/no/such/file")
+    (run_dir / "above").symlink_to("logs/latest/../../../logs")  # within by its words, not by the links on its way
+    words = [run_dir, tmp_path / "kept" / ("" if folder else "a.tar"), *(["--folder"] if folder else [])]
+    done = ask(capsys, *words, "--delete-source")
+    assert done["deleted"] and not run_dir.exists()
+    left = [note for note in done["notes"] if "a link out of the run" in note]
+    assert sorted(note.partition(" ")[0] for note in left) == ["above", "data", "gone"], done["notes"]
+    back = Path(ask(capsys, "--restore", done["path"], tmp_path / "back")["path"])
+    log = back / "logs" / "slurm-12_0.out"
+    assert log.read_text() == "said by the job\n" and not log.is_symlink()
+    assert (back / "logs" / "latest").readlink() == Path("attempt_1") and not (back / "data").is_symlink()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_an_archive_that_holds_links_out_of_the_run_comes_back_without_them(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    (run_dir / "logs" / "up").symlink_to("../../logs")
+    (run_dir / "data").symlink_to("/somewhere")
+    monkeypatch.setattr(contents, "stays_within", lambda link, root: True)  # as archives were made before
+    words = [run_dir, tmp_path / "kept" / ("" if folder else "a.tar"), *(["--folder"] if folder else [])]
+    path = ask(capsys, *words)["path"]
+    monkeypatch.undo()
+    done = ask(capsys, "--restore", path, tmp_path / "back")
+    assert [note for note in done["notes"] if "a link out of the run" in note] == [
+        "data skipped: a link out of the run (/somewhere)",
+        "logs/up skipped: a link out of the run (../../logs)",
+    ]
+    assert {path for path in (tmp_path / "back").rglob("*") if path.is_symlink()} == {tmp_path / "back/logs/latest"}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_links_are_read_back_before_the_source_goes(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    for kind in (PackedFile, FolderCopy):
+        finish = kind.finish
+        monkeypatch.setattr(kind, "finish", lambda self, small, links, finish=finish: finish(self, small, {}))
+    words = [run_dir, tmp_path / "kept" / ("" if folder else "a.tar"), *(["--folder"] if folder else [])]
+    told = ask(capsys, *words, "--delete-source", code=1)
+    assert "logs/latest: expected a link to attempt_1, found nothing" in told and run_dir.exists()
+
+
+def test_a_link_to_the_run_goes_with_it(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    link = tmp_path / "outputs" / "run"
+    link.parent.mkdir()
+    link.symlink_to(run_dir)
+    assert "lies in the run directory itself" in ask(capsys, link, link / "a.tar", "--delete-source", code=1)
+    assert ask(capsys, link, tmp_path / "a.tar", "--delete-source")["deleted"]
+    assert not run_dir.exists() and list(run_dir.parent.iterdir()) == [] and list(link.parent.iterdir()) == []
+
+
+def test_a_checkpoint_that_was_saved_and_is_not_there_is_not_left_out_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    big = tmp_path / "big"
+    run_dir = make(tmp_path / "there" / "run", big / "checkpoints")
+    big.rename(tmp_path / "unmounted")
+    told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=1)
+    assert "the run saved one of step 4: is its file system mounted here?" in told and run_dir.exists()
+    assert ask(capsys, run_dir, tmp_path / "a.tar", "--checkpoints", "none", "--delete-source")["deleted"]
+
+
+def test_episodes_of_an_evaluation_are_no_checkpoints(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("checkpoints", "weights", "rollouts"):
+        shutil.rmtree(run_dir / name)
+    (run_dir / "saved.json").unlink()
+    (run_dir / "run.yaml").write_text(f"kind: eval\noutput_dir: {run_dir.parent}\nname: run\n")
+    now = time.time()
+    attempt = Attempt(2, 2, now - 9, "first start", ended=now, outcome="completed", cause="done", saved_step=60)
+    write_attempt(run_dir / "attempts.jsonl", attempt)
+    assert ask(capsys, run_dir, tmp_path / "a.tar")["checkpoints"] == []
+
+
+def test_a_batch_of_which_a_file_is_gone_is_left_out(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    next((run_dir / "rollouts" / "step_000002").glob("rank*")).unlink()
+    done = ask(capsys, run_dir, tmp_path / "a.tar", "--rollouts")
+    assert any(note.startswith("rollouts/step_000002 left out, it is not whole") for note in done["notes"])
+    back = Path(ask(capsys, "--restore", tmp_path / "a.tar", tmp_path / "back")["path"])
+    assert [path.name for path in (back / "rollouts").iterdir()] == ["step_000004"]
+
+
+@pytest.mark.parametrize("suffix", [".tar.zst", ".tar.gz"])
+def test_an_archive_damaged_in_what_is_compressed_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(packed_file, "CHUNK", 4096)  # what is damaged is met inside a file, not with its header
+    rows = random.Random(1)
+    text = "".join(json.dumps({"step": step, "loss": rows.random()}) + "\n" for step in range(20_000))
+    (run_dir / "logs" / "big").write_text(text)
+    whole, broken = tmp_path / f"a{suffix}", tmp_path / f"b{suffix}"
+    ask(capsys, run_dir, whole)
+    data = whole.read_bytes()
+    for byte in (b"\x00", b"\xff"):
+        damaged = range(len(data) // 2, len(data) // 2 + 100_000)  # more than a block of either
+        broken.write_bytes(data[: damaged.start] + byte * len(damaged) + data[damaged.stop :])
+        told = ask(capsys, "--restore", broken, tmp_path / "back", code=1)
+        assert "is no whole archive" in told and not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a/b", "..", "", "a\0b"])
+def test_an_archive_chooses_no_other_place(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    ask(capsys, run_dir, tmp_path / "kept", "--folder")
+    index = tmp_path / "kept" / "run" / "archive.json"
+    said = {**json.loads(index.read_text()), "run": name}
+    said["checksum"] = archive._sum({key: value for key, value in said.items() if key != "checksum"})
+    index.write_text(json.dumps(said))
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    assert "would be another place" in ask(capsys, "--restore", tmp_path / "kept" / "run", tmp_path / "x" / "y", code=1)
+    assert not any(path.name == "run.yaml" for path in (tmp_path / "x").rglob("*") if ".restore-" not in str(path))
 
 
 def test_half_written_or_of_another_version_it_is_kept_all_the_same(

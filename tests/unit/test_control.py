@@ -5,18 +5,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch import stop_resume
+from prime_hpc.launch import local
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.stop_resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import drop_successor, queue_successor
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
@@ -121,22 +122,67 @@ def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, con
     assert fake.calls("scancel") == []
 
 
-def test_cancel_ends_a_job_in_which_another_attempt_follows(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stop_resume, "GONE_TIMEOUT_S", 0.5)
+def test_cancel_waits_for_the_attempt_that_follows_a_crash_in_the_same_job(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     fake.change("100", state="RUNNING", nodes="n1")
 
     def supervisor() -> None:
-        wait_for((run_dir(config) / "STOP").exists)
-        ended(config, "failed", next="in_place")
+        stop, path = run_dir(config) / "STOP", run_dir(config) / "attempts.jsonl"
+        wait_for(stop.exists)
+        stop.unlink()
+        ended(config, "failed", saved_step=10)
+        asked = len(fake.calls("squeue"))
+        wait_for(lambda: len(fake.calls("squeue")) > asked + 1)  # its line does not say yet that another follows
+        ended(config, "failed", saved_step=10, next="in_place")
+        wait_for(stop.exists)
+        stop.unlink()
+        write_attempt(path, Attempt(2, 2, time.time(), "resumes", job_id="100"))
+        row = {"ended": time.time(), "outcome": "stopped", "saved_step": 20}
+        write_attempt(path, Attempt(2, 2, time.time(), "resumes", job_id="100", **row))  # type: ignore[arg-type]
+        fake.change("100", state="COMPLETED")
 
     thread = threading.Thread(target=supervisor)
     thread.start()
     result = cancel(config)
     thread.join()
-    assert result.ended and fake.calls("scancel") == [["scancel", "100"]]
+    assert (result.outcome, result.note) == ("stopped", "saved at step 20 and ended")
+    assert fake.calls("scancel") == [] and not (run_dir(config) / "STOP").exists()
+
+
+def test_cancel_ends_a_job_in_which_an_attempt_follows_that_does_not_save(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    ended(config, "failed", next="in_place", saved_step=10)
+    result = cancel(config, timeout_s=1.5)
+    assert (result.ended, result.outcome, fake.calls("scancel")) == (True, "cancelled", [["scancel", "100"]])
+    assert result.note == "ended without a new save; the newest checkpoint is step 10"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"outcome": "failed", "cause": "trainer: out of memory"}, "failed (trainer: out of memory)"),
+        ({"outcome": "preempted", "next": "slurm"}, "preempted (a test)"),
+        ({"outcome": "stopped", "exit_code": 1, "cause": "STOP; not saved"}, "stopped (STOP; not saved)"),
+    ],
+)
+def test_cancel_of_a_job_that_ends_otherwise_meanwhile_says_so(
+    fake: FakeSlurm, config: Path, row: dict[str, Any], said: str
+) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        ended(config, saved_step=4, **row)
+        fake.change("100", state="FAILED")
+
+    thread = threading.Thread(target=supervisor)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    assert (result.ended, result.outcome) == (True, "over")
+    assert result.note == f"ended by itself: {said}; the newest checkpoint is step 4"
 
 
 def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> None:
@@ -250,7 +296,7 @@ def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) ->
 SUPERVISOR = """
 import signal, sys, time
 from pathlib import Path
-from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 
 run_dir, obeys = Path(sys.argv[1]), sys.argv[2] == "obeys"
 attempt = Attempt(1, 1, time.time(), "first start")
@@ -294,6 +340,46 @@ def test_cancel_of_a_run_on_this_machine(
     assert not (run_dir(config) / "STOP").exists()
     assert cancel(config).outcome == "over"
     assert fake.calls() == []
+
+
+@pytest.mark.parametrize("word", [None, "failed"])
+def test_cancel_of_a_run_on_this_machine_whose_supervisor_dies_meanwhile(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, word: str | None
+) -> None:
+    """Killed it leaves no word; its number may be another process's by then: nobody is sent a signal."""
+    run_dir(config).mkdir(parents=True)
+    (run_dir(config) / "run.yaml").write_text("")
+    process = subprocess.Popen(["sleep", "600"])
+    mine = {"pid": process.pid, "process": process_token(process.pid), "saved_step": 4}
+    path = run_dir(config) / "attempts.jsonl"
+    write_attempt(path, Attempt(1, 1, time.time(), "first start", **mine))  # type: ignore[arg-type]
+
+    def die() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        if word is not None:
+            row = {**mine, "ended": time.time(), "outcome": word, "cause": "out of memory"}
+            write_attempt(path, Attempt(1, 1, time.time(), "first start", **row))  # type: ignore[arg-type]
+        process.kill()
+        process.wait()
+
+    monkeypatch.setattr(local, "end_local", lambda *arguments: pytest.fail("there is nothing to end"))
+    thread = threading.Thread(target=die)
+    thread.start()
+    result = cancel(config, timeout_s=30.0)
+    thread.join()
+    said = "is gone: nothing to end" if word is None else "ended by itself: failed (out of memory); the newest"
+    assert (result.ended, result.outcome) == (True, "over") and said in result.note
+    assert not (run_dir(config) / "STOP").exists()
+
+
+def test_what_ends_by_itself_while_it_is_ended_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    local.end_local(tmp_path, process.pid)
+    local.end_local(tmp_path, None)
+    write_attempt(tmp_path / "attempts.jsonl", Attempt(1, 1, time.time(), "first start", pid=process.pid))
+    monkeypatch.setattr(local, "is_held", lambda row: True)  # it was, a moment ago
+    local.end_local(tmp_path, None)
 
 
 def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:

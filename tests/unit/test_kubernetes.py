@@ -1,6 +1,7 @@
 """A run as Kubernetes objects: valid by Kubernetes' own schemas, the chart the same as the manifests, no secret in
 sight; and the process of a pod, which starts agents for those who know the run's key."""
 
+import errno
 import json
 import os
 import re
@@ -8,9 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import kubernetes_validate
 import pytest
@@ -22,7 +25,9 @@ from prime_hpc.kubernetes import connection, pod
 from prime_hpc.kubernetes.manifests import Manifest, manifests
 from prime_hpc.kubernetes.placement import PODS, read_nodes
 from prime_hpc.kubernetes.text import write_chart, yaml_stream
+from prime_hpc.launch import pods, prepare
 from prime_hpc.runtime.role_context import NODE
+from prime_hpc.store.errors import StoreError, Unreadable
 
 VERSIONS = ("1.31.0", kubernetes_validate.latest_version())
 TREE: dict[str, Any] = {
@@ -277,3 +282,122 @@ def test_no_key_no_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 16"):
         connection.read_key({connection.KEY_FILE: str(tmp_path / "key")})
     assert read_nodes({}) is None and PODS not in os.environ
+
+
+@dataclass
+class FirstPod:
+    """The supervisor's pod over a run that has a checkpoint, whose file system fails as it is told to."""
+
+    file: Path
+    run_dir: Path
+    told_over: list[str]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.run_dir / "checkpoints" / "step_4"
+
+    def write(self, *, clean: bool, rendered: bytes | None = None) -> None:
+        """The run's directory as an earlier pod of the same rendering left it, or of another."""
+        tree = {"output_dir": str(self.run_dir.parent), "name": self.run_dir.name, "clean": clean}
+        self.file.write_text(yaml.safe_dump({**TREE, **tree}))
+        self.checkpoint.mkdir(parents=True)
+        (self.run_dir / "run.yaml").write_text(self.file.read_text())
+        (self.run_dir / "attempts.jsonl").write_text("")
+        (self.run_dir / pods.RENDERED).write_bytes(self.file.read_bytes() if rendered is None else rendered)
+
+    def run(self) -> int:
+        return pods.run_in_pods(self.file)
+
+
+@pytest.fixture
+def first_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FirstPod:
+    (tmp_path / "key").write_text(KEY)
+    monkeypatch.setenv(connection.KEY_FILE, str(tmp_path / "key"))
+    monkeypatch.setenv(PODS, json.dumps({"name": "run", "hosts": [["a"], ["b"]], "notice_s": 30}))
+    monkeypatch.setenv(NODE, "a")
+    one = FirstPod(tmp_path / "exp.yaml", tmp_path / "out" / "run", [])
+    monkeypatch.setattr(pods, "_say_over", lambda hosts, key: one.told_over.extend(hosts))
+    monkeypatch.setattr(pods, "_await_pods", lambda *arguments: None)
+    monkeypatch.setattr(pods, "subprocess", MagicMock(TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr("prime_hpc.supervisor.main.supervise", lambda run_dir, in_job: 0)
+    monkeypatch.setattr(pods, "LOAD_S", 0.0)
+    return one
+
+
+def fail_reading(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
+    """Have the first `times` readings of what was rendered fail."""
+    left, read_text = [error] * times, Path.read_text
+
+    def flaky(self: Path, *arguments: Any, **options: Any) -> str:
+        if self.name == pods.RENDERED and left:
+            raise left.pop()
+        return read_text(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", flaky)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOENT])
+def test_a_run_that_cannot_be_read_is_the_same_run_and_its_pod_comes_back(
+    first_pod: FirstPod, monkeypatch: pytest.MonkeyPatch, clean: bool, number: int
+) -> None:
+    first_pod.write(clean=clean)
+    fail_reading(monkeypatch, OSError(number, os.strerror(number), str(first_pod.run_dir / pods.RENDERED)), 1)
+    assert first_pod.run() in pods.COMES_BACK
+    assert first_pod.checkpoint.exists() and first_pod.told_over == []
+    assert first_pod.run() == 0 and first_pod.checkpoint.exists()
+    assert first_pod.told_over == ["b"]
+
+
+def test_a_passing_error_is_waited_for(first_pod: FirstPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pods, "LOAD_S", 60.0)
+    first_pod.write(clean=True)
+    fail_reading(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), 2)
+    assert first_pod.run() == 0 and first_pod.checkpoint.exists()
+
+
+@pytest.mark.parametrize("rendered", [b"", b"name: \xff"])
+def test_what_is_no_rendering_is_none_to_start_over_from(first_pod: FirstPod, rendered: bytes) -> None:
+    first_pod.write(clean=True, rendered=rendered)
+    assert first_pod.run() in pods.COMES_BACK and first_pod.checkpoint.exists()
+
+
+def test_another_rendering_that_asks_for_it_starts_over(first_pod: FirstPod) -> None:
+    first_pod.write(clean=True, rendered=b"name: as it was before\n")
+    assert first_pod.run() == 0 and not first_pod.checkpoint.exists()
+    assert (first_pod.run_dir / pods.RENDERED).read_text() == first_pod.file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (Unreadable("attempts.jsonl", "Input/output error", errno.EIO), 74, []),
+        (OSError(errno.ESTALE, "Stale file handle"), 74, []),
+        (StoreError("disk full"), 1, ["b"]),
+        (OSError(errno.ENOTDIR, "Not a directory"), 1, ["b"]),
+    ],
+)
+def test_errors_of_the_volume_end_the_run_only_where_they_stay(
+    first_pod: FirstPod, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, told: list[str]
+) -> None:
+    first_pod.write(clean=False, rendered=b"another")
+    monkeypatch.setattr(prepare, "read_attempts", raising(error))
+    assert (first_pod.run(), first_pod.told_over) == (code, told)
+    assert first_pod.checkpoint.exists()
+
+
+def test_an_error_that_nobody_thought_of_leaves_no_pod_waiting(
+    first_pod: FirstPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_pod.write(clean=False)
+    monkeypatch.setattr("prime_hpc.supervisor.main.supervise", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        first_pod.run()
+    assert first_pod.told_over == ["b"]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    return fail

@@ -12,7 +12,7 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, Loaded, load_run
 from prime_hpc.launch import local
-from prime_hpc.launch.checks import check
+from prime_hpc.launch.checks import _weights_bytes, check
 from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.role_context import RESUME_STEP
@@ -109,6 +109,22 @@ def test_output_directory_that_cannot_be_written(tmp_path: Path, model: Path) ->
 def test_output_directory_too_small(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000000000}}')
     with pytest.raises(ConfigError, match="GiB free, but the run keeps about"):
+        check(loaded(tmp_path, model))
+
+
+@pytest.mark.parametrize("metadata", ["{}", "null", "[]", '{"total_size": "large"}'])
+def test_an_index_need_not_say_how_large_the_model_is(tmp_path: Path, model: Path, metadata: str) -> None:
+    (model / "model.safetensors.index.json").write_text(f'{{"metadata": {metadata}, "weight_map": {{}}}}')
+    check(loaded(tmp_path, model))
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
+    assert _weights_bytes(loaded(tmp_path, model).experiment) == 1000
+
+
+@pytest.mark.parametrize("text", ['{"weight_map"', "[]", "{}"])
+def test_a_broken_index_is_named(tmp_path: Path, model: Path, text: str) -> None:
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match="model.safetensors.index.json is no index of safetensors files"):
         check(loaded(tmp_path, model))
 
 

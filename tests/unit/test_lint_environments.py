@@ -52,16 +52,19 @@ def test_a_machine_without_verifiers_cannot_tell(monkeypatch: pytest.MonkeyPatch
     assert missing({"orchestrator": {"env": [{"id": "no-such"}]}}) == []
 
 
-def test_plan_and_dry_run_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_so_and_submit_refuses_dry_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "exp.yaml"
     file.write_text(
         f"output_dir: {tmp_path}\nmodel: {{name: owner/model}}\norchestrator: {{env: [{{id: reverse-txt}}]}}\n"
     )
     assert cli.main(["lint", str(file)]) == 2
     assert f"{file}:3: orchestrator.env.0.id" in capsys.readouterr().out
-    for words in (["plan"], ["submit", "--dry-run"]):
-        assert cli.main([*words, str(file), "--launch", "local"]) == 0
-        assert "error PH232 orchestrator.env.0.id" in capsys.readouterr().out
+    assert cli.main(["plan", str(file), "--launch", "local"]) == 0
+    assert "error PH232 orchestrator.env.0.id" in capsys.readouterr().out
+    for words in (["submit", "--dry-run"], ["submit"]):
+        assert cli.main([*words, str(file), "--launch", "local"]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and "(PH232)" in said.err and f"{file}:3" in said.err
 
 
 def test_what_the_jobs_own_environment_may_hold_is_left_to_it(tmp_path: Path) -> None:

@@ -217,6 +217,23 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert "is not a directory" in problems(str(tmp_path / "absent"))[0]
 
 
+@pytest.mark.parametrize("who", ["own", "teacher"])
+def test_a_tokenizer_that_is_torn_is_named_and_one_of_another_kind_is_let_pass(tmp_path: Path, who: str) -> None:
+    names = {name: write_tokenizer(tmp_path / name, {"a": 0}) for name in ("own", "teacher")}
+    orchestrator = {"advantage": OPD, "teacher": TEACHER | {"model": names["teacher"]}}
+    one = Experiment.model_validate({"model": {"name": names["own"]}, "orchestrator": orchestrator})
+    path = tmp_path / who / "tokenizer.json"
+    for text in ("[]", '{"model": null}', '{"model": {"vocab": [["a", -1.5]]}}'):
+        path.write_text(text)
+        assert _teacher(one) == []
+    path.write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 3}]}')
+    assert _teacher(one) == []
+    path.write_text('{"model": {"vo')
+    (problem,) = _teacher(one)
+    assert f"{path} is no tokenizer" in problem.message
+    assert problem.key == {"own": "model.name", "teacher": "orchestrator.teacher.model"}[who]
+
+
 def started(own: str, teacher: str, **values: Any) -> Experiment:
     tree = {
         "model": {"name": own, "lora": {}},

@@ -19,6 +19,8 @@ from prime_hpc.launch.plan.when import ask_when, best_shape
 from prime_hpc.launch.stop_resume import load_to_resume
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
+from prime_hpc.store.run_paths import RunPaths
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import load, run_dir, use_fake_slurm, write_config
 
@@ -113,6 +115,28 @@ def test_an_earlier_measurement_counts_for_the_shape_that_it_was_made_in(fake: F
     found = {row.name: row for row in asked(config).rows}
     assert found["wide"].run_s == 300 + 100 * 2.5 and "measured in this run directory" in found["wide"].run_from
     assert found["narrow"].run_s is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"), [([], 100), (["latest"], 95), (["5"], 95), (["2"], 98), (["ELSEWHERE"], 97), (["4"], 96)]
+)
+def test_steps_that_a_run_need_not_make_again_count_for_no_shape(
+    fake: FakeSlurm, tmp_path: Path, asked: list[str], left: int
+) -> None:
+    """Ten steps were trained; the run goes back to its checkpoint of step 5, whatever shape measured a step."""
+    config = config_with(tmp_path, {**WIDE, "step_s": 10}, NARROW, FAR, max_steps=100)
+    submit_verb.run([str(config), "--slurm.shape", "narrow"], "submit")
+    fake.change(fake.jobs()[0]["id"], state="COMPLETED")
+    make_checkpoint(RunPaths(run_dir(config)), 5, kind="sft")
+    make_checkpoint(RunPaths(tmp_path / "other"), 3, kind="sft")
+    (run_dir(config) / "metrics").mkdir()
+    rows = "".join(json.dumps({"step": step, "time/step": 2.0}) + "\n" for step in range(1, 11))
+    (run_dir(config) / "metrics" / "trainer.jsonl").write_text(rows)
+    words = [word.replace("ELSEWHERE", str(tmp_path / "other" / "checkpoints")) for word in asked]
+    argv = [str(config), *(f"--ckpt.resume-step={word}" for word in words)]
+    ranking = ask_when(argv, load(config, *argv[1:]), step_of=lambda one: (4.0, "simulated"))
+    expected = {"wide": 300 + left * 10, "narrow": 300 + left * 2, "far": 300 + left * 4}
+    assert {row.name: row.run_s for row in ranking.rows} == expected
 
 
 def test_each_shape_has_its_own_word(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ goes on with.
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -26,6 +26,8 @@ from prime_hpc.store.io.files import FileEntry
 
 FORMAT = 1
 Say = Callable[[str], None]
+Content = FileEntry | str
+"""Of a name: a file, or a link, by its target."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ def make_archive(
     """
     if path.exists():
         raise StoreError(f"{path}: is there already; remove it, or choose another destination")
-    if path.is_relative_to(run_dir.absolute()):
+    if path.resolve().is_relative_to(run_dir.resolve()):
         raise StoreError(f"{path}: lies in the run directory itself; choose another destination")
     chosen = choose(run_dir, checkpoints, rollouts=rollouts)
     num_bytes = chosen.num_bytes
@@ -87,8 +89,7 @@ def make_archive(
     entries = {name: one.entry if isinstance(one, Member) else one for name, one in written.items()}
     copy.finish({INDEX: index_of(run_dir, chosen, entries)}, chosen.links)
     say(f"{len(entries)} files are copied; now they are read back")
-    read_back = folder_sums(part) if folder else packed_sums(part, path.name)
-    compare(part, entries, read_back)
+    compare(part, {**entries, **chosen.links}, read_folder(part) if folder else read_packed(part, path.name))
     files.rename(part, path)
     files.fsync_dir(path.parent)
     if isinstance(copy, PackedFile):
@@ -125,18 +126,20 @@ def read_index(data: bytes, path: Path) -> dict[str, Any]:
     """Return what `archive.json` says.
 
     Raises:
-        StoreError: it is damaged, or of another version.
+        StoreError: it is damaged, of another version, or names a run as no run is named.
     """
     try:
         content = json.loads(data)
         found = content.pop("checksum")
-        kind = content["format"]
+        kind, run = content["format"], str(content["run"])
     except (ValueError, KeyError, AttributeError) as error:
         raise StoreError(f"{path}: {INDEX} is damaged ({error})") from error
     if kind != FORMAT:
         raise StoreError(f"{path}: is of format {kind}, this prime-hpc reads {FORMAT}: take the one that made it")
     if found != _sum(content):
         raise StoreError(f"{path}: {INDEX} is damaged (sum {_sum(content)}, it says {found})")
+    if run in ("", "..") or "\0" in run or run != PurePosixPath(run).name:
+        raise StoreError(f"{path}: is of a run called {run!r}, which would be another place: name the run directory")
     return dict(content)
 
 
@@ -144,8 +147,8 @@ def _sum(content: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def packed_sums(path: Path, name: str) -> dict[str, FileEntry]:
-    """Read a packed file from the disk; returns the sums of its members.
+def read_packed(path: Path, name: str) -> dict[str, Content]:
+    """Read a packed file from the disk; returns its members.
 
     Args:
         path: of the file.
@@ -155,7 +158,7 @@ def packed_sums(path: Path, name: str) -> dict[str, FileEntry]:
         StoreError: it is no whole archive.
     """
     _forget_cached(path)
-    found: dict[str, FileEntry] = {}
+    found: dict[str, Content] = {}
     with opened(path, name) as members:
         for info in members:
             stream = members.extractfile(info) if info.isreg() else None
@@ -164,16 +167,21 @@ def packed_sums(path: Path, name: str) -> dict[str, FileEntry]:
                 while data := stream.read(CHUNK):
                     digest.update(data)
                 found[info.name] = FileEntry(info.size, digest.hexdigest())
+            elif info.issym():
+                found[info.name] = info.linkname
     return found
 
 
-def folder_sums(folder: Path) -> dict[str, FileEntry]:
-    """Read a folder from the disk; returns the sums of its files."""
-    found: dict[str, FileEntry] = {}
+def read_folder(folder: Path) -> dict[str, Content]:
+    """Read a folder from the disk; returns its files and links."""
+    found: dict[str, Content] = {}
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = str(path.readlink())
+        elif path.is_file():
             _forget_cached(path)
-            found[path.relative_to(folder).as_posix()] = files.hash_file(path)
+            found[name] = files.hash_file(path)
     return found
 
 
@@ -186,14 +194,17 @@ def _forget_cached(path: Path) -> None:
         os.close(descriptor)
 
 
-def compare(path: Path, expected: dict[str, FileEntry], found: dict[str, FileEntry]) -> None:
-    """Raise an ArtifactError for the first file that is not as it must be."""
-    for name, entry in expected.items():
-        have = found.get(name)
-        if have is None:
-            raise ArtifactError(path / name, f"{entry.size} bytes", "nothing")
-        if have != entry:
-            raise ArtifactError(path / name, f"xxh3 {entry.xxh3}", f"xxh3 {have.xxh3} ({have.size} bytes)")
+def compare(path: Path, expected: Mapping[str, Content], found: Mapping[str, Content]) -> None:
+    """Raise an ArtifactError for the first file or link that is not as it must be."""
+    for name, content in expected.items():
+        if found.get(name) != content:
+            raise ArtifactError(path / name, _words(content), _words(found.get(name)))
+
+
+def _words(content: Content | None) -> str:
+    if content is None:
+        return "nothing"
+    return f"a link to {content}" if isinstance(content, str) else f"xxh3 {content.xxh3} ({content.size} bytes)"
 
 
 def delete_source(run_dir: Path, chosen: Chosen, again: Chosen) -> None:
@@ -207,7 +218,8 @@ def delete_source(run_dir: Path, chosen: Chosen, again: Chosen) -> None:
     Raises:
         StoreError: the run has changed since, or cannot be deleted.
     """
-    if changed := sorted(name for name, stamp in again.stamps.items() if chosen.stamps.get(name) != stamp):
+    before, now = chosen.links | chosen.stamps, again.links | again.stamps
+    if changed := sorted(name for name, stamp in now.items() if before.get(name) != stamp):
         raise StoreError(f"{run_dir}: is not deleted, {changed[0]} has changed since it was archived")
     with disk_errors(run_dir):
         files.discard(run_dir)

@@ -2,7 +2,8 @@
 
 Everything but the big artifacts is taken as it is: config, locks, attempts, metrics, logs, plots. Of checkpoints,
 weights and rollouts only what was asked for, and whole: each of their files has a sum in its artifact's own manifest.
-Secrets never go along, nor what an attempt makes anew.
+Secrets never go along, nor what an attempt makes anew. A link out of the run would lead nowhere once that is restored:
+the file that it points at is taken instead (the log of a sweep's job lies beside its points).
 """
 
 import os
@@ -11,12 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prime_hpc.config import ConfigError, load_run
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.secret import SECRETS
-from prime_hpc.store.artifact import MANIFEST, SET_ASIDE, Manifest, read_manifest
+from prime_hpc.launch.archive.links import stays_within
+from prime_hpc.store.artifact import MANIFEST, SET_ASIDE, Manifest, verify_artifact
+from prime_hpc.store.attempts import read_attempts, saved_claims
 from prime_hpc.store.checkpoint.checkpoints import newest_first
-from prime_hpc.store.checkpoint.newest import POINTER, read_pointer
-from prime_hpc.store.errors import ArtifactError
+from prime_hpc.store.checkpoint.newest import POINTER, expected_step, read_pointer
+from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.store.weights import list_versions, read_chain
@@ -35,7 +40,7 @@ class Chosen:
     files: dict[str, Path] = field(default_factory=dict)
     """Name in the archive -> the file."""
     links: dict[str, str] = field(default_factory=dict)
-    """Name in the archive -> target of a symbolic link."""
+    """Name in the archive -> target of a symbolic link that stays within the run."""
     sums: dict[str, FileEntry] = field(default_factory=dict)
     """Of files of artifacts: what their own manifests say."""
     notes: list[str] = field(default_factory=list)
@@ -61,6 +66,7 @@ def choose(run_dir: Path, checkpoints: Checkpoints, *, rollouts: bool) -> Chosen
 
     Raises:
         Unreadable, OSError: something cannot be read now.
+        StoreError: a checkpoint was saved and none is there.
     """
     chosen = Chosen()
     _run(run_dir, "", chosen, checkpoints, rollouts=rollouts)
@@ -73,8 +79,8 @@ def choose(run_dir: Path, checkpoints: Checkpoints, *, rollouts: bool) -> Chosen
 def _run(run_dir: Path, prefix: str, chosen: Chosen, checkpoints: Checkpoints, *, rollouts: bool) -> None:
     """Add a run directory."""
     for name, path in _walk(run_dir, prefix, top=True):
-        if isinstance(path, str):
-            chosen.links[name] = path
+        if path.is_symlink():
+            _link(path, name, chosen)
         elif path.is_dir():
             _run(path, f"{name}/", chosen, checkpoints, rollouts=rollouts)
         else:
@@ -94,8 +100,20 @@ def _run(run_dir: Path, prefix: str, chosen: Chosen, checkpoints: Checkpoints, *
         chosen.notes.append(f"{prefix}{SECRETS}/ left out: put it back before the restored run resumes")
 
 
-def _walk(folder: Path, prefix: str, *, top: bool) -> Iterator[tuple[str, Path | str]]:
-    """Yield files, targets of links, and runs below, by their names in the archive."""
+def _link(path: Path, name: str, chosen: Chosen) -> None:
+    """Add a link, or what it points at."""
+    root = path.parents[name.count("/")]
+    if stays_within(path, root):
+        chosen.links[name] = str(path.readlink())
+    elif path.is_file():
+        chosen.files[name] = path
+    else:
+        what = "a directory" if path.is_dir() else "what is no file"
+        chosen.notes.append(f"{name} left out: a link out of the run to {what} ({path.readlink()})")
+
+
+def _walk(folder: Path, prefix: str, *, top: bool) -> Iterator[tuple[str, Path]]:
+    """Yield files, links, and runs below, by their names in the archive."""
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
@@ -103,7 +121,7 @@ def _walk(folder: Path, prefix: str, *, top: bool) -> Iterator[tuple[str, Path |
             continue
         name, path = prefix + entry.name, Path(entry.path)
         if entry.is_symlink():
-            yield name, str(path.readlink())
+            yield name, path
         elif entry.is_dir(follow_symlinks=False):
             if (path / RUN_YAML).exists() and not prefix.endswith("roles/"):
                 yield name, path
@@ -123,11 +141,30 @@ def _checkpoints(paths: RunPaths, prefix: str, chosen: Chosen, wanted: Checkpoin
         taken.append(info.step)
         if wanted == "last":
             break
+    if not taken and wanted != "none":
+        _refuse_missing(paths)
     if left := [step for step in there if step not in taken]:
         damaged = [step for step in left if taken and (wanted == "all" or step > taken[0])] or (taken == [] and left)
         what = "which are not whole" if damaged and wanted != "none" else f"--checkpoints {wanted}"
         chosen.notes.append(f"{prefix}checkpoints: {', '.join(map(str, left))} left out ({what})")
     return taken
+
+
+def _refuse_missing(paths: RunPaths) -> None:
+    """Raise a StoreError where the run saved a checkpoint: none that is whole is to be seen."""
+    try:
+        experiment = load_run(paths.root)
+    except ConfigError:
+        pass  # of another version: what stands in its attempts is taken for steps
+    else:
+        if is_parent(experiment) or not experiment.trains:  # its attempts count the saves of others, or episodes
+            return
+    step = expected_step(paths, saved_claims(read_attempts(paths.attempts)))
+    if step:
+        raise StoreError(
+            f"{paths.checkpoints} holds no whole checkpoint, but the run saved one of step {step}: is its file system "
+            "mounted here? --checkpoints none archives the run without"
+        )
 
 
 def _weights(paths: RunPaths, prefix: str, chosen: Chosen, steps: list[int]) -> None:
@@ -147,7 +184,7 @@ def _weights(paths: RunPaths, prefix: str, chosen: Chosen, steps: list[int]) -> 
 
 def _artifact(folder: Path, name: str, chosen: Chosen) -> None:
     try:
-        _add(folder, read_manifest(folder), name, chosen)
+        _add(folder, verify_artifact(folder), name, chosen)
     except ArtifactError as error:
         chosen.notes.append(f"{name} left out, it is not whole: {error}")
 

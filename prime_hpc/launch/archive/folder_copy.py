@@ -33,6 +33,8 @@ class FolderCopy:
             self._part.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name, source in files.items():
                 target = self._part / name
+                if target.is_symlink():  # of an earlier try, when the source was one: never written through
+                    target.unlink()
                 found[name] = _known(source, target) or _copy(source, target)
                 if (wanted := sums.get(name)) not in (None, found[name]):
                     target.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import tarfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,12 +68,14 @@ def opened(path: Path, name: str) -> Iterator[tarfile.TarFile]:
                 stream = gzip.GzipFile(fileobj=file)
             with tarfile.open(fileobj=io.BufferedReader(stream, CHUNK), mode="r|") as members:
                 yield members
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
+    except _damage(name) as error:
         raise StoreError(f"{path}: is no whole archive ({error})") from error
-    except RuntimeError as error:
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise StoreError(f"{path}: is no whole archive ({error})") from error
+
+
+def _damage(name: str) -> tuple[type[Exception], ...]:
+    """Return what readers of a damaged file raise."""
+    own = (_zstandard().ZstdError,) if name.endswith(".zst") else ()
+    return (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, *own)
 
 
 def _zstandard() -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
-from prime_hpc.launch.archive.archive import compare, folder_sums, read_index
+from prime_hpc.launch.archive.archive import compare, read_folder, read_index
 from prime_hpc.launch.archive.contents import INDEX
+from prime_hpc.launch.archive.links import stays_within
 from prime_hpc.launch.archive.packed_file import SUFFIXES, opened
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
@@ -50,11 +51,12 @@ def restore(archive: Path, folder: Path) -> Restored:
     with disk_errors(part):
         files.remove_tree(part) if part.exists() else None
         part.mkdir(mode=0o700, parents=True)
-        _copy_folder(archive, part) if archive.is_dir() else _unpack(archive, part)
+        skipped = _copy_folder(archive, part) if archive.is_dir() else _unpack(archive, part)
     if not (part / INDEX).is_file():
         raise StoreError(f"{archive}: holds no {INDEX}: it is no archive of a run, or was broken off")
     index = read_index((part / INDEX).read_bytes(), archive)
-    compare(archive, {name: FileEntry(*entry) for name, entry in index["files"].items()}, folder_sums(part))
+    links = {name: target for name, target in index["links"].items() if name not in skipped}
+    compare(archive, {name: FileEntry(*entry) for name, entry in index["files"].items()} | links, read_folder(part))
     final = folder / str(index["run"]) if folder.is_dir() and not is_run(folder) else folder
     if final.exists():
         files.discard(part)
@@ -63,14 +65,21 @@ def restore(archive: Path, folder: Path) -> Restored:
     os.chmod(part, 0o755)  # noqa: PTH101 - a directory of our own making
     files.rename(part, final)
     files.fsync_dir(final.parent)
-    return Restored(str(final), len(index["files"]), list(index["checkpoints"]), list(index["left_out"]))
+    notes = [f"{name} skipped: a link out of the run ({target})" for name, target in skipped.items()]
+    return Restored(str(final), len(index["files"]), list(index["checkpoints"]), [*index["left_out"], *notes])
 
 
-def _unpack(archive: Path, part: Path) -> None:
+def _unpack(archive: Path, part: Path) -> dict[str, str]:
+    """Unpack it; returns the links that were skipped, with their targets: they lead out of the run."""
+    skipped: dict[str, str] = {}
     with opened(archive, archive.name) as members:
         for info in members:
             _refuse_outside(info, archive)
-            members.extract(info, part, filter="data")
+            try:
+                members.extract(info, part, filter="data")
+            except (tarfile.AbsoluteLinkError, tarfile.LinkOutsideDestinationError):
+                skipped[info.name] = info.linkname
+    return skipped
 
 
 def _refuse_outside(info: tarfile.TarInfo, archive: Path) -> None:
@@ -79,8 +88,14 @@ def _refuse_outside(info: tarfile.TarInfo, archive: Path) -> None:
         raise StoreError(f"{archive}: holds {info.name!r}, which no archive of a run does")
 
 
-def _copy_folder(archive: Path, part: Path) -> None:
+def _copy_folder(archive: Path, part: Path) -> dict[str, str]:
+    """Copy it; returns what `_unpack` does."""
     shutil.copytree(archive, part, symlinks=True, dirs_exist_ok=True)
+    leading_out = [path for path in part.rglob("*") if path.is_symlink() and not stays_within(path, part)]
+    skipped = {path.relative_to(part).as_posix(): str(path.readlink()) for path in leading_out}
+    for path in leading_out:
+        path.unlink()
+    return skipped
 
 
 def _bring_home(run_dir: Path) -> None:

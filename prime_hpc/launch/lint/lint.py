@@ -4,7 +4,9 @@
 findings over one `Subject`.
 """
 
-from prime_hpc.config import ConfigError, Experiment
+from collections.abc import Iterable
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.memory import read_model
@@ -31,7 +33,7 @@ from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
 from prime_hpc.slurm.placement import Placement, place_slurm, placed_roles
 from prime_hpc.slurm.script import render_job
 
-__all__ = ["CODES", "Finding", "lint", "lint_errors"]
+__all__ = ["CODES", "Finding", "lint", "lint_errors", "refuse_errors"]
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 _ANYWHERE: tuple[Check, ...] = (
@@ -77,6 +79,15 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
 def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     """Return the findings for which `submit` refuses an experiment."""
     return [finding for finding in lint(experiment, site) if finding.severity == "error"]
+
+
+def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:
+    """Raise a ConfigError for the errors among what was found in an experiment: `submit` does not start it."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError(
+            Problem(f"{f.message}; {f.remedy} ({f.code})", f.key, loaded.provenance.get(f.key or "")) for f in errors
+        )
 
 
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -26,6 +27,10 @@ from prime_hpc.slurm.queue import Submission, render_submission
 from prime_hpc.slurm.queue_facts.expected_start import ExpectedStart, expected_start
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.times import format_time, parse_time_s
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.run_paths import RunPaths
 
 AT_ONCE = 4
 """Questions to Slurm's controller at the same time."""
@@ -221,15 +226,13 @@ def _time_to_result(made: Submission, step_s: float | None, step_of: StepOf | No
     """Return seconds from the job's start to the last step, and how they are known; None: nobody has said, measured or
     predicted a step in this shape."""
     experiment, said = made.experiment, "as slurm.shapes states"
-    steps = experiment.max_steps
     if step_s is None:
-        step_s, done = _measured(experiment)
-        said = "measured in this run directory"
-        steps -= done
+        step_s, said = _measured(experiment), "measured in this run directory"
     if step_s is None and step_of is not None and (predicted := step_of(experiment)) is not None:
         step_s, said = predicted
     if step_s is None or not experiment.trains:
         return None, ""
+    steps = experiment.max_steps - _steps_done(experiment)
     run_s = made.site.startup_s + steps * step_s
     words = f"{format_time(run_s)}: {steps} steps of {step_s:.3g} s ({said}), {made.site.startup_s:g} s until the first"
     return run_s, words + _returns(experiment, made.site, made, run_s)
@@ -248,22 +251,34 @@ def _returns(experiment: Experiment, site: SiteConfig, made: Submission, run_s: 
     return f"; its time limit of {limit} ends before: it waits in the queue {times} more times, which is not counted"
 
 
-def _measured(experiment: Experiment) -> tuple[float | None, int]:
-    """Return the median of the last steps in the run directory, if they were made in this shape, and the steps that
-    need not be made again."""
+def _measured(experiment: Experiment) -> float | None:
+    """Return the median of the last steps in the run directory, if they were made in this shape."""
     rows = tail_rows(metrics_file(experiment.run_dir, "trainer"))
     times = [float(row["time/step"]) for row in rows[-_LAST:] if isinstance(row.get("time/step"), int | float)]
     if not times:
-        return None, 0
+        return None
     try:
         before = load_run(experiment.run_dir)
     except ConfigError:
-        return None, 0  # nobody knows how it ran
-    if before.slurm.shape != experiment.slurm.shape:
-        return None, 0
-    goes_on = experiment.ckpt is not None and experiment.ckpt.resume_step is not None
-    step = rows[-1].get("step") if goes_on else 0
-    return median(times), min(step if isinstance(step, int) else 0, experiment.max_steps)
+        return None  # nobody knows how it ran
+    return median(times) if before.slurm.shape == experiment.slurm.shape else None
+
+
+def _steps_done(experiment: Experiment) -> int:
+    """Return how many steps need not be made, in whatever shape: those before the checkpoint that the run goes on from;
+    0 where that cannot be told now."""
+    ckpt = experiment.ckpt
+    if ckpt is None or ckpt.resume_step is None:
+        return 0
+    asked = ckpt.resume_step
+    try:
+        if isinstance(asked, Path):
+            asked = find_checkpoint(asked, deep=False).step
+        elif asked == "latest":
+            asked = resolve_resume(RunPaths(experiment.run_dir, ckpt.path).checkpoints, asked, deep=False).step
+    except (StoreError, OSError):
+        return 0
+    return min(int(asked), experiment.max_steps)
 
 
 def _when(moment: float, asked: float) -> str:

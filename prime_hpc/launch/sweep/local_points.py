@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STOP
@@ -103,8 +102,7 @@ def _stop(sweep: Sweep, running: Mapping[str, tuple[PointRow, Any]], waiting: Se
 def _end_all(sweep: Sweep, running: Mapping[str, tuple[PointRow, Any]]) -> None:
     """Ask the supervisors to end, and wait until they have."""
     for row, job in running.values():
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            end_local(sweep.run_dir(row), controller=int(job.job_id))
+        end_local(sweep.run_dir(row), controller=int(job.job_id))
     deadline = time.monotonic() + END_TIMEOUT_S
     while not all(job.done() for _, job in running.values()) and time.monotonic() < deadline:
         time.sleep(POLL_S)

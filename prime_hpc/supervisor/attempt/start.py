@@ -7,7 +7,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.evals.episodes import num_episodes
-from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts
+from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts, saved_claims
 from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.checkpoint.failed_reads import FailedReads, clear_failed_reads
 from prime_hpc.store.checkpoint.import_checkpoint import claim_root, point_to_root
@@ -144,10 +144,9 @@ def _claim(paths: RunPaths, earlier: list[AttemptRow]) -> int:
 
 
 def _read(paths: RunPaths, earlier: list[AttemptRow], incarnation: int) -> Reading:
-    claims = [(row["incarnation"], saved) for row in earlier if (saved := row.get("saved_step"))]
     return Reading(
         again=bool(earlier) or incarnation > 1,
-        expected=expected_step(paths, claims, incarnation),
+        expected=expected_step(paths, saved_claims(earlier), incarnation),
         incarnation=incarnation,
     )
 

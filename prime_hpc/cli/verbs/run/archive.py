@@ -39,7 +39,8 @@ def _archive(given: Given, word: str, target: str) -> int:
     wanted = given.get("--checkpoints") or "last"
     if wanted not in ("all", "last", "none"):
         raise ConfigError(f"--checkpoints {wanted}: must be all, last or none")
-    run_dir = find_run(word).absolute()
+    named = find_run(word)
+    run_dir = named.resolve()
     if not _is_idle(run_dir):
         return 3
     rollouts, folder = "--rollouts" in given, "--folder" in given
@@ -56,6 +57,8 @@ def _archive(given: Given, word: str, target: str) -> int:
         if not _is_idle(run_dir):
             return 3
         delete_source(run_dir, chosen, choose(run_dir, wanted, rollouts=rollouts))  # type: ignore[arg-type]
+        if named.is_symlink():
+            named.unlink()
         done.deleted = True
     if "--json" in given:
         print_json(asdict(done))
