@@ -77,6 +77,17 @@ def read_attempts(path: Path) -> list[AttemptRow]:
     return parse_attempts(path.read_bytes()) if path.exists() else []
 
 
+def rows_with(path: Path, own: Attempt) -> list[AttemptRow]:
+    """Return the attempts so far, in order, of one of them what this process knows: its end may not have been written.
+
+    Raises:
+        OSError: as for `read_attempts`.
+    """
+    rows = {row["attempt"]: row for row in read_attempts(path)}
+    rows[own.attempt] = cast(AttemptRow, asdict(own))
+    return [rows[number] for number in sorted(rows)]
+
+
 def write_attempt(path: Path, attempt: Attempt) -> None:
     """Rewrite the file with this attempt's line added or replaced.
 
