@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.launch.submission import submit
@@ -17,7 +19,9 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.store.attempts import Attempt, read_attempts, write_attempt
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.supervisor import main
+from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
@@ -137,6 +141,27 @@ def test_an_attempt_that_a_newer_one_has_overtaken_decides_nothing(run: Run, is_
     before = run.rows.read_bytes()
     assert run.end(own, 1) == 1
     assert run.requeued == [] and run.rows.read_bytes() == before
+
+
+@pytest.mark.parametrize("why", ["a newer attempt of the run has begun", "stopped"])
+def test_nothing_goes_on_inside_a_job_whose_run_is_anothers_or_was_stopped(run: Run, why: str) -> None:
+    """Though the ledger says otherwise: the newer attempt's line is open, or the end could not be written."""
+    write_attempt(run.rows, Attempt(1, 1, time.time() - 600, "first start", job_id="100"))
+    own = replace(read_one(run.rows), ended=time.time(), outcome="stopped", cause="a test", exit_code=1)
+    if why != "stopped":
+        own.outcome = "failed"
+        write_attempt(run.rows, Attempt(2, 2, time.time() - 60, "resumes", job_id="101"))
+    before, over = run.rows.read_bytes(), list[float]()
+    left = SimpleNamespace(end=over.append, hand_over=lambda incarnation: pytest.fail("the servers were handed over"))
+    led: Any = SimpleNamespace(left=left, attempt=own)
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}")
+    try:
+        assert begin_in_place(led, load_run(run.dir), run.dir, Patience(0.0)) is None
+    finally:
+        logger.remove(sink)
+    assert f"the run does not go on inside this job: {why}\n" in said
+    assert len(over) == 1 and run.rows.read_bytes() == before
 
 
 def test_a_stop_whose_end_could_not_be_written_holds(run: Run) -> None:

@@ -46,7 +46,9 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
     try:
         paths = run_paths(experiment, run_dir)
         rows = rows_with(paths.attempts, ended.attempt)
-        why_not = _reason_against(experiment, run_dir, rows)
+        why_not = "a newer attempt of the run has begun"
+        if rows[-1]["attempt"] == ended.attempt.attempt:
+            why_not = _reason_against(experiment, run_dir, rows)
         if why_not is None and (silent := left.hand_over(rows[-1]["incarnation"] + 1)):
             why_not = f"{', '.join(silent)} did not answer"
             if left.held is not None and silent == [ORCHESTRATOR]:
