@@ -5,6 +5,7 @@ Variables as Slurm sets them in the batch step (sbatch(1), heterogeneous_jobs): 
 under `SLURM_JOB_NODELIST_HET_GROUP_<i>`, a homogeneous one its only list under `SLURM_JOB_NODELIST`.
 """
 
+import contextlib
 import os
 import re
 import time
@@ -36,7 +37,7 @@ class Allocation:
     component_ids: tuple[str, ...] = ()
     """Job id of each component of a het job, under which Slurm knows its steps."""
     ends_at: float | None = None
-    """Epoch seconds of the time limit; None: unknown or unlimited."""
+    """Epoch seconds of the time limit, of a het job the first of its components'; None: unknown or unlimited."""
     by_slurm: bool = True
     """False: its nodes are Kubernetes pods, and there is no Slurm to ask."""
     notice_s: float | None = None
@@ -128,24 +129,23 @@ def _sum_of_counts(text: str) -> int:
 
 
 def _end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
-    """When the time limit strikes, from the environment (Slurm 23 and later) or from the controller."""
+    """When the time limit strikes, from the environment (Slurm 23 and later; of a het job the leader's alone is there)
+    or from the controller."""
     stated = environ.get("SLURM_JOB_END_TIME", "")
-    if stated.isdigit():
+    if stated.isdigit() and int(environ.get("SLURM_HET_SIZE", "1")) == 1:
         return float(stated)
     try:
         text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
     except SlurmError as error:
-        logger.warning(f"the job's time limit is unknown: {error}")
+        logger.warning(f"the job's time limit is unknown: {error}")  # as yet: `TimeLimit` asks again
         return None
     return parse_end_time(text)
 
 
 def parse_end_time(text: str) -> float | None:
-    """Epoch seconds of `EndTime=` in `scontrol show job`; None where there is no limit."""
-    match = _END.search(text)
-    if match is None or match.group(1) in ("Unknown", "None", "N/A"):
-        return None
-    try:
-        return time.mktime(time.strptime(match.group(1), "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
+    """Epoch seconds of `EndTime=` in `scontrol show job`, of a het job the earliest; None where there is no limit."""
+    ends = []
+    for stated in _END.findall(text):
+        with contextlib.suppress(ValueError):  # Unknown, None, N/A
+            ends.append(time.mktime(time.strptime(stated, "%Y-%m-%dT%H:%M:%S")))
+    return min(ends, default=None)

@@ -14,34 +14,53 @@ from prime_hpc.slurm.termination import field
 
 SCONTROL_TIMEOUT_S = 30.0
 UPDATE_TRIES = 6
+_BEGUN = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED")
 _NOT_UP = ("down", "drain", "drng", "maint", "fail", "inval", "unk", "futr")
 """Beginnings of the short states of nodes that take no more jobs."""
 
 
-def requeue(job_id: str, num_nodes: int) -> str:
+def requeue(job_id: str, num_nodes: int, restarts: int) -> str | None:
     """Put the job back into the queue; the caller, a process of it and its main thread, dies of that soon.
+
+    Where Slurm has done so itself (a preemption, or an earlier call whose answer was lost) it is not asked again: that
+    would end the attempt that follows.
 
     Args:
         job_id: its leader.
         num_nodes: that it needs; a homogeneous job that lost a node (--no-kill) would come back smaller. 0: leave it.
+        restarts: SLURM_RESTART_COUNT of the caller's attempt.
 
     Returns:
-        what `scontrol show job --oneliner` said of it before.
+        what `scontrol show job --oneliner` said of it before; None: the job's next attempt has begun.
 
     Raises:
         SlurmError: Slurm refuses, or cannot be asked, or somebody has cancelled the job.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the requeue's own, and Slurm's warning of the time limit
         signal.signal(number, signal.SIG_IGN)
-    job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-    command = ["scontrol", "requeue", job_id]
+    show, command = ["scontrol", "show", "job", "--oneliner", job_id], ["scontrol", "requeue", job_id]
+    job = run_slurm(show, timeout_s=SCONTROL_TIMEOUT_S)
     if field(job, "JobState") == "CANCELLED":  # Slurm would do it
         raise SlurmError(command, 1, "it was cancelled: it is left so")
-    run_slurm(command, timeout_s=SCONTROL_TIMEOUT_S)
-    logger.info(f"job {job_id} is requeued")
+    if not _is_again(job, restarts):
+        try:
+            run_slurm(command, timeout_s=SCONTROL_TIMEOUT_S)
+        except SlurmError as error:
+            if error.is_unreachable or not _is_again(run_slurm(show, timeout_s=SCONTROL_TIMEOUT_S), restarts):
+                raise  # else it was put back between the two questions
+        logger.info(f"job {job_id} is requeued")
+    elif field(job, "JobState") in _BEGUN:
+        logger.info(f"job {job_id} was requeued meanwhile, and runs again")
+        return None
+    else:
+        logger.info(f"job {job_id} is in the queue again already")
     if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
         update(job_id, f"NumNodes={num_nodes}")
     return job
+
+
+def _is_again(job: str, restarts: int) -> bool:
+    return int(field(job, "Restarts") or 0) > restarts or field(job, "JobState") == "PENDING"
 
 
 def update(job_id: str, change: str) -> None:

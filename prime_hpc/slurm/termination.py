@@ -22,7 +22,11 @@ LIMIT_SLACK_S = 15.0
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
 _DUE_TO = re.compile(r" DUE to SIGNAL | DUE TO (PREEMPTION|TIME LIMIT|JOB REQUEUE|NODE FAILURE)(?:,|$)")
 """Additions of slurmstepd: `SIGNAL` is a plain scancel, which Slurm before 25.05 does not explain at all."""
-_DOWN = ("DOWN", "NOT_RESPONDING", "FAIL", "POWERED_DOWN")
+_DOWN = frozenset(("DOWN", "NOT_RESPONDING", "FAIL"))
+_SWITCHED_OFF = frozenset(("POWERING_DOWN", "POWERED_DOWN"))
+"""To save power, once nobody computes on the node: of a job that still runs, it is lost."""
+_SUFFIXES = "*~#!%$@^-+"
+"""Marks that follow a state, see scontrol(1)."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ def lost_hosts(hosts: Sequence[str], since: float, *, silent_end: bool = False) 
 
 def _is_lost(node: str, since: float, silent_end: bool) -> bool:
     state = field(node, "State").upper()
-    if "*" in state or any(word in state for word in _DOWN):  # `*`: it does not answer
+    words = {word.rstrip(_SUFFIXES) for word in state.split("+")}
+    if "*" in state or words & _DOWN or (words & _SWITCHED_OFF and not silent_end):  # `*`: it does not answer
         return True
     try:
         started = time.mktime(time.strptime(field(node, "SlurmdStartTime"), "%Y-%m-%dT%H:%M:%S"))

@@ -1,6 +1,7 @@
 """The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`."""
 
 import random
+import re
 import threading
 import time
 
@@ -11,6 +12,7 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.termination import field
 
 LOOK_S = 150.0
+_LIMIT = re.compile(r"\bTimeLimit=(\S+)")
 SLACK_S = 10.0
 """Slurm's own rounding of an end."""
 
@@ -43,6 +45,7 @@ class TimeLimit:
         self._over.set()
 
     def _watch(self) -> None:
+        self.look()  # else a limit that changes before the first look would pass for one that was so all along
         while not self._over.wait(self._look_s * random.uniform(0.8, 1.2)):  # the jobs of a sweep began together
             self.look()
 
@@ -63,7 +66,7 @@ class TimeLimit:
         """
         if field(text, "JobState") != "RUNNING":
             return
-        stated, end = field(text, "TimeLimit"), parse_end_time(text)
+        stated, end = ", ".join(_LIMIT.findall(text)), parse_end_time(text)  # a limit a component
         known, before, self._stated = self.ends_at, self._stated, stated
         is_new = before is not None and stated != before
         if not is_new and (end is None or (known is not None and end < known + SLACK_S)):

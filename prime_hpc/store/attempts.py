@@ -82,6 +82,17 @@ def saved_claims(rows: Iterable[AttemptRow]) -> list[tuple[int, int]]:
     return [(row["incarnation"], saved) for row in rows if (saved := row.get("saved_step"))]
 
 
+def rows_with(path: Path, own: Attempt) -> list[AttemptRow]:
+    """Return the attempts so far, in order, of one of them what this process knows: its end may not have been written.
+
+    Raises:
+        OSError: as for `read_attempts`.
+    """
+    rows = {row["attempt"]: row for row in read_attempts(path)}
+    rows[own.attempt] = cast(AttemptRow, asdict(own))
+    return [rows[number] for number in sorted(rows)]
+
+
 def write_attempt(path: Path, attempt: Attempt) -> None:
     """Rewrite the file with this attempt's line added or replaced.
 

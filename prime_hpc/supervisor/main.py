@@ -6,6 +6,7 @@ back, 130 interrupted.
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from loguru import logger
@@ -32,7 +33,7 @@ from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.packed_env.facts import SHARED_PYTHON, pack_of, python_words
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.store.attempts import read_attempts, rewrite_row
+from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, rows_with
 from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging import network, sockets
@@ -78,6 +79,8 @@ from prime_hpc.supervisor.roles.srun_environment import for_srun
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 from prime_hpc.supervisor.supervisor import Supervisor
 
+LAST_CALL_S = 60.0
+"""Left of the job's time, it asks to be requeued whatever it could not read."""
 OF_THE_BATCH_HOST = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
@@ -172,28 +175,35 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _end_early(run_dir, environment, in_job, end.request, controls)
     finally:
         ports.release(sockets.reserved())
-    if experiment.trainer.tinker is not None and read_attempts(RunPaths(run_dir).attempts)[-1]["ended"] is not None:
+    if experiment.trainer.tinker is not None and supervisor.attempt.ended is not None:
         forget_address(run_dir)  # a trainer that was killed could not; a newer attempt's is left alone
-    for line in _summary(experiment, run_dir):
-        logger.info(line)
+    try:
+        for line in _summary(experiment, run_dir):
+            logger.info(line)
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:  # the job must come back all the same
+        logger.warning(f"how the run went cannot be told: {error}")
     if code == 0 and not experiment.trains and (failed := ended_badly(run_dir)):
         # not the run's own failure, after which a job would come back: it is complete, and says little
         logger.error("; ".join(failed))
         code = 1
-    return code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, code, controls)
-
-
-def _summary(experiment: Experiment, run_dir: Path) -> list[str]:
-    """Return what is said at the end of a job, of its last attempt."""
-    if experiment.trainer.bench or experiment.orchestrator.bench:
-        return bench_tables(run_dir)
-    lines = write_report(run_dir, experiment.name, experiment.kind)
+    if allocation is None:
+        return code
     try:
-        line = split_line(experiment, run_dir, read_attempts(RunPaths(run_dir).attempts)[-1]["began"])
-    except (StoreError, OSError, LookupError, TypeError, ValueError) as error:  # the job must come back all the same
-        logger.warning(f"how the devices were used cannot be told: {error}")
-        return lines
-    return lines if line is None else [*lines, line]
+        return _apply_restart_policy(experiment, run_dir, allocation, code, supervisor.attempt, controls)
+    except (ConfigError, StoreError, OSError) as error:
+        logger.error(f"how the run comes back cannot be read: {error}")
+    return _come_back_blindly(experiment, environment, supervisor.attempt.outcome, code, controls)
+
+
+def _summary(experiment: Experiment, run_dir: Path) -> Iterator[str]:
+    """Yield what is said at the end of a job, of its last attempt."""
+    if experiment.trainer.bench or experiment.orchestrator.bench:
+        yield from bench_tables(run_dir)
+        return
+    yield from write_report(run_dir, experiment.name, experiment.kind)
+    line = split_line(experiment, run_dir, read_attempts(RunPaths(run_dir).attempts)[-1]["began"])
+    if line is not None:
+        yield line
 
 
 def _end_early(
@@ -202,18 +212,37 @@ def _end_early(
     """End the attempt before any role was started: say why, and have the job come back where it is one."""
     print(f"error: {request.reason}", file=sys.stderr, flush=True)
     logger.error(request.reason)
+    experiment: Experiment | None = None
     try:
         experiment = load_run(run_dir)
-        write_early_end(run_paths(experiment, run_dir), request, job_argument(environment) if in_job else None)
+        own = write_early_end(run_paths(experiment, run_dir), request, job_argument(environment) if in_job else None)
         allocation = read_nodes(environment) if in_job else None
         if allocation is None:
             return request.code
-        return _apply_restart_policy(experiment, run_dir, allocation, request.code, controls)
+        return _apply_restart_policy(experiment, run_dir, allocation, request.code, own, controls)
     except (ConfigError, StoreError, OSError) as error:
         logger.error(f"that could not be written down: {error}")
-    if in_job and request.code == EXIT_UNREADABLE and requeue_blindly(environment):
-        return EXIT_AGAIN
-    return request.code
+    if not in_job:
+        return request.code
+    return _come_back_blindly(experiment, environment, request.outcome, request.code, controls)
+
+
+def _come_back_blindly(
+    experiment: Experiment | None,
+    environment: dict[str, str],
+    outcome: str | None,
+    code: int,
+    controls: Controls | None,
+) -> int:
+    """Have the job start again though its policy cannot be read, unless it is known to stay ended. Returns the job's
+    exit code."""
+    if outcome in FINAL or (experiment is not None and experiment.slurm.restart.how == "off"):
+        return code
+    if controls is not None and (final := controls.final_request()) is not None:
+        return final.code or code
+    if job_argument(environment) is None:
+        return EXIT_AGAIN  # upon which the Job starts its pod again
+    return EXIT_AGAIN if requeue_blindly(environment) else code or 1
 
 
 def _prepare(
@@ -319,31 +348,49 @@ def _where(specs: list[RoleSpec]) -> str:
 
 
 def _apply_restart_policy(
-    experiment: Experiment, run_dir: Path, allocation: Allocation, code: int, controls: Controls | None = None
+    experiment: Experiment,
+    run_dir: Path,
+    allocation: Allocation,
+    code: int,
+    own: Attempt,
+    controls: Controls | None = None,
 ) -> int:
     """After the attempt's end: have the job start again where the policy says so. Returns the job's exit code.
 
-    `controls`: that listened to the end; a scancel that came while it was written down holds as well.
+    Args:
+        experiment, run_dir, allocation: the run, and its job.
+        code: the attempt's.
+        own: the attempt. That it could not be written down, on a full disk, changes nothing.
+        controls: that listened to the end; a scancel or a STOP that came while it was written down holds as well.
+
+    Raises:
+        ConfigError, StoreError, OSError: the policy cannot be read until the deadline.
     """
     paths = run_paths(experiment, run_dir)
-    rows = read_attempts(paths.attempts)
-    site = read_site(run_dir)
-    mode = mode_of_run(run_dir)
-    decision = decide(rows, experiment.slurm.restart, mode, is_service=experiment.trainer.tinker is not None)
+    patience = Patience(_patience_s(experiment, controls))
+    rows = [] if own.ended is None else patience(lambda: rows_with(paths.attempts, own))
+    if not rows or rows[-1]["attempt"] != own.attempt:  # one that was fenced has no end of its own
+        logger.warning("a newer attempt of the run has begun: whether the job comes back is for that one to say")
+        return code
     last = rows[-1]
+    site = patience(lambda: tell_unreadable_apart(lambda: read_site(run_dir)))
+    mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
+    decision = decide(rows, experiment.slurm.restart, mode, is_service=experiment.trainer.tinker is not None)
     record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"] or ""))
     if not decision.again:
         if last["outcome"] not in FINAL:
             logger.error(f"the job does not come back: {decision.why}")
         return code
-    if controls is not None and (cancel := controls.cancelled()) is not None:
-        cause = f"{cancel.reason}; before that: {last['cause']}"
-        _note(paths, {**last, "outcome": cancel.outcome, "exit_code": cancel.code, "cause": cause, "next": None})
-        return cancel.code
-    if last["next"] == "slurm":
-        return EXIT_AGAIN  # it is in the queue again already
+    if controls is not None and (final := controls.final_request()) is not None:
+        cause, code = f"{final.reason}; before that: {last['cause']}", final.code or code
+        _note(paths, {**last, "outcome": final.outcome, "exit_code": code, "cause": cause, "next": None})
+        return code
+    is_queued = last["next"] == "slurm"  # again already
+    if is_queued and mode != "requeue":
+        return EXIT_AGAIN
     logger.info(f"the job comes back ({mode}): {decision.why}")
-    _note(paths, {**last, "next": mode})
+    if not is_queued:
+        _note(paths, {**last, "next": mode})
     if not allocation.by_slurm:
         return EXIT_AGAIN  # upon which the Job starts its pod again
     if mode == "successor" and (refusal := require_successor(run_dir, allocation.job_id, allocation.ends_at)):
@@ -352,10 +399,17 @@ def _apply_restart_policy(
     bad = nodes_to_avoid(experiment, last["lost_nodes"]) if _excludes(experiment, site) else []
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
-    if not return_to_queue(allocation.job_id, mode, num_nodes, bad):
+    if not return_to_queue(allocation.job_id, mode, num_nodes, bad, restarts=allocation.restarts) and not is_queued:
         _note(paths, {**last, "next": None})
         return code or 1
     return EXIT_AGAIN
+
+
+def _patience_s(experiment: Experiment, controls: Controls | None) -> float:
+    """How long what the restart policy reads is waited for: at its time limit the job is over, and cannot come back."""
+    left_s = controls.time_left_s if controls is not None else None
+    limit_s = experiment.supervisor.read_timeout_s
+    return limit_s if left_s is None else max(0.0, min(limit_s, left_s - LAST_CALL_S))
 
 
 def _excludes(experiment: Experiment, site: SiteConfig) -> bool:

@@ -164,11 +164,28 @@ class Controls:
         request = self._of_signal(signal.SIGTERM)
         return replace(request, budget_s=CANCELLED_BUDGET_S) if request.outcome == "interrupted" else None
 
+    def final_request(self, outcome: str | None = None) -> StopRequest | None:
+        """Return an end after which the job does not come back, whatever else the attempt ends of: a scancel, Ctrl-C,
+        or what the file STOP or an alarm has asked for.
+
+        Args:
+            outcome: as for `cancelled`.
+        """
+        if outcome in FINAL:
+            return None
+        if (cancel := self.cancelled()) is not None:
+            return cancel
+        if self._allocation is not None and signal.SIGINT in self._signals:
+            return self._of_signal(signal.SIGINT)
+        return self._of_request()
+
     def stop_or_cancel(self, request: StopRequest, deadline: float, now: float) -> tuple[StopRequest, float]:
-        """Return the end that is under way, and its deadline; a scancel that came since takes its place."""
+        """Return the end that is under way, and its deadline; a scancel that came since takes its place, and Slurm may
+        have put the job back into the queue meanwhile."""
         cancel = self.cancelled(request.outcome)
         if cancel is None:
-            return request, deadline
+            is_again = self._of_slurm is not None and self._of_slurm.by_slurm
+            return (replace(request, by_slurm=True) if is_again else request), deadline
         logger.warning(f"{cancel.reason}: the save under way has {cancel.budget_s:.0f} s more, the job stays ended")
         cancel = replace(cancel, reason=f"{cancel.reason}; before that: {request.reason}")
         return cancel, min(deadline, now + cancel.budget_s)

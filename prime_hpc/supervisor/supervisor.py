@@ -33,7 +33,7 @@ from prime_hpc.supervisor.roles.at_crash import Hold, SaveFirst, may_outlive
 from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
 from prime_hpc.supervisor.roles.health import HealthChecks
 from prime_hpc.supervisor.roles.kept_roles import KeptRoles, keep_servers
-from prime_hpc.supervisor.roles.process import Role, end_roles, may_start, reap_roles
+from prime_hpc.supervisor.roles.process import Role, end_roles, known_urls, may_start, reap_roles
 from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
@@ -80,7 +80,7 @@ class Supervisor:
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
-        self._attempt = attempt
+        self.attempt = attempt
         self._specs = specs
         self._urls = urls
         self._environment = environment
@@ -124,7 +124,7 @@ class Supervisor:
             self._reaper = Reaper()
             self._pulse = Pulse(lambda: hubs.publish("pulse", time=time.time()), self._clock, stall_s)
         on_nodes = self._steps is not None
-        run = self._experiment, self._paths.root, self._attempt.attempt, self._clock, self._environment, on_nodes
+        run = self._experiment, self._paths.root, self.attempt.attempt, self._clock, self._environment, on_nodes
         self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hubs.publish, self._controls)
         ended = Ended(1, "the supervisor itself failed")
         try:
@@ -176,7 +176,7 @@ class Supervisor:
                     role.on_message(payload)
 
     def _open_hub(self) -> None:
-        incarnation, on_nodes = self._attempt.incarnation, self._steps is not None
+        incarnation, on_nodes = self.attempt.incarnation, self._steps is not None
         if self._kept is not None:
             self._hubs.keep(self._kept.no_servers)
         try:
@@ -189,7 +189,7 @@ class Supervisor:
         if self._checkup is None:
             return
         self._live.write(now=True, **{**self._facts(), "state": "preflight"})
-        report = self._checkup.run(self._attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
+        report = self._checkup.run(self.attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
         self._handle_requests()
         if not report.ok:
             blamed = self._checkup.nodes_at_fault(report)
@@ -200,23 +200,23 @@ class Supervisor:
     def _start(self) -> None:
         facts = role_environment(
             bus_address=self._hub.address,
-            attempt=self._attempt.attempt,
-            incarnation=self._attempt.incarnation,
-            resume_step=self._attempt.resume_step,
+            attempt=self.attempt.attempt,
+            incarnation=self.attempt.incarnation,
+            resume_step=self.attempt.resume_step,
             inference_urls=self._urls.get("inference", []),
             teacher_urls=self._urls.get("teacher", []),
         )
         environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
         environment[FENCE] = str(self._experiment.slurm.restart.fence_s)
         if is_parent(self._experiment):
-            run = self._paths.root, self._experiment, self._attempt, self._environment
+            run = self._paths.root, self._experiment, self.attempt, self._environment
             self._children = ChildOrchestrators(*run, self._hubs.publish, self._reaper, clock=self._clock.now)
         latest = self._paths.root / "logs" / "latest"
         files.make_dir(latest.parent)
-        files.replace_link(latest, f"attempt_{self._attempt.attempt}")
+        files.replace_link(latest, f"attempt_{self.attempt.attempt}")
         if self._kept is not None:
-            self._kept.take_into(self._attempt, latest.parent)
-            self._kept.go_on(self._attempt, self._hub.place)
+            self._kept.take_into(self.attempt, latest.parent)
+            self._kept.go_on(self.attempt, self._hub.place)
         here = [role.spec.label for role in self._roles]
         for spec in [spec for spec in self._specs if spec.label not in here]:
             role = self._make_role(spec, environment)
@@ -226,23 +226,23 @@ class Supervisor:
                 logger.info(f"{spec.label} shares a GPU with {', '.join(spec.after)}: it starts when they are ready")
             else:
                 self._begin(role)
-        write_attempt(self._paths.attempts, self._attempt)  # a later attempt asks what became of these nodes
+        write_attempt(self._paths.attempts, self.attempt)  # a later attempt asks what became of these nodes
 
     def _begin(self, role: Role) -> None:
         role.start()
         self._reaper.watch(role.pid)
         if role.has_agents:
-            self._attempt.nodes[role.spec.label] = list(role.hosts)
+            self.attempt.nodes[role.spec.label] = list(role.hosts)
         logger.info(f"started {role.spec.label} (process {role.pid}): {' '.join(role.command)}")
 
     def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
-        log_dir = self._paths.logs(self._attempt.attempt, spec.name)
+        log_dir = self._paths.logs(self.attempt.attempt, spec.name)
         log_dir.mkdir(parents=True, exist_ok=True)  # here, once: not by a role's processes on many nodes
         of_role = log_dir, environment, self._bus_statuses
         if self._steps is None:
             return Role(spec, *of_role, self._clock.now)
         assert isinstance(spec, StepSpec)
-        self._attempt.nodes[spec.label] = list(spec.hosts)
+        self.attempt.nodes[spec.label] = list(spec.hosts)
         grace_s = self._experiment.supervisor.grace_s
         return StepRole(spec, *of_role, self._steps, self._hubs.publish, grace_s, self._clock.now)
 
@@ -261,12 +261,14 @@ class Supervisor:
         self._replicas.restart_lost(self._roles, self._begin)
         if self._children is not None:
             num_servers = sum(role.is_server for role in self._roles)
-            self._children.tick(self._known_urls().get("inference", []), num_servers, self._hub.address)
+            self._children.tick(
+                known_urls(self._urls, self._roles).get("inference", []), num_servers, self._hub.address
+            )
         to_come = [role for role in self._roles if role.state in ("waiting", "starting")]
         waiting = {role.spec.label: self._clock.now() - role.started for role in to_come}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
-            logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
+            logger.info(f"all roles are ready after {self._ready_at - self.attempt.began:.0f} s")
         self._console.tick(waiting)
         self._live.write(**self._facts())
         workers = [r for r in self._roles if not r.is_server]
@@ -288,7 +290,7 @@ class Supervisor:
             "state": "saving" if self._stop is not None else state,
             **self._console.progress(),
             "roles": {r.spec.label: r.state for r in self._roles},
-            "nodes": self._attempt.nodes,
+            "nodes": self.attempt.nodes,
             "cause": self._stop[0].reason if self._stop else None,
             **self._run_watch.facts(),
         } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
@@ -296,21 +298,18 @@ class Supervisor:
     def _detect_own_stall(self) -> None:
         """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
         now, missed = self._clock.now(), self._clock.missed()
+        watched: list[Role | ChildOrchestrators] = [*self._roles, *([self._children] if self._children else [])]
         gap, self._last_tick = now - self._last_tick - self._health.take_asking_s(), now
         if gap > HELD_UP_S:
             logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
-            for role in self._roles:
-                role.extend_deadlines(gap)
-            if self._children is not None:
-                self._children.extend_deadlines(gap)
+            for one in watched:
+                one.extend_deadlines(gap)
             if self._stop is not None:
                 self._stop = self._stop[0], self._stop[1] + gap
         stopped, self._missed = missed - self._missed, missed
         if stopped > STOPPED_S:
-            for role in self._roles:
-                role.forget_silence()
-            if self._children is not None:
-                self._children.forget_silence()
+            for one in watched:
+                one.forget_silence()
             logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
             self._controls.was_stopped(stopped)
 
@@ -329,15 +328,15 @@ class Supervisor:
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
             logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
-            self._hubs.publish("save", id=self._attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
+            self._hubs.publish("save", id=self.attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
         if self._stop is not None:
             request, deadline = self._stop = self._controls.stop_or_cancel(*self._stop, self._clock.now())
-            self._attempt.next = "slurm" if request.by_slurm else None
+            self.attempt.next = "slurm" if request.by_slurm else None
             if self._clock.now() > deadline:
                 outcome = request.outcome if request.outcome in FINAL else "failed"
                 raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", outcome)
         elif request is not None:
-            self._attempt.next = "slurm" if request.by_slurm else None
+            self.attempt.next = "slurm" if request.by_slurm else None
             self._note_lost(request.lost_nodes)
             if not request.save or self._ready_at is None:
                 raise Ended(request.code, request.reason, request.outcome)
@@ -346,7 +345,7 @@ class Supervisor:
             self._hubs.publish("stop", reason=request.reason, save=True)
 
     def _look_at(self, role: Role) -> None:
-        role.send_launch_order(self._known_urls())
+        role.send_launch_order(known_urls(self._urls, self._roles))
         if lost := role.lost_hosts(self._experiment.slurm.restart.node_timeout_s):
             self._on_lost_nodes(role, lost)
         elif not role.running:
@@ -356,7 +355,7 @@ class Supervisor:
                 return
             self._on_unexpected_exit(role, role.cause_of_death())
         elif missing := role.missing_hosts():
-            self._on_lost_nodes(role, missing)
+            self._on_lost_nodes(role, missing, have_spoken=bool(role.agents()))
         elif role.state == "starting":
             if self._health.is_ready(role) if role.is_server else role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True
@@ -371,25 +370,25 @@ class Supervisor:
         elif role.heartbeat_age_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._on_unexpected_exit(role, f"{role.spec.label} gave no sign of life for {role.heartbeat_age_s():.0f} s")
 
-    def _known_urls(self) -> Urls:
-        """Of the servers that were told where to listen, in order."""
-        urls = {name: list(known) for name, known in self._urls.items()}
-        for role in self._roles:
-            if role.is_server and role.url:
-                urls.setdefault(role.spec.name, []).append(role.url)
-        return urls
-
     # ------------------------------------------------------------------------------------------------ deaths
 
-    def _on_lost_nodes(self, role: Role, hosts: list[str]) -> None:
-        """Let a homogeneous job go on without a server's node; anything else is started again as a whole."""
-        cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)"
-        self._note_lost(hosts)
+    def _on_lost_nodes(self, role: Role, hosts: list[str], *, have_spoken: bool = True) -> None:
+        """Let a homogeneous job go on without a server's node; anything else is started again as a whole.
+
+        `have_spoken`: agents of the role. Else no node is to blame: Slurm may have the step wait.
+        """
+        cause, outcome = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)", "node_lost"
+        if have_spoken:
+            self._note_lost(hosts)
+        else:
+            cause, outcome = f"the agents of {role.spec.label} on {', '.join(hosts)} did not start in time", "failed"
+        if self._is_done_with(role):
+            return
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
         others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
         if not can_go_on or not others:
             self._kill_and_log(role, cause, hosts)
-            raise Ended(1, cause, "node_lost")
+            raise Ended(1, cause, outcome)
         self._hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
         role.kill()
         self._reaper.forget(role.pid)
@@ -397,12 +396,11 @@ class Supervisor:
         logger.warning(f"{cause}; the run goes on without it: {where}")
 
     def _note_lost(self, hosts: Sequence[str]) -> None:
-        self._attempt.lost_nodes = list(dict.fromkeys([*self._attempt.lost_nodes, *hosts]))
+        self.attempt.lost_nodes = list(dict.fromkeys([*self.attempt.lost_nodes, *hosts]))
 
     def _on_unexpected_exit(self, role: Role, cause: str) -> None:
         """Start a server again that ended and should not have; for other roles end the attempt."""
-        if self._stop is not None and (role.is_server or role.has_reported("done")):
-            role.state = "done"  # on the way out, nobody asks the servers any more
+        if self._is_done_with(role):
             return
         if not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
             self._on_lost_nodes(role, lost)
@@ -421,13 +419,15 @@ class Supervisor:
             self._begin(role)
             return
         self._kill_and_log(role, cause)
-        if self._stop is not None:  # the true cause is what the end was asked for
-            request = self._stop[0]
-            raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
         if self._ready_at is not None and self._children is None:
             needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
             self._save_first.ask(self._roles, role, needs_s, left_s, self._pulse, self._is_over)
         raise Ended(1, cause)
+
+    def _is_done_with(self, role: Role) -> bool:
+        if self._stop is not None and (role.is_server or role.has_reported("done")):
+            role.state = "done"  # on the way out, nobody asks the servers any more
+        return role.state == "done"
 
     def _is_over(self) -> bool:
         """Return whether the attempt has no time to save anything."""
@@ -435,6 +435,7 @@ class Supervisor:
         return self._fence.is_fenced or (request is not None and not request.save)
 
     def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
+        """End a role without which the attempt is over. Raises Ended where somebody had asked for its end."""
         tail = role.log_excerpt()
         role.kill()
         role.reap()
@@ -442,6 +443,9 @@ class Supervisor:
         role.state = "dead"
         self._ended_by = role, list(lost)
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
+        if self._stop is not None:  # the true cause is what the end was asked for
+            request = self._stop[0]
+            raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
 
     def _roles_to_leave(self, ended: Ended) -> KeptRoles | None:
         """Return the servers, where another role crashed that had been at work, and the orchestrator where that was the
@@ -450,7 +454,8 @@ class Supervisor:
         is_possible = self._experiment.slurm.restart.in_place and self._steps is not None and self._children is None
         if not is_possible or role is None or role.is_server or not role.was_ready:
             return None
-        if self._fence.is_fenced or self._stop is not None or ended.outcome not in ("failed", "node_lost"):
+        is_asked = self._stop is not None or self._controls.final_request() is not None
+        if self._fence.is_fenced or is_asked or ended.outcome not in ("failed", "node_lost"):
             return None
         led_by = self._replicas, self._hubs, self._pulse, self._reaper, self._clock
         left = keep_servers(self._roles, lost, self._bus_statuses, *led_by)
@@ -460,7 +465,7 @@ class Supervisor:
 
     def _end(self, ended: Ended) -> Ended:
         """End every role that no later attempt takes over, with all it started, and write down how this one ended:
-        as returned, cancelled if somebody did that meanwhile."""
+        as returned, cancelled or stopped if somebody asked for that meanwhile."""
         kept, spared = (self.left.roles, self.left.no_servers) if self.left is not None else ([], [])
         self._hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
         grace = self._experiment.supervisor.grace_s
@@ -473,12 +478,12 @@ class Supervisor:
         if killed := [*killed, *reap_roles(over, [*self._others, self._reaper.pid, *serving])]:
             logger.debug(f"processes that had to be killed: {killed}")
         self._console.close()
-        if (cancel := self._controls.cancelled(ended.outcome)) is not None:
-            self._attempt.next = "slurm" if cancel.by_slurm else None
-            ended = Ended(cancel.code, f"{cancel.reason}; before that: {ended.cause}", cancel.outcome)
+        if (final := self._controls.final_request(ended.outcome)) is not None:
+            self.attempt.next = "slurm" if final.by_slurm else None
+            ended = Ended(final.code or ended.code, f"{final.reason}; before that: {ended.cause}", final.outcome)
         self._write_down(ended)
         level = "INFO" if ended.code == 0 else "ERROR"
-        logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
+        logger.log(level, f"attempt {self.attempt.attempt} ended: {ended.outcome} ({ended.cause})")
         return ended
 
     def _write_down(self, ended: Ended) -> None:
@@ -486,10 +491,10 @@ class Supervisor:
             return  # the newer attempt has written this one's end
         now = time.time()
         ready = self._ready_at or now
-        seconds = {"start": ready - self._attempt.began, "run": now - ready, **self._console.seconds()}
-        close_attempt(self._attempt, ended, saved_step_if_known(self._paths, self._attempt.saved_before), seconds, now)
+        seconds = {"start": ready - self.attempt.began, "run": now - ready, **self._console.seconds()}
+        close_attempt(self.attempt, ended, saved_step_if_known(self._paths, self.attempt.saved_before), seconds, now)
         self._live.write(now=True, **{**self._facts(), "state": "ended", "cause": ended.cause})
         try:
-            write_attempt(self._paths.attempts, self._attempt)
+            write_attempt(self._paths.attempts, self.attempt)
         except (OSError, StoreError) as error:
             logger.warning(f"{self._paths.attempts} could not be written: {error}")

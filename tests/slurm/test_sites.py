@@ -117,7 +117,8 @@ def test_a_requeue_keeps_what_its_user_excluded(cluster: Cluster) -> None:
     job = cluster.sbatch("sleep 300", "--partition=gpu", "--exclude=n4", "--requeue", "--nodelist=n1")
     cluster.wait_state(job, "RUNNING")
     module = "prime_hpc.supervisor.attempt.restart_policy"
-    code = f"import sys; from {module} import return_to_queue; return_to_queue(sys.argv[1], 'requeue', 1, ['n3'])"
+    ask = "return_to_queue(sys.argv[1], 'requeue', 1, ['n3'], restarts=0)"
+    code = f"import sys; from {module} import return_to_queue; {ask}"
     done = cluster.x([sys.executable, "-c", code, job], timeout=90)
     assert done.returncode == 0, done.stderr
     assert cluster.job(job)["ExcNodeList"] == "n[3-4]"

@@ -59,10 +59,12 @@ def run_dir(config: Path) -> Path:
     return config.parent / "out" / "r"
 
 
-def ended(config: Path, outcome: str = "failed", **fields: Any) -> None:
+def ended(config: Path, outcome: str = "failed", **fields: Any) -> Attempt:
     """The run's directory as after an attempt."""
     row = {"ended": time.time(), "outcome": outcome, "cause": "a test", "job_id": "100", **fields}
-    write_attempt(run_dir(config) / "attempts.jsonl", Attempt(1, 1, time.time() - 60, "first start", **row))
+    attempt = Attempt(1, 1, time.time() - 60, "first start", **row)
+    write_attempt(run_dir(config) / "attempts.jsonl", attempt)
+    return attempt
 
 
 def submit_in_a_process(config: Path, fake: FakeSlurm, *flags: str) -> "subprocess.Popen[str]":

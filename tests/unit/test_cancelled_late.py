@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import load_run
+from prime_hpc.config.run_files import STOP
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
@@ -36,7 +37,7 @@ def saving(controls: Controls) -> Any:
     """A supervisor with all roles at work, as far as requests reach."""
     one: Any = object.__new__(Supervisor)
     one._controls, one._roles, one._saves_asked, one._stop, one._children = controls, [], 0, None, None
-    one._attempt = SimpleNamespace(next=None, attempt=1, lost_nodes=[])
+    one.attempt = SimpleNamespace(next=None, attempt=1, lost_nodes=[])
     one._ready_at, one.now, one.left = 1.0, 0.0, None
     one._clock = SimpleNamespace(now=lambda: one.now)
     one._run_watch = SimpleNamespace(ask_why=lambda: None)
@@ -94,18 +95,76 @@ def test_a_scancel_while_a_crashed_attempt_is_ended_is_heeded(tmp_path: Path, mo
     assert one._end(Ended(0, "done")).outcome == "completed"
 
 
+@pytest.mark.parametrize("by", ["file", "alarm", "interrupt"])
+def test_a_stop_while_a_crashed_attempt_saves_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    asked = controls(tmp_path, monkeypatch, CANCELLED, 5000)
+    one = saving(asked)
+    one._experiment = SimpleNamespace(
+        supervisor=SimpleNamespace(grace_s=0.0), slurm=SimpleNamespace(restart=SimpleNamespace(in_place=True))
+    )
+    one._steps, one._fence = SimpleNamespace(), SimpleNamespace(is_fenced=False)
+    one._ended_by = SimpleNamespace(is_server=False, was_ready=True), []
+    one._others, one._pulse, one._reaper = [], SimpleNamespace(tick=None), SimpleNamespace(pid=0)
+    one._write_down = lambda ended: None
+    monkeypatch.setattr(supervisor, "keep_servers", lambda *_: pytest.fail("its servers were kept"))
+    if by == "file":
+        (tmp_path / STOP).touch()
+    elif by == "alarm":
+        asked.ask_to_stop("an alarm wants it")
+    else:
+        asked._on_signal(signal.SIGINT, None)
+    assert one._is_over() == (by == "interrupt") and not (tmp_path / STOP).exists()
+    crash = Ended(1, "orchestrator ended with exit code 1")
+    assert one._roles_to_leave(crash) is None
+    end = one._end(crash)
+    wanted = ("interrupted", 130) if by == "interrupt" else ("stopped", 1)
+    assert (end.outcome, end.code) == wanted and end.cause.endswith("before that: orchestrator ended with exit code 1")
+
+
+def test_a_node_that_is_lost_while_a_stop_saves_brings_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = saving(controls(tmp_path, monkeypatch, CANCELLED, 5000))
+    one._steps, one._reaper = SimpleNamespace(no_kill=True), SimpleNamespace(forget=lambda pid: None)
+    (tmp_path / STOP).touch()
+    one._handle_requests()
+    role: Any = SimpleNamespace(spec=SimpleNamespace(label="trainer", name="trainer"), pid=1, log_file="log")
+    role.kill = role.reap = lambda: None
+    role.is_server, role.was_ready, role.state = False, True, "ready"
+    role.log_excerpt, role.has_reported = lambda: "", lambda state: False
+    with pytest.raises(Ended, match="STOP was found; nothing was saved: node n2 of trainer was lost") as raised:
+        one._on_lost_nodes(role, ["n2"])
+    assert raised.value.outcome == "stopped" and one.attempt.lost_nodes == ["n2"]
+    role.is_server, role.state = True, "ready"
+    one._on_lost_nodes(role, ["n3"])
+    assert role.state == "done", "nobody asks the servers any more"
+
+
+def test_slurms_requeue_of_a_run_that_saves_already_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = controls(tmp_path, monkeypatch, Verdict("preempted", "preempted by a job of higher priority", True))
+    one = saving(asked)
+    asked._on_signal(signal.SIGUSR1, None)
+    one._handle_requests()
+    assert one.attempt.next is None
+    asked._on_signal(signal.SIGTERM, None)
+    one._handle_requests()
+    assert one.attempt.next == "slurm" and one._finished().outcome == "requeued"
+
+
 def test_a_scancel_before_the_end_is_written_down_keeps_the_job_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fake_slurm(tmp_path, monkeypatch)
     config = write_config(tmp_path)
     submit(load(config))
-    ended(config, "requeued", exit_code=0, saved_step=5)
+    own = ended(config, "requeued", exit_code=0, saved_step=5)
     asked = controls(tmp_path, monkeypatch, CANCELLED)
     asked._on_signal(signal.SIGTERM, None)
-    monkeypatch.setattr(main, "return_to_queue", lambda *_: pytest.fail("the job was requeued"))
+    monkeypatch.setattr(main, "return_to_queue", lambda *_, **__: pytest.fail("the job was requeued"))
     run, job = run_dir(config), Allocation("100", (("n1",),), "n1", 0)
-    assert _apply_restart_policy(load_run(run), run, job, 0, asked) == 143
+    assert _apply_restart_policy(load_run(run), run, job, 0, own, asked) == 143
     row = read_attempts(run / "attempts.jsonl")[-1]
     assert (row["outcome"], row["next"]) == ("interrupted", None)
 
@@ -120,5 +179,5 @@ def test_a_cancelled_job_is_not_requeued(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(requeue_module, "run_slurm", run_slurm)
     monkeypatch.setattr(requeue_module.signal, "signal", lambda *_: None)
     with pytest.raises(SlurmError, match="it was cancelled"):
-        requeue("12", 2)
+        requeue("12", 2, 0)
     assert told == ["show"]

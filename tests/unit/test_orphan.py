@@ -131,7 +131,7 @@ class Slurm:
         self.done: list[str] = []
         self.clock = Clock()
         monkeypatch.setattr(lost_batch_host, "run_slurm", self.run)
-        monkeypatch.setattr(lost_batch_host, "requeue", lambda job, num_nodes: self.act(f"requeue {job} {num_nodes}"))
+        monkeypatch.setattr(lost_batch_host, "requeue", lambda job, number, _: self.act(f"requeue {job} {number}"))
         monkeypatch.setattr(requeue, "run_slurm", self.told)
         monkeypatch.setattr(lost_batch_host.time, "sleep", self.clock.sleep)
 
@@ -199,7 +199,7 @@ def test_of_an_array_one_task_is_given_back(
 def test_a_task_that_cannot_read_its_run_directory_asks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def requeued(job_id: str, num_nodes: int) -> str:
+    def requeued(job_id: str, num_nodes: int, restarts: int) -> str:
         asked.append(job_id)
         return ""
 

@@ -32,3 +32,12 @@ def test_without_enough_spares_its_node_is_tried_and_then_a_job_of_its_own() -> 
     assert role.hosts == ["n1", "n2"] and not role.is_substitute_job
     assert replicas.mark_lost(role, ["n1", "n2"]) == "its server is tried again as a job of its own in 60 s"
     assert role.is_substitute_job
+
+
+def test_a_stand_in_leaves_spare_nodes_to_others() -> None:
+    """It would take one and go on as a job of its own."""
+    replicas = Replicas(retry_s=60.0, spares=["n8"], clock=lambda: 5.0)
+    role = server("m7")
+    role.is_substitute_job = True
+    assert replicas.mark_lost(role, ["m7"]) == "its server is tried again as a job of its own in 60 s"
+    assert role.hosts == ["m7"] and replicas.take_spares(["n1"]) == {"n1": "n8"}

@@ -12,7 +12,7 @@ from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.config.sections.slurm import RestartConfig, SiteConfig, SlurmConfig
 from prime_hpc.config.site import write_site
-from prime_hpc.slurm import time_limit
+from prime_hpc.slurm import allocation, termination, time_limit
 from prime_hpc.slurm.allocation import Allocation, parse_end_time, read_allocation
 from prime_hpc.slurm.options import resolve_mode
 from prime_hpc.slurm.placement import place_slurm
@@ -175,7 +175,7 @@ def test_a_job_comes_back_as_its_script_says(tmp_path: Path, tree: dict[str, Any
     assert ("#SBATCH --requeue" in script) == (mode == "requeue")
 
 
-def test_allocation_of_het_packed_and_array_jobs() -> None:
+def test_allocation_of_het_packed_and_array_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_allocation({}) is None
     packed = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_END_TIME": "1000"}
     job = read_allocation(packed)
@@ -196,8 +196,10 @@ def test_allocation_of_het_packed_and_array_jobs() -> None:
         "SLURM_RESTART_COUNT": "2",
         "SLURM_JOB_END_TIME": "1000",
     }
+    both = f"{shown('00:20:00', 1000.0)}\n{shown('00:10:00', 400.0)}"
+    monkeypatch.setattr(allocation, "run_slurm", lambda *_, **__: both)
     job = read_allocation(het)
-    assert job is not None
+    assert job is not None and job.ends_at == 400, "its components' limits differ"
     assert (job.hosts, job.is_het, job.restarts) == ((("n1",), ("n3", "n5")), True, 2)
     task = read_allocation({**packed, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"})
     assert task is not None and task.job_id == "7_4"
@@ -205,6 +207,9 @@ def test_allocation_of_het_packed_and_array_jobs() -> None:
 
 def test_end_time() -> None:
     assert parse_end_time("StartTime=x EndTime=Unknown Deadline=N/A") is None
+    assert parse_end_time(
+        "EndTime=2026-11-21T15:28:14\nEndTime=Unknown\nEndTime=2026-11-21T16:00:00"
+    ) == parse_end_time("EndTime=2026-11-21T15:28:14")
     assert parse_end_time("EndTime=2026-11-21T15:28:14 ") == time.mktime((2026, 11, 21, 15, 28, 14, 0, 0, -1))
 
 
@@ -266,9 +271,52 @@ def test_the_time_limit_may_change() -> None:
     assert limit.ends_at is None
     limit.update(shown("01:00:00", now + 3600))
     assert limit.ends_at == now + 3600
+    limit.update(f"{shown('01:00:00', now + 3600)}\n{shown('00:30:00', now + 1800)}")
+    assert limit.ends_at == now + 1800, "of a het job the first of the components' ends"
     unknown = TimeLimit("7", None)
     unknown.update(shown("01:00:00", now + 3600))
     assert unknown.ends_at == now + 3600, "the controller was away at the start"
+
+
+def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, first = float(int(time.time())), threading.Event()
+
+    def ask(*_: object, **__: object) -> str:
+        first.set()
+        return shown("10:00:00", now + 36000)
+
+    monkeypatch.setattr(time_limit, "run_slurm", ask)
+    limit = TimeLimit("7", now + 36000, look_s=1e6)
+    limit.start()
+    assert first.wait(60), "it is asked at once"
+    assert limit._thread is not None
+    limit.stop()
+    limit._thread.join(60)
+    limit.update(shown("00:30:00", now + 1800))
+    assert limit.ends_at == now + 1800
+
+
+@pytest.mark.parametrize(
+    ("state", "lost", "lost_at_its_end"),
+    [
+        ("IDLE", False, False),
+        ("DOWN*+CLOUD", True, True),
+        ("ALLOCATED*", True, True),
+        ("DOWN~", True, True),
+        ("MIXED+NOT_RESPONDING", True, True),
+        ("FAIL", True, True),
+        ("FAILING", False, False),
+        ("ALLOCATED+FAILING", False, False),
+        ("MIXED+DRAIN+POWER_DOWN", False, False),
+        ("IDLE+POWERING_DOWN", True, False),
+        ("IDLE+CLOUD+POWERED_DOWN", True, False),
+    ],
+)
+def test_states_of_lost_nodes(monkeypatch: pytest.MonkeyPatch, state: str, lost: bool, lost_at_its_end: bool) -> None:
+    node = f"NodeName=n1 State={state} BootTime=None SlurmdStartTime=None"
+    monkeypatch.setattr(termination, "run_slurm", lambda *_, **__: node)
+    assert termination.lost_hosts(["n1"], time.time()) == ["n1"] * lost
+    assert termination.lost_hosts(["n1"], time.time(), silent_end=True) == ["n1"] * lost_at_its_end
 
 
 def test_a_changed_limit_is_seen_while_the_attempt_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ExcNodeList": "n[7-8]"})
-    assert restart_policy.return_to_queue(job, "requeue", 2, ["n3"])
+    assert restart_policy.return_to_queue(job, "requeue", 2, ["n3"], restarts=0)
     (update,) = [call for call in fake.calls("scontrol") if call[1] == "update"]
     assert update[2:] == [f"JobId={job}", "ExcNodeList=n[3,7-8]"]
 
@@ -148,13 +148,13 @@ def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) ->
 def test_a_node_that_the_job_must_have_is_not_excluded(fake: FakeSlurm) -> None:
     """Slurm would keep it for ever: BadConstraints."""
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ReqNodeList": "n[3-4]"})
-    assert restart_policy.return_to_queue(job, "requeue", 2, ["n3"])
+    assert restart_policy.return_to_queue(job, "requeue", 2, ["n3"], restarts=0)
     assert not [call for call in fake.calls("scontrol") if call[1] == "update"]
 
 
 def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", size=2, components={"0": {"ExcNodeList": "(null)"}, "1": {"ExcNodeList": "n5"}})
-    assert restart_policy.return_to_queue(job, "requeue", 0, ["n3"])
+    assert restart_policy.return_to_queue(job, "requeue", 0, ["n3"], restarts=0)
     updates = [call[2:] for call in fake.calls("scontrol") if call[1] == "update"]
     assert updates == [[f"JobId={job}+0", "ExcNodeList=n3"], [f"JobId={job}+1", "ExcNodeList=n[3,5]"]]
 

@@ -196,7 +196,7 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
     away = SlurmError(["scontrol"], 1, "Unable to contact slurm controller (connect failure)")
     answers: list[object] = [away, away, "JobId=7 NumNodes=2"]
 
-    def requeue(job: str, num_nodes: int) -> object:
+    def requeue(job: str, num_nodes: int, restarts: int) -> object:
         answer = answers.pop(0)
         if isinstance(answer, SlurmError):
             raise answer
@@ -208,12 +208,12 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
     def sleep(seconds: float) -> None:
         now.now += seconds
 
-    assert restart_policy.return_to_queue("7", "requeue", 2, clock=now, sleep=sleep)
+    assert restart_policy.return_to_queue("7", "requeue", 2, restarts=0, clock=now, sleep=sleep)
     answers[:] = [SlurmError(["scontrol"], 1, "Requested operation is presently disabled"), ""]
-    assert not restart_policy.return_to_queue("7", "requeue", 2, clock=now, sleep=sleep)
+    assert not restart_policy.return_to_queue("7", "requeue", 2, restarts=0, clock=now, sleep=sleep)
     assert len(answers) == 1, "a refusal is final"
     answers[:] = [away] * 1000
-    assert not restart_policy.return_to_queue("7", "requeue", 2, clock=now, sleep=sleep)
+    assert not restart_policy.return_to_queue("7", "requeue", 2, restarts=0, clock=now, sleep=sleep)
 
 
 def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:

@@ -210,9 +210,9 @@ def test_the_end_of_an_attempt_says_whether_the_run_goes_on(
     fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(successor, "LAST_TRIES_S", 0.0)
-    ended(run.parents[1] / "exp.yaml", "requeued", exit_code=0, saved_step=5)
+    own = ended(run.parents[1] / "exp.yaml", "requeued", exit_code=0, saved_step=5)
     fake.limit(room)
-    code = _apply_restart_policy(load_run(run), run, Allocation("100", (("n1",),), "n1", 0), 0)
+    code = _apply_restart_policy(load_run(run), run, Allocation("100", (("n1",),), "n1", 0), 0, own)
     [row] = read_attempts(run / "attempts.jsonl")
     if room == 2:
         assert (code, row["next"]) == (EXIT_AGAIN, "successor") and len(fake.jobs()) == 2

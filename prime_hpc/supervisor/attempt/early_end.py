@@ -12,7 +12,7 @@ from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.sections.supervisor import SupervisorConfig
 from prime_hpc.slurm.allocation import job_argument
-from prime_hpc.store.attempts import begin, write_attempt
+from prime_hpc.store.attempts import Attempt, begin, write_attempt
 from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
@@ -81,8 +81,8 @@ def await_run_dir(run_dir: Path, environ: Mapping[str, str]) -> bool:
     return Patience(LOAD_S)(look)
 
 
-def write_early_end(paths: RunPaths, request: StopRequest, job_id: str | None) -> None:
-    """Write the line of an attempt that ended so.
+def write_early_end(paths: RunPaths, request: StopRequest, job_id: str | None) -> Attempt:
+    """Write the line of an attempt that ended so, and return it.
 
     Raises:
         StoreError, OSError: the directory cannot be read or written.
@@ -98,6 +98,7 @@ def write_early_end(paths: RunPaths, request: StopRequest, job_id: str | None) -
     attempt.exit_code, attempt.next = request.code, "slurm" if request.by_slurm else None
     attempt.lost_nodes = list(request.lost_nodes)
     write_attempt(paths.attempts, attempt)
+    return attempt
 
 
 def requeue_blindly(environ: Mapping[str, str]) -> bool:
@@ -109,4 +110,4 @@ def requeue_blindly(environ: Mapping[str, str]) -> bool:
     if job_id is None or restarts >= BLIND_RESTARTS:
         logger.error("the job does not come back by itself: it was started again often enough")
         return False
-    return return_to_queue(job_id, "requeue", 0)
+    return return_to_queue(job_id, "requeue", 0, restarts=restarts)

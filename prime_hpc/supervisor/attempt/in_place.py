@@ -13,7 +13,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.attempts import read_attempts, rewrite_row
+from prime_hpc.store.attempts import rewrite_row, rows_with
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow
@@ -45,8 +45,10 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
     why_not: str | None
     try:
         paths = run_paths(experiment, run_dir)
-        rows = read_attempts(paths.attempts)
-        why_not = _reason_against(experiment, run_dir, rows)
+        rows = rows_with(paths.attempts, ended.attempt)
+        why_not = "a newer attempt of the run has begun"
+        if rows[-1]["attempt"] == ended.attempt.attempt:
+            why_not = _reason_against(experiment, run_dir, rows)
         if why_not is None and (silent := left.hand_over(rows[-1]["incarnation"] + 1)):
             why_not = f"{', '.join(silent)} did not answer"
             if left.held is not None and silent == [ORCHESTRATOR]:

@@ -209,7 +209,9 @@ def requeue_orphaned_job(
         try:
             if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
                 silent = silent_nodes(known.hosts) if known.exclude else []
-                leave_out(requeue(known.job, known.num_nodes), known.job, silent, known.num_nodes)
+                job = requeue(known.job, known.num_nodes, int(restarts))
+                if job is not None:
+                    leave_out(job, known.job, silent, known.num_nodes)
             else:  # its nodes are free then, and a successor that waits with afternotok takes over
                 run_slurm(["scancel", known.job], timeout_s=ASK_S)
         except SlurmError as error:

@@ -100,6 +100,7 @@ def return_to_queue(
     num_nodes: int,
     exclude: Sequence[str] = (),
     *,
+    restarts: int,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -115,6 +116,7 @@ def return_to_queue(
         mode: how the job comes back.
         num_nodes: that the job needs; a homogeneous job that lost a node (--no-kill) would come back smaller. 0: any.
         exclude: nodes that the next attempt must not get.
+        restarts: of the caller's attempt; a job that was started more often meanwhile has another, which is left alone.
         clock, sleep: time, seconds.
     """
     if mode == "successor":
@@ -122,7 +124,7 @@ def return_to_queue(
     end = clock() + PATIENCE_S
     while True:
         try:
-            job = requeue(job_id, num_nodes)
+            job = requeue(job_id, num_nodes, restarts)
             break
         except SlurmError as error:
             if not error.is_unreachable or clock() >= end:
@@ -130,5 +132,6 @@ def return_to_queue(
                 return False
             logger.warning(f"job {job_id} is to be requeued as soon as Slurm can be asked: {error}")
             sleep(LOOK_S)
-    leave_out(job, job_id, exclude, num_nodes)
+    if job is not None:
+        leave_out(job, job_id, exclude, num_nodes)
     return True

@@ -26,6 +26,7 @@ from prime_hpc.runtime.process_tree import end_families
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.child_runs import ChildState, list_children, read_state
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.roles.process import Role, log_tail
@@ -129,6 +130,8 @@ class ChildOrchestrators:
         for name in {*names, *self._roles}:
             before = self._states.get(name)
             state = read_state(self._dir / name) if name in names else None
+            if state is None and name in names and name in self._roles:
+                continue  # a word that cannot be read now says nothing: what it said last holds
             if state is None:
                 self._states.pop(name, None)
             else:
@@ -146,6 +149,7 @@ class ChildOrchestrators:
         path = self._dir / name
         self._started.add((name, state.incarnation))
         run_key = f"{name}/{state.incarnation}"
+        role: Role | None = None
         try:
             experiment = read_experiment(path / RUN_YAML)
             facts = role_environment(
@@ -161,19 +165,21 @@ class ChildOrchestrators:
             bus_statuses = self._bus_statuses.setdefault(run_key, {})
             role = Role(orchestrator_spec(experiment, path), log_dir, environment, bus_statuses, self._clock)
             role.start()
+            self._reaper.watch(role.pid)
             attempt = Attempt(state.incarnation, state.incarnation, time.time(), f"slot {state.slot} of the trainer")
             attempt.job_id, attempt.resume_step = self._parent.job_id, state.resume_step
             write_attempt(RunPaths(path).attempts, attempt)
             latest = path / "logs" / "latest"
             latest.unlink(missing_ok=True)
             latest.symlink_to(f"attempt_{state.incarnation}")
-        except (ConfigError, OSError) as error:
+        except (ConfigError, OSError, StoreError) as error:
+            if role is not None and role.was_started:
+                self._end_family(role)
             self._report(name, state.incarnation, f"its orchestrator could not be started: {error}")
             return
         self._roles[name], self._attempts[name] = role, attempt
         stated = experiment.orchestrator.client.base_url or []
         self._servers[name] = urls or ([stated] if isinstance(stated, str) else stated)
-        self._reaper.watch(role.pid)
         logger.info(f"started the orchestrator of {name} (process {role.pid}): {' '.join(role.command)}")
 
     def _watch(self, name: str) -> None:
@@ -218,16 +224,13 @@ class ChildOrchestrators:
 
     def _close(self, name: str, cause: str | None) -> None:
         """End what a run's orchestrator left that is no more, and write its attempt's end."""
-        role = self._roles.pop(name)
-        end_families([role.pid], self._experiment.supervisor.grace_s if role.running else 0.0)
-        role.reap()
-        self._reaper.forget(role.pid)
+        self._end_family(self._roles.pop(name))
         key = self._environment.get(KEY_VARIABLES["inference"])
         self._forget(name, key)
         self._over_at.pop(name, None)
         attempt = self._attempts.pop(name)
         self._bus_statuses.pop(f"{name}/{attempt.incarnation}", None)
-        state = read_state(self._dir / name)
+        state = read_state(self._dir / name) or self._states.get(name)
         phase = state.phase if state is not None else "removed"
         attempt.ended, attempt.cause = time.time(), (state.reason if state is not None else None) or cause or phase
         attempt.outcome = _OUTCOMES.get(phase, "stopped" if cause is None else "failed")
@@ -235,8 +238,13 @@ class ChildOrchestrators:
         try:
             if (self._dir / name).is_dir():
                 write_attempt(RunPaths(self._dir / name).attempts, attempt)
-        except OSError as error:
+        except (OSError, StoreError) as error:  # its directory is full: no reason for the others to end
             logger.warning(f"the end of {name}'s attempt could not be written: {error}")
+
+    def _end_family(self, role: Role) -> None:
+        end_families([role.pid], self._experiment.supervisor.grace_s if role.running else 0.0)
+        role.reap()
+        self._reaper.forget(role.pid)
 
     def _forget(self, name: str, key: str | None) -> None:
         """Not waited for: a server that hangs must not hold the others up."""

@@ -356,6 +356,15 @@ def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
     return ordered
 
 
+def known_urls(stated: Urls, roles: Sequence[Role]) -> Urls:
+    """Return the URLs of the servers that were told where to listen, in order, after those that are stated."""
+    urls = {name: list(known) for name, known in stated.items()}
+    for role in roles:
+        if role.is_server and role.url:
+            urls.setdefault(role.spec.name, []).append(role.url)
+    return urls
+
+
 def may_start(role: Role, roles: Sequence[Role]) -> bool:
     """Return whether all servers that a waiting role starts after are ready, or are not to come."""
     return all(other.state in ("ready", "done", "away") for other in roles if other.spec.label in role.spec.after)

@@ -44,7 +44,8 @@ class Replicas:
         """Take a server out of the run; returns what will become of it, for people."""
         role.state = "away"
         self._on_trial.add(role.spec.label)
-        swap = self.take_spares(lost) if lost else None
+        # a stand-in leaves the job's nodes to others: it would take one and go on as a job of its own
+        swap = self.take_spares(lost) if lost and not role.is_substitute_job else None
         if swap is not None:
             role.hosts = [swap.get(host, host) for host in role.hosts]
             self._due[role.spec.label] = 0.0

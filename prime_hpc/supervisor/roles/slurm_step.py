@@ -190,8 +190,8 @@ class StepRole(Role):
         self._beats: dict[str, float] = {}
         self._ordered = False
         self._ending = False
-        self._said_before = 0
-        """Size of the log when the stand-in was sent."""
+        self._said_before: int | None = None
+        """Size of the log when the stand-in was sent that may be there."""
         self._adopted: dict[str, int] = {}
 
     @property
@@ -212,7 +212,8 @@ class StepRole(Role):
 
         Slurm's SIGTERM ends srun, but not the tasks, which may still be saving.
         """
-        if any(code != 0 for code in self._exits.values()) or len(self._exits) == self._num_tasks > 0:
+        codes = list(self._exits.values())  # the bus's thread adds to it
+        if any(codes) or len(codes) == self._num_tasks > 0:
             return False
         if super().running:
             return True
@@ -222,10 +223,11 @@ class StepRole(Role):
     @property
     def exit_code(self) -> int | None:
         """The first failed part's, else srun's."""
-        bad = [code for code in self._exits.values() if code != 0]
+        codes = list(self._exits.values())
+        bad = [code for code in codes if code != 0]
         if bad:
             return bad[0]
-        return 0 if len(self._exits) == self._num_tasks else super().exit_code
+        return 0 if len(codes) == self._num_tasks > 0 else super().exit_code
 
     @property
     def _num_tasks(self) -> int:
@@ -233,6 +235,7 @@ class StepRole(Role):
 
     def start(self) -> None:
         """Start the step's agents on its hosts; what they run follows with `lead`."""
+        self._cancel_substitute()
         self.start_number += 1
         self._hellos, self._exits, self._beats, self._problems, self._adopted = {}, {}, {}, {}, {}
         self._ordered = self._ending = False
@@ -253,8 +256,11 @@ class StepRole(Role):
 
     @property
     def can_be_substituted(self) -> bool:
-        """True if a lost node can be replaced by a job of its own; a lost pod is made again under its own name."""
-        return self._context.allocation.by_slurm
+        """True if a lost node can be replaced by a job of its own; a lost pod is made again under its own name.
+
+        Engines over several nodes are one group: a job of one node cannot be a part of it, nor the whole.
+        """
+        return self._context.allocation.by_slurm and len(self.spec.hosts) == 1
 
     @property
     def _substitute_name(self) -> str:
@@ -266,6 +272,8 @@ class StepRole(Role):
 
         Jobs of this name may be another run's: two sweeps can have points of one name.
         """
+        if self._said_before is None:
+            return None
         try:
             with self.log_file.open("rb") as file:
                 file.seek(self._said_before)
@@ -282,7 +290,11 @@ class StepRole(Role):
 
     def on_message(self, message: dict[str, Any]) -> None:
         """Take a message of one of its agents, in the bus's thread."""
-        if message.get("start_number") != self.start_number:
+        number = message.get("start_number")
+        if number != self.start_number:
+            if number is not None and number < self.start_number and message["event"] == "hello":
+                # a step that srun, or a stand-in that sbatch had given up, and that has got its nodes all the same
+                self._publish(f"end/{self.spec.label}", start_number=number, grace_s=self._grace_s)
             return
         if self.is_substitute_job and not self.hosts:
             self.hosts = [message["host"]]
@@ -385,13 +397,10 @@ class StepRole(Role):
 
     def kill(self) -> None:
         """End the step through Slurm, then srun itself."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or (self._process.poll() is not None and self._said_before is None):
             return
         self.ask_to_end()
-        job = self.substitute_job_id if self.is_substitute_job else None
-        if job is not None:
-            with contextlib.suppress(SlurmError):
-                run_slurm(["scancel", job], timeout_s=SCANCEL_TIMEOUT_S)
+        self._cancel_substitute()  # whether or not its sbatch still waits for it
         steps = {
             f"{self._step_job(hello)}.{hello['step']}" for hello in list(self._hellos.values()) if hello.get("step")
         }
@@ -403,6 +412,14 @@ class StepRole(Role):
             self._process.wait(timeout=SRUN_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+    def _cancel_substitute(self) -> None:
+        """End the stand-in that was sent last, queued or at work."""
+        job = self.substitute_job_id
+        if job is not None:
+            with contextlib.suppress(SlurmError):
+                run_slurm(["scancel", job], timeout_s=SCANCEL_TIMEOUT_S)
+                self._said_before = None
 
     def _step_job(self, hello: dict[str, Any]) -> str:
         """Job id under which Slurm's commands know the step: a stand-in's, or a het component's own."""

@@ -1,0 +1,144 @@
+"""A role as a step of a job: whom its agents answer to, stand-ins, and nodes that have not spoken."""
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.store.attempts import Ended
+from prime_hpc.supervisor.roles import slurm_step
+from prime_hpc.supervisor.roles.slurm_step import HELLO_TIMEOUT_S, StepContext, StepRole, StepSpec
+from prime_hpc.supervisor.supervisor import Supervisor
+
+ALLOCATION = Allocation("7", (("n1", "n2", "n3"),), "n1", 0)
+
+
+class World:
+    """What a step publishes, and what it asks of Slurm."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.told, self.asked = 0.0, list[tuple[str, int]](), list[str]()
+        self._dir = tmp_path
+        monkeypatch.setattr(slurm_step, "run_slurm", lambda argv, **_: self.asked.append(" ".join(argv)))
+
+    def role(self, name: str, *hosts: str, allocation: Allocation = ALLOCATION) -> StepRole:
+        spec, context = StepSpec(name, [], 900.0, hosts=hosts), StepContext(allocation, self._dir, no_kill=True)
+        role = StepRole(spec, self._dir, dict(os.environ), {}, context, self._publish, 1.0, lambda: self.now)
+        role.start_number = 2
+        return role
+
+    def _publish(self, topic: str, **payload: Any) -> None:
+        self.told.append((topic, payload["start_number"]))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+def said(event: str, number: int, host: str = "n9", **facts: Any) -> dict[str, Any]:
+    return {"event": event, "start_number": number, "host": host, "key": f"{host}/0", **facts}
+
+
+def test_agents_of_a_start_that_was_given_up_are_told_to_end(world: World) -> None:
+    """sbatch said that it had failed, and a newer stand-in was sent; the job was in the queue all the same."""
+    role = world.role("inference", "n2")
+    role.is_substitute_job, role.hosts = True, []
+    role.on_message(said("hello", 1))
+    assert world.told == [("end/inference[0]", 1)] and not role.has_node
+    role.on_message(said("exited", 1, code=0))
+    assert len(world.told) == 1 and role.exit_code is None
+    role.on_message(said("hello", 2, "n8"))
+    assert role.has_node and role.hosts == ["n8"] and len(world.told) == 1
+
+
+def test_a_stand_in_that_nobody_waits_for_any_more_is_ended(world: World) -> None:
+    role = world.role("inference", "n2")
+    role.log_file.write_text("1234\n")  # a word of the server's own
+    role._process = subprocess.Popen(["true"])
+    role._process.wait()
+    role.is_substitute_job = True
+    role.kill()
+    assert world.asked == [], "none was sent"
+    role._said_before = role.log_file.stat().st_size
+    with role.log_file.open("a") as log:
+        log.write("4711\n")
+    role.kill()
+    assert world.asked == ["scancel 4711"] and world.told == [("end/inference[0]", 2)]
+    role.kill()
+    assert len(world.asked) == 1
+
+
+def test_a_stand_in_that_takes_anothers_place_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = world.role("inference", "n2")
+    role.is_substitute_job = True
+    monkeypatch.setattr(role, "_launch", lambda command: None)
+    role.start()
+    role.log_file.write_text("4711\n")
+    role.start()
+    assert world.asked == ["scancel 4711"] and role.substitute_job_id is None
+
+
+def test_a_server_over_several_nodes_has_no_stand_in(world: World) -> None:
+    assert world.role("inference", "n2").can_be_substituted
+    assert not world.role("inference", "n2", "n3").can_be_substituted, "a job of one node is no part of its group"
+
+
+class Code(int):
+    """An exit code upon whose reading the next one arrives, as from the bus's thread."""
+
+    arrives: Any = None
+
+    def __ne__(self, other: object) -> bool:
+        self.arrives()
+        return super().__ne__(other)
+
+    __hash__ = int.__hash__
+
+
+def test_exit_codes_may_come_while_they_are_read(world: World) -> None:
+    role = world.role("trainer", "n1", "n2", "n3")
+    for host in ("n1", "n2"):
+        code = Code(0)
+        code.arrives = lambda: role.on_message(said("exited", 2, f"m{len(role._exits)}", code=0))
+        role._exits[f"{host}/0"] = code
+    assert not role.running and role.exit_code is None
+
+
+# ---------------------------------------------------------------------------------------------- nodes that do not speak
+
+
+@pytest.fixture
+def supervisor() -> Any:
+    one: Any = object.__new__(Supervisor)
+    one._steps, one._stop, one._urls = SimpleNamespace(no_kill=True), None, {}
+    one._reaper = SimpleNamespace(forget=lambda pid: None)
+    one._experiment = SimpleNamespace(slurm=SimpleNamespace(restart=SimpleNamespace(node_timeout_s=1e9)))
+    one.attempt = SimpleNamespace(lost_nodes=[])
+    return one
+
+
+@pytest.mark.parametrize("spoke", [(), ("n1", "n2")])
+def test_nodes_of_a_step_that_never_began_are_not_to_blame(
+    world: World, supervisor: Any, spoke: tuple[str, ...]
+) -> None:
+    """srun may wait: "step creation temporarily disabled"; of a step that began, those that are silent are."""
+    role = world.role("trainer", "n1", "n2", "n3")
+    role.log_file.touch()
+    role._process = subprocess.Popen(["sleep", "60"])
+    supervisor._roles = [role]
+    for host in spoke:
+        role.on_message(said("hello", 2, host))
+    world.now = HELLO_TIMEOUT_S + 1
+    with pytest.raises(Ended) as raised:
+        supervisor._look_at(role)
+    end = raised.value
+    if spoke:
+        assert (end.outcome, supervisor.attempt.lost_nodes) == ("node_lost", ["n3"])
+    else:
+        assert (end.outcome, supervisor.attempt.lost_nodes) == ("failed", [])
+        assert end.cause == "the agents of trainer on n1, n2, n3 did not start in time"
