@@ -6,15 +6,15 @@ version that the run serves before it gets episodes again.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.client.inference import POLICY, InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.runtime.event_loops import in_loop, loop_time
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
 from prime_hpc.store.errors import FencedError
@@ -33,38 +33,6 @@ ARTIFACT_DEADLINE_S = 20.0
 DOWN_WARNING_S = 60.0
 HOLD_LOOK_S = 0.02
 NOTHING = -1
-
-
-class Client(Protocol):
-    """The part of `client.InferenceClient` that is needed here."""
-
-    def move(self, base_url: str) -> None:
-        """Ask there from now on."""
-
-    async def wait_ready(self, deadline_s: float) -> None:
-        """Until the server answers."""
-
-    async def health(self) -> bool:
-        """Return whether it answers."""
-
-    async def policy_version(self, name: str) -> int:
-        """Return the version that it serves."""
-
-    async def load(self) -> dict[str, float]:
-        """Return its figures of the moment."""
-        ...
-
-    async def update_weights(self, path: Path, version: int, name: str) -> dict[str, Any]:
-        """Load a version."""
-
-    async def reload_weights(self) -> dict[str, Any]:
-        """Back to the base model."""
-
-    async def sleep(self) -> dict[str, Any]:
-        """Give up the engines' memory until the next version is loaded."""
-
-    async def serve_base(self, name: str) -> dict[str, Any]:
-        """Let a name stand for the base model."""
 
 
 class WeightSync:
@@ -95,6 +63,8 @@ class WeightSync:
         self._name = name
         self._locks = [asyncio.Lock() for _ in clients]
         self._loading: dict[int, asyncio.Task[None]] = {}
+        self._lost: set[int] = set()
+        """Servers for which `prepare` does not wait."""
         self._news = asyncio.Event()
         self._trouble = [asyncio.Event() for _ in clients]
         self._closing = False
@@ -142,7 +112,8 @@ class WeightSync:
         return self._asleep or self._locks[index].locked()
 
     async def prepare(self, version: int) -> None:
-        """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.
+        """Start-up: every server answers and serves `version` (0: the base model), whatever it served before. One that
+        is lost meanwhile gets it when it is back (`run`, `keep`).
 
         Raises OrchestratorError naming the server that is not ready by the deadline or refuses the version.
         """
@@ -153,7 +124,8 @@ class WeightSync:
             except asyncio.CancelledError:
                 self._closing = True  # or the thread would wait on
                 raise
-        await asyncio.gather(*(self._prepare_one(i, version) for i in range(len(self._clients))))
+        wanted = [i for i in range(len(self._clients)) if i not in self._lost]
+        await asyncio.gather(*(self._unless_dropped(i, self._prepare_one(i, version)) for i in wanted))
         await self._announce()
 
     def drain_updates(self) -> list[tuple[str, float, float]]:
@@ -247,14 +219,15 @@ class WeightSync:
         """Wait for nothing of a server whose node is gone, until it is back."""
         if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
+        self._lost.add(index)
         loading = self._loading.get(index)
         if loading is not None:
             loading.cancel()
         self._on_change()
 
-    async def _load_unless_dropped(self, index: int) -> None:
-        """`_load`, broken off by `drop`."""
-        loading = asyncio.create_task(self._load(index), name=f"load-{index}")
+    async def _unless_dropped(self, index: int, load: Coroutine[Any, Any, None]) -> None:
+        """Have a server load something, broken off by `drop`."""
+        loading = asyncio.create_task(load, name=f"load-{index}")
         self._loading[index] = loading
         try:
             await asyncio.wait({loading})
@@ -335,7 +308,7 @@ class WeightSync:
         self.current, self.paused_seconds, self._asleep = version, 0.0, False
         self._is_updating = True
         self._on_change()
-        await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
+        await asyncio.gather(*(self._unless_dropped(i, self._load(i)) for i in self._table.ready_indices))
         self._is_updating = False
         end = loop_time()
         self.update_seconds = end - start
@@ -459,7 +432,7 @@ class WeightSync:
             return False  # the trainer makes it once more
         else:
             logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
-            await self._load_unless_dropped(index)
+            await self._unless_dropped(index, self._load(index))
         if server.ready:
             seconds = loop_time() - server.not_ready_since
             logger.info(f"inference server {server.url} takes episodes again after {seconds:.1f} s")

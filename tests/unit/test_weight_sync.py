@@ -7,58 +7,13 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.client.inference import InferenceError
 from prime_hpc.orchestrator import weight_sync
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.run_paths import RunPaths
+from tests.support.policy_servers import Bus, Server
 
 DEADLINE_S = 30.0
-
-
-class Server:
-    """An inference server that can be held up while it loads a version, and then has it or refuses it."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.held: asyncio.Event | None = None
-        self.began = asyncio.Event()
-        self.refuses: set[int] = set()
-
-    async def wait_ready(self, deadline_s: float) -> None:
-        """It is."""
-
-    async def health(self) -> bool:
-        return True
-
-    async def policy_version(self, name: str = "") -> int:
-        return self.version
-
-    async def update_weights(self, folder: Path, version: int, name: str = "") -> dict[str, Any]:
-        held, self.held = self.held, None
-        if held is not None:
-            self.began.set()
-            await held.wait()
-        if version in self.refuses:
-            raise InferenceError(f"{folder} is not there", status=400)
-        self.version = version
-        return {}
-
-
-class Bus:
-    """What the trainer says."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, dict[str, Any]] = {}
-
-    def subscribe(self, topic: str, function: Callable[..., Any]) -> None:
-        """Nobody calls it."""
-
-    def latest(self, topic: str) -> dict[str, Any] | None:
-        return self.said.get(topic)
-
-    def publish(self, topic: str, **fields: Any) -> None:
-        """Nobody hears it."""
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -161,6 +116,34 @@ def test_a_version_is_served_by_those_that_are_ready_and_later_by_the_others(wat
         keeping = asyncio.create_task(sync.keep())
         await until(lambda: table.ready_indices == [0, 1])
         assert servers[0].version == 6 and table.served_version == 6
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+    asyncio.run(main())
+
+
+def test_a_run_begins_with_the_servers_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether one is lost before it is waited for, or while it loads the version from which the run goes on."""
+    for name in ("wait_for_artifact", "set_floor"):
+        monkeypatch.setattr(weight_sync, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(weight_sync, "list_versions", lambda paths: [3])
+
+    async def main() -> None:
+        servers, table = [Server(), Server(), Server()], ServerTable(["a", "b", "c"], 0.0)
+        sync = sync_of(servers, table, Bus(), tmp_path)
+        servers[0].is_up, servers[1].held = False, asyncio.Event()
+        sync.drop(0)
+        preparing = asyncio.create_task(sync.prepare(3))
+        async with asyncio.timeout(DEADLINE_S):
+            await servers[1].began.wait()
+            assert not preparing.done()
+            sync.drop(1)
+            await preparing
+        assert table.ready_indices == [2]
+        servers[0].is_up = True
+        keeping = asyncio.create_task(sync.keep())
+        await until(lambda: table.ready_indices == [0, 1, 2])
+        assert [server.version for server in servers] == [3, 3, 3]
         keeping.cancel()
         await asyncio.wait([keeping])
 
