@@ -183,8 +183,8 @@ class Orchestrator:
         loop = asyncio.get_running_loop()
         ServerNews(self.exp, self.parts, self.table, self.weights, self.dispatcher, self.fail).listen(loop)
         self.next_attempt.listen(loop)
-        await self._prepare()
         try:
+            await self._prepare()
             await self._work_and_watch()
         except asyncio.CancelledError:
             self.carrier.save(self.book.complete)
@@ -326,7 +326,7 @@ class Orchestrator:
         """Note an episode that has ended in this attempt, for the metrics, the limit of failures and the traces."""
         self.stats.add_episode(episode)
         if episode.result.state is not EpisodeState.CANCELLED:
-            self.failures.add(episode.reason)
+            self.failures.add("" if episode.usable else episode.reason)
         if episode.reason.startswith("reward "):
             prompt = group.prompt
             where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
