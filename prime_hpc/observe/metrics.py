@@ -58,7 +58,7 @@ class MetricsWriter:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        if _ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
+        if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
             self._file.write("\n")
         self._lock = threading.Lock()
         self._wandb: Any = None
@@ -243,7 +243,8 @@ def _stored_id(path: Path) -> str | None:
         return None
 
 
-def _ends_torn(path: Path) -> bool:
+def ends_torn(path: Path) -> bool:
+    """Return whether a file of lines ends within one: its writer was killed."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

@@ -19,7 +19,6 @@ from loguru import logger
 
 from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
-from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metrics import MetricsWriter, read_metrics
 from prime_hpc.observe.role_status import RoleStatus
@@ -61,11 +60,13 @@ from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.seats import why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.server_client import Client
+from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.setup import gate_of
 from prime_hpc.orchestrator.trace_log import TraceLog
-from prime_hpc.orchestrator.weight_sync import Client, WeightSync
+from prime_hpc.orchestrator.weight_sync import WeightSync
 from prime_hpc.runtime import activity
-from prime_hpc.runtime.event_loops import in_loop, loop_time
+from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
@@ -180,13 +181,23 @@ class Orchestrator:
     async def run(self) -> None:
         """From ready servers to the last batch and its evaluation. Raises OrchestratorError where it cannot go on."""
         loop = asyncio.get_running_loop()
-        self.parts.bus.subscribe("server", in_loop(loop, self._on_server_news))
+        ServerNews(self.exp, self.parts, self.table, self.weights, self.dispatcher, self.fail).listen(loop)
         self.next_attempt.listen(loop)
+        try:
+            await self._prepare()
+            await self._work_and_watch()
+        except asyncio.CancelledError:
+            self.carrier.save(self.book.complete)
+            raise
+
+    async def _prepare(self) -> None:
         await self.weights.prepare(self.start_step)
         if self.parts.teacher is not None and not self.parts.teacher.is_other:
             await self.parts.teacher.check_room(self.exp.seq_len, [s.num_tasks for s in self.stream.sources])
         activity.explain("orchestrator", partial(explain, self.dispatcher, self.weights, self.env_names))
         self.parts.status.ready(version=self.start_step, step=self.start_step, servers=list(self.parts.urls))
+
+    async def _work_and_watch(self) -> None:
         work = asyncio.create_task(self._work(), name="work")
         beside = [asyncio.create_task(self.weights.run(), name="weights")]
         if self.concurrency is not None:
@@ -196,9 +207,6 @@ class Orchestrator:
             for ended in filter(asyncio.Task.done, beside):
                 ended.result()
             await work
-        except asyncio.CancelledError:
-            self.carrier.save(self.book.complete)
-            raise
         finally:
             for task in (*beside, work):
                 task.cancel()
@@ -318,7 +326,7 @@ class Orchestrator:
         """Note an episode that has ended in this attempt, for the metrics, the limit of failures and the traces."""
         self.stats.add_episode(episode)
         if episode.result.state is not EpisodeState.CANCELLED:
-            self.failures.add(episode.reason)
+            self.failures.add("" if episode.usable else episode.reason)
         if episode.reason.startswith("reward "):
             prompt = group.prompt
             where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
@@ -337,30 +345,6 @@ class Orchestrator:
             if self.parts.teacher is not None:
                 self.parts.teacher.discard(group)
             self.stream.put_back(group.prompt)
-
-    def _on_server_news(self, news: dict[str, Any]) -> None:
-        """In the event loop, which would only log what this raises."""
-        try:
-            self._server_news(news)
-        except Exception as error:  # noqa: BLE001 - the loop raises it
-            self.fail(error)
-
-    def _server_news(self, news: dict[str, Any]) -> None:
-        """Act on a server's node that is lost, or on a server that is being started at another address."""
-        index = news["index"]
-        if news["role"] != sampling_role(self.exp):
-            if news["state"] != "lost" and self.parts.teacher is not None and self.parts.teacher.is_other:
-                self.parts.teacher.move(index, news["url"])
-        elif news["state"] == "lost":
-            self.weights.drop(index)
-            count = self.dispatcher.drop_server(index)
-            logger.warning(f"{count} episodes of {self.table.servers[index].url} are played again elsewhere")
-        elif news["url"] != self.table.servers[index].url:
-            self.table.servers[index].url = news["url"]
-            self.parts.clients[index].move(news["url"])
-            for pool in (self.parts.train_pool, self.parts.eval_pool):
-                if pool is not None:
-                    pool.move_server(index, news["url"])
 
     def _server_failed(self, index: int) -> None:
         self.weights.report_error(index)

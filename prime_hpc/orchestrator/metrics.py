@@ -13,6 +13,7 @@ import numpy as np
 
 from prime_hpc.config.sections.common import WandbConfig
 from prime_hpc.envs.samples import EpisodeState
+from prime_hpc.observe.metrics import ends_torn
 from prime_hpc.orchestrator.batching.batch_builder import ScoredGroup
 from prime_hpc.orchestrator.evaluation import texts
 from prime_hpc.orchestrator.rollouts.episodes import Episode
@@ -183,6 +184,8 @@ class SampleLog:
     def __init__(self, path: Path, per_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", errors="replace")  # half a surrogate pair is no UTF-8
+        if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
+            self._file.write("\n")
         self._per_step = per_step
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:

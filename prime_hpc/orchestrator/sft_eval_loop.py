@@ -20,6 +20,7 @@ from prime_hpc.orchestrator.evaluation import Evaluator, plans, rewards_text
 from prime_hpc.orchestrator.loop import Parts
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.weight_sync import READER, WeightSync
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
@@ -58,13 +59,15 @@ class EvalLoop:
 
     def __init__(self, exp: Experiment, parts: Parts, *, start_step: int = 0) -> None:
         assert exp.orchestrator.eval is not None
-        self._exp, self._parts, self._config = exp, parts, exp.orchestrator.eval
+        self._exp, self._parts, self._config, self._start_step = exp, parts, exp.orchestrator.eval, start_step
         rows = read_metrics(parts.paths.metrics(ROLE))
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
         self._intervals = [plan.interval for plan in plans(self._config, len(parts.eval_pool.sources))]
         self.versions = due_versions(self._intervals, exp.max_steps, start_step, list_versions(parts.paths), done)
         self._table = ServerTable(parts.urls, loop_time())
         self._changed = asyncio.Event()
+        self._broken: Exception | None = None
+        """What a callback failed with."""
         self._dispatcher = Dispatcher(
             self._table,
             exp.orchestrator.max_concurrent,
@@ -90,12 +93,15 @@ class EvalLoop:
         paths, versions = self._parts.paths, self.versions
         if versions:
             set_floor(paths, READER, versions[0])
+        news = ServerNews(self._exp, self._parts, self._table, self._weights, self._dispatcher, self._fail)
+        news.listen(asyncio.get_running_loop())
         await self._weights.prepare(0)
         self._parts.status.ready(servers=list(self._parts.urls), evaluations=len(versions))
         try:
             for i, version in enumerate(versions):
                 if await self._wait_for(version):
-                    await self._weights.prepare(version)
+                    if version > 0:
+                        await self._weights.serve(version)
                     await self._evaluate(version)
                 set_floor(paths, READER, versions[i + 1] if i + 1 < len(versions) else version)
         finally:
@@ -121,7 +127,7 @@ class EvalLoop:
                 if newest is not None and newest > version:
                     logger.warning(f"version {version} is not on disk any more: not evaluated")
                     return False
-                limit = self._exp.orchestrator.weights_timeout_s * max(1, self._config.interval)
+                limit = self._exp.orchestrator.weights_timeout_s * self._steps_to(version)
                 if loop_time() - waited > limit:
                     raise OrchestratorError(
                         f"no weights version {version} within {limit:.0f} s (orchestrator.weights_timeout_s a step); "
@@ -129,6 +135,14 @@ class EvalLoop:
                     ) from None
                 self._parts.status.beat(waiting_for=version)
         return True
+
+    def _steps_to(self, version: int) -> int:
+        """Return the steps that the trainer takes for a version after the due one before it, or from its start on."""
+        before = max((v for v in self.versions if v < version), default=0)
+        return max(1, version - max(before, self._start_step))
+
+    def _fail(self, error: Exception) -> None:
+        self._broken = error
 
     async def _evaluate(self, version: int) -> None:
         """Every episode of one version; servers that fail are brought back meanwhile."""
@@ -151,6 +165,7 @@ class EvalLoop:
             last_version=version,
             on_report=report,
         )
+        began = loop_time()
         keep = asyncio.create_task(self._weights.keep(), name="keep-servers")
         try:
             evaluator.evaluate(version, due_sources(self._intervals, version, self._exp.max_steps))
@@ -158,7 +173,7 @@ class EvalLoop:
                 if keep.done():
                     keep.result()
                 self._dispatcher.pump()
-                self._check_servers()
+                self._check_servers(began)
                 try:
                     async with asyncio.timeout(0.5):
                         await ended.wait()
@@ -168,9 +183,11 @@ class EvalLoop:
             keep.cancel()
             await asyncio.gather(keep, return_exceptions=True)
 
-    def _check_servers(self) -> None:
-        down = self._table.all_down_since(loop_time())
+    def _check_servers(self, began: float) -> None:
+        """Raise what ends the run. Servers that were lost while nothing was evaluated are looked for since `began`."""
+        if self._broken is not None:
+            raise self._broken
+        down = min(self._table.all_down_since(loop_time()), loop_time() - began)
         if down > self._parts.ready_timeout_s:
-            raise OrchestratorError(
-                f"no inference server answered for {down:.0f} s ({', '.join(self._parts.urls)}); see their logs"
-            )
+            urls = ", ".join(server.url for server in self._table.servers)
+            raise OrchestratorError(f"no inference server answered for {down:.0f} s ({urls}); see their logs")

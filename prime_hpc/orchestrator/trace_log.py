@@ -12,6 +12,7 @@ from typing import IO, Any
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import TracesConfig
+from prime_hpc.observe.metrics import ends_torn
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.run_paths import RunPaths
@@ -114,6 +115,8 @@ class TraceLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step_{step:06d}.jsonl"
         self._file = path.open("ab", buffering=1 << 16)
+        if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
+            self._file.write(b"\n")
         self._room -= path.stat().st_size
         if self._config.keep_steps is not None:
             for old in sorted(self._folder.glob("step_*.jsonl"))[: -self._config.keep_steps]:

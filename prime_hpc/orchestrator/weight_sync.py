@@ -6,15 +6,15 @@ version that the run serves before it gets episodes again.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.client.inference import POLICY, InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.runtime.event_loops import in_loop, loop_time
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
 from prime_hpc.store.errors import FencedError
@@ -33,38 +33,6 @@ ARTIFACT_DEADLINE_S = 20.0
 DOWN_WARNING_S = 60.0
 HOLD_LOOK_S = 0.02
 NOTHING = -1
-
-
-class Client(Protocol):
-    """The part of `client.InferenceClient` that is needed here."""
-
-    def move(self, base_url: str) -> None:
-        """Ask there from now on."""
-
-    async def wait_ready(self, deadline_s: float) -> None:
-        """Until the server answers."""
-
-    async def health(self) -> bool:
-        """Return whether it answers."""
-
-    async def policy_version(self, name: str) -> int:
-        """Return the version that it serves."""
-
-    async def load(self) -> dict[str, float]:
-        """Return its figures of the moment."""
-        ...
-
-    async def update_weights(self, path: Path, version: int, name: str) -> dict[str, Any]:
-        """Load a version."""
-
-    async def reload_weights(self) -> dict[str, Any]:
-        """Back to the base model."""
-
-    async def sleep(self) -> dict[str, Any]:
-        """Give up the engines' memory until the next version is loaded."""
-
-    async def serve_base(self, name: str) -> dict[str, Any]:
-        """Let a name stand for the base model."""
 
 
 class WeightSync:
@@ -95,8 +63,10 @@ class WeightSync:
         self._name = name
         self._locks = [asyncio.Lock() for _ in clients]
         self._loading: dict[int, asyncio.Task[None]] = {}
+        self._lost: set[int] = set()
+        """Servers for which `prepare` does not wait."""
         self._news = asyncio.Event()
-        self._trouble = asyncio.Event()
+        self._trouble = [asyncio.Event() for _ in clients]
         self._closing = False
         self._asleep = False
         """From `sleep` until a newer version is there: the trainer has the GPU."""
@@ -142,7 +112,8 @@ class WeightSync:
         return self._asleep or self._locks[index].locked()
 
     async def prepare(self, version: int) -> None:
-        """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.
+        """Start-up: every server answers and serves `version` (0: the base model), whatever it served before. One that
+        is lost meanwhile gets it when it is back (`run`, `keep`).
 
         Raises OrchestratorError naming the server that is not ready by the deadline or refuses the version.
         """
@@ -153,7 +124,8 @@ class WeightSync:
             except asyncio.CancelledError:
                 self._closing = True  # or the thread would wait on
                 raise
-        await asyncio.gather(*(self._prepare_one(i, version) for i in range(len(self._clients))))
+        wanted = [i for i in range(len(self._clients)) if i not in self._lost]
+        await asyncio.gather(*(self._unless_dropped(i, self._prepare_one(i, version)) for i in wanted))
         await self._announce()
 
     def drain_updates(self) -> list[tuple[str, float, float]]:
@@ -174,8 +146,7 @@ class WeightSync:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(), name="follow-weights")
-                tasks.create_task(self._restore_servers_forever(), name="restore-servers")
-                tasks.create_task(self._check_forever(), name="check-servers")
+                self._watch(tasks)
         except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
         finally:
@@ -185,10 +156,15 @@ class WeightSync:
         """Watch servers until cancelled, at the version that `prepare` gave them. Raises as `run`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._restore_servers_forever(), name="restore-servers")
-                tasks.create_task(self._check_forever(), name="check-servers")
+                self._watch(tasks)
         except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
+
+    def _watch(self, tasks: asyncio.TaskGroup) -> None:
+        """Look after every server by itself: one that hangs holds up no other."""
+        for index in range(len(self._clients)):
+            tasks.create_task(self._restore_forever(index), name=f"restore-server-{index}")
+            tasks.create_task(self._check_forever(index), name=f"check-server-{index}")
 
     async def hold(self) -> int:
         """Let no server begin to load anything until `go_on`, once those that do have loaded.
@@ -197,7 +173,7 @@ class WeightSync:
             the newest version that a server was given.
         """
         self._may_follow.clear()
-        while self._is_updating or any(lock.locked() for lock in self._locks):
+        while self._is_updating or self._loading or any(lock.locked() for lock in self._locks):
             await asyncio.sleep(HOLD_LOOK_S)
         return self.current
 
@@ -237,20 +213,21 @@ class WeightSync:
         """Send nothing to a server for which an episode failed, until it was looked at."""
         if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} failed; looking at it")
-        self._trouble.set()
+        self._trouble[index].set()
 
     def drop(self, index: int) -> None:
         """Wait for nothing of a server whose node is gone, until it is back."""
         if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
+        self._lost.add(index)
         loading = self._loading.get(index)
         if loading is not None:
             loading.cancel()
         self._on_change()
 
-    async def _load_unless_dropped(self, index: int) -> None:
-        """`_load`, broken off by `drop`."""
-        loading = asyncio.create_task(self._load(index), name=f"load-{index}")
+    async def _unless_dropped(self, index: int, load: Coroutine[Any, Any, None]) -> None:
+        """Have a server load something, broken off by `drop`."""
+        loading = asyncio.create_task(load, name=f"load-{index}")
         self._loading[index] = loading
         try:
             await asyncio.wait({loading})
@@ -319,16 +296,24 @@ class WeightSync:
             await self._may_follow.wait()
             if of_attempt != self._incarnation:
                 continue
-            start = loop_time()
-            self.current, self.paused_seconds, self._asleep = version, 0.0, False
-            self._is_updating = True
-            self._on_change()
-            await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
-            self._is_updating = False
-            end = loop_time()
-            self.update_seconds = end - start
-            self._updates += [("load", start, end), ("pause", max(start, end - self.paused_seconds), end)]
-            await self._announce()
+            await self.serve(version)
+
+    async def serve(self, version: int) -> None:
+        """Have the servers that are ready load a version; the others get it when they are back (`run`, `keep`).
+
+        Raises:
+            OrchestratorError: a server refuses it.
+        """
+        start = loop_time()
+        self.current, self.paused_seconds, self._asleep = version, 0.0, False
+        self._is_updating = True
+        self._on_change()
+        await asyncio.gather(*(self._unless_dropped(i, self._load(i)) for i in self._table.ready_indices))
+        self._is_updating = False
+        end = loop_time()
+        self.update_seconds = end - start
+        self._updates += [("load", start, end), ("pause", max(start, end - self.paused_seconds), end)]
+        await self._announce()
 
     def _wait_for(self, version: int) -> None:
         wait_for_artifact(
@@ -411,23 +396,20 @@ class WeightSync:
             logger.debug(f"version {served} is served")
         self._on_change()
 
-    async def _restore_servers_forever(self) -> None:
-        warned = loop_time()
+    async def _restore_forever(self, index: int) -> None:
+        server, warned = self._table.servers[index], loop_time()
         while True:
-            await _wait_for_event(self._trouble, PROBE_PAUSE_S)
-            self._trouble.clear()
-            down = [i for i, server in enumerate(self._table.servers) if not server.ready]
-            if not down:
+            await _wait_for_event(self._trouble[index], PROBE_PAUSE_S)
+            self._trouble[index].clear()
+            if server.ready:
                 warned = loop_time()
-                continue
-            results = await asyncio.gather(*(self._restore_server(i) for i in down))
-            if any(results):
+            elif await self._restore_server(index):
                 await self._announce()
-            if loop_time() - warned > DOWN_WARNING_S:
-                warned = loop_time()
-                urls = ", ".join(self._table.servers[i].url for i in down if not self._table.servers[i].ready)
-                logger.warning(f"still waiting for {urls}")
-            await asyncio.sleep(0 if all(results) else PROBE_PAUSE_S)
+            else:
+                if loop_time() - warned > DOWN_WARNING_S:
+                    warned = loop_time()
+                    logger.warning(f"still waiting for {server.url}")
+                await asyncio.sleep(PROBE_PAUSE_S)
 
     async def _restore_server(self, index: int) -> bool:
         """Look at a server that is not ready. Returns whether it is ready now."""
@@ -440,9 +422,9 @@ class WeightSync:
             logger.debug(f"{server.url} is not ready: {error}")
             return False
         is_there = await asyncio.to_thread(self._is_there, self.current)
-        if not self._may_follow.is_set():
-            return False
-        if found == self.current and not self._locks[index].locked():
+        if not self._may_follow.is_set() or self._locks[index].locked():
+            return False  # locked: what it has begun to load makes it ready, or it is looked at again
+        if found == self.current:
             self._table.mark_ready(index, found)
         elif self._asleep:
             return False  # loading would wake it on the trainer's GPU; the next version is near
@@ -450,7 +432,7 @@ class WeightSync:
             return False  # the trainer makes it once more
         else:
             logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
-            await self._load(index)
+            await self._unless_dropped(index, self._load(index))
         if server.ready:
             seconds = loop_time() - server.not_ready_since
             logger.info(f"inference server {server.url} takes episodes again after {seconds:.1f} s")
@@ -459,10 +441,11 @@ class WeightSync:
     def _is_there(self, version: int) -> bool:
         return version > self._made_again or version == 0 or version in list_versions(self._paths)
 
-    async def _check_forever(self) -> None:
+    async def _check_forever(self, index: int) -> None:
         while True:
             await asyncio.sleep(CHECK_PAUSE_S)
-            await asyncio.gather(*(self._check(i) for i in self._table.ready_indices))
+            if self._table.servers[index].ready:
+                await self._check(index)
 
     async def _check(self, index: int) -> None:
         """Find a server that restarted unnoticed: it serves another version than the one it was given."""

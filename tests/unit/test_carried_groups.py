@@ -1,11 +1,13 @@
 """Complete groups from one attempt to the next: the file, and when it is void."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.orchestrator.loop import Orchestrator
 from prime_hpc.orchestrator.rollouts import carried
 from prime_hpc.orchestrator.rollouts.carried import CarriedGroup, GroupCarrier, decode_groups, encode_groups
 from prime_hpc.orchestrator.rollouts.episodes import to_episode
@@ -131,6 +134,35 @@ def test_the_next_attempt_takes_what_was_complete_once(tmp_path: Path) -> None:
     assert len(second.take(asked(waiting))) == 2
     assert second.take(asked(waiting)) == []
     assert carrier(paths, 2).num_left == 0
+
+
+def test_what_an_attempt_has_not_opened_goes_on_to_the_next(tmp_path: Path) -> None:
+    paths, groups = make_paths(tmp_path), [make_group(p, [make_result([4])]) for p in (5, 6, 7)]
+    carrier(paths, 1).save(groups)
+    second = carrier(paths, 2)
+    assert second.take(asked(groups[0]))
+    second.save(groups[:1])
+    third = carrier(paths, 3)
+    assert third.num_left == 3 and all(third.take(asked(group)) for group in groups)
+
+
+def test_a_stop_while_the_servers_get_ready_loses_nothing() -> None:
+    async def main() -> None:
+        began, kept = asyncio.Event(), Mock()
+
+        async def prepare() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        loop: Any = Mock(exp=make_exp(), carrier=kept, book=Mock(complete=["group"]), _prepare=prepare)
+        running = asyncio.create_task(Orchestrator.run(loop))
+        await began.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        kept.save.assert_called_once_with(["group"])
+
+    asyncio.run(main())
 
 
 def test_batches_that_became_versions_are_nobody_s_loss(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,10 +11,11 @@ import pytest
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import MAX_FRAME, FrameError, Unpacker, pack
-from prime_hpc.envs.workers.host_link import Connection, Ending
+from prime_hpc.envs.workers.host_link import Connection, Ending, HostLink
 from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
 from prime_hpc.envs.workers.settings import plain_options, pool_options
 
@@ -161,6 +162,46 @@ def test_who_was_there_too_often_is_not_tried_again() -> None:
 # ------------------------------------------------------------------------------- workers that misbehave, scripted
 
 
+class AtOnce(HostLink):
+    """A host whose workers die before anybody here gets round to reading."""
+
+    fails = False
+
+    async def _reach(self) -> socket.socket:
+        ours, self.theirs = socket.socketpair()
+        ours.setblocking(False)
+        return ours
+
+    async def _start(self, control: socket.socket, order: dict[str, Any]) -> socket.socket:
+        if self.fails:
+            raise ConnectionError("no")
+        self.theirs.sendall(pack("gone", worker=order["worker"], code=-9, episode=0, why=""))
+        while order["worker"] in self._endings:
+            await asyncio.sleep(0)
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+
+def test_how_a_worker_ended_is_known_though_it_did_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "TOLD_WITHIN_S", 0.5)
+
+    async def main() -> None:
+        host = AtOnce()
+        async with asyncio.timeout(20):
+            made = await host.connect("x", 0)
+            assert await made.receive() == []
+            assert (await made.ending()).code == -9
+            host.fails = True
+            with pytest.raises(ConnectionError):
+                await host.connect("x", 0)
+        assert not host._endings
+        await host.close()
+        host.theirs.close()
+
+    asyncio.run(main())
+
+
 class Scripted:
     """A host whose workers do as a test says: `behave(worker)` for each that is started."""
 
@@ -170,7 +211,9 @@ class Scripted:
 
     async def connect(self, label: str, memory_bytes: int) -> Connection:
         ours, theirs = socket.socketpair()
-        made = Connection(self, len(self.peers), *(await asyncio.open_connection(sock=ours)))  # type: ignore[arg-type]
+        ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        streams, host = await asyncio.open_connection(sock=ours), cast(Any, self)
+        made = Connection(host, len(self.peers), ended, *streams)
         peer = Peer(made, *(await asyncio.open_connection(sock=theirs)))
         self.peers.append(peer)
         peer.task = asyncio.create_task(peer.run(self.behave))

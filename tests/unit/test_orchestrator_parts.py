@@ -5,6 +5,8 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +21,10 @@ from prime_hpc.orchestrator.evaluation import (
     rewards_text,
     summarize,
 )
+from prime_hpc.orchestrator.loop import Orchestrator
+from prime_hpc.orchestrator.metrics import StepStats
 from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -78,6 +83,15 @@ def test_a_third_of_failures_goes_on_and_so_does_a_bad_start() -> None:
         window.add("boom" if i % 3 else "")
     window.check()
     assert window.share == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_rollouts_that_train_though_a_deadline_cut_them_off_are_no_failures() -> None:
+    cut_off = EpisodeResult(EpisodeState.TIMEOUT, usable=False, reason="no end after 120 s", error_type="Timeout")
+    loop: Any = Mock(failures=FailureWindow(0.9), stats=StepStats(0.0))
+    for timeout_reward, share in ((-1.0, 0.0), (None, 0.5)):
+        episode = to_episode(cut_off, 100, timeout_reward=timeout_reward)
+        Orchestrator._count(loop, Mock(), 0, episode)
+        assert loop.failures.share == share
 
 
 # ---------------------------------------------------------------------------------------------------- dispatch

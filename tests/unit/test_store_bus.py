@@ -81,6 +81,34 @@ def test_late_joiner_gets_the_last_of_each_topic(hub, bus):
     assert heard == [{"version": 4}]
 
 
+def test_late_joiners_and_late_subscribers_get_the_last_word_about_each_server(hub, bus):
+    """Also after a connection that broke: every word is heard once."""
+
+    def say(index, state, role="inference"):
+        hub.publish("server", role=role, index=index, state=state)
+
+    for word in ((0, "lost"), (1, "lost"), (0, "starting"), (0, "lost", "teacher")):
+        say(*word)
+    late = bus(hub.address)
+    heard: list[tuple[Any, ...]] = []
+    late.subscribe("server", lambda m: heard.append((m["index"], m["state"], m["role"])))
+    expected = [(0, "starting", "inference"), (1, "lost", "inference"), (0, "lost", "teacher")]
+    until(lambda: len(heard) == 3)
+    assert sorted(heard) == sorted(expected)
+    assert late.wait("server", lambda m: m["index"] == 1, WAIT_S)["state"] == "lost"
+    assert hub.latest("server")["role"] == late.latest("server")["role"] == "teacher"
+    again: list[tuple[Any, ...]] = []
+    late.subscribe("server", lambda m: again.append((m["index"], m["state"], m["role"])))
+    until(lambda: len(again) == 3)
+    before = late._peer
+    before.sock.shutdown(socket.SHUT_RDWR)  # a cut cable
+    say(1, "starting")
+    until(lambda: late._peer not in (None, before))
+    late.publish("served", version=1)  # its echo comes after all that the hub repeats to a new connection
+    assert late.wait("served", lambda m: True, WAIT_S)
+    assert heard[3:] == again[3:] == [(1, "starting", "inference")]
+
+
 def test_the_hub_speaks_and_listens(bus):
     heard = []
     hub = BusServer(on_message=lambda topic, payload: heard.append((topic, payload)))

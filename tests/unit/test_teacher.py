@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from prime_hpc.launch.checks import _teacher
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.loop import Orchestrator
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.setup import server_urls, teacher_urls
 from prime_hpc.runtime.role_context import RoleContext, role_environment
 from tests.support.episodes import make_episode
@@ -304,10 +306,11 @@ def test_a_teachers_server_that_moves_is_asked_at_its_new_address_and_no_policys
     server, policys = Server([]), Server([])
     teacher = Teacher([server], "policy", deadline_s=1.0, max_concurrent=1)
     parts = SimpleNamespace(teacher=teacher, clients=[policys], train_pool=None, eval_pool=None)
-    table = SimpleNamespace(servers=[SimpleNamespace(url="http://p/v1")])
-    loop: Any = SimpleNamespace(exp=started("o/policy", "o/teacher"), parts=parts, table=table)
-    Orchestrator._server_news(loop, {"role": "teacher", "index": 0, "state": "lost", "url": "http://p/v1"})
-    Orchestrator._server_news(loop, {"role": "teacher", "index": 0, "state": "starting", "url": "http://there:5/v1"})
+    table, anything = ServerTable(["http://p/v1"], 0.0), Mock()
+    shared: Any = parts
+    news = ServerNews(started("o/policy", "o/teacher"), shared, table, anything, anything, anything)
+    news.act({"role": "teacher", "index": 0, "state": "lost", "url": "http://p/v1"})
+    news.act({"role": "teacher", "index": 0, "state": "starting", "url": "http://there:5/v1"})
     assert (server.base_url, policys.base_url) == ("http://there:5", "http://127.0.0.1:9")
-    Orchestrator._server_news(loop, {"role": "inference", "index": 0, "state": "starting", "url": "http://here:6/v1"})
+    news.act({"role": "inference", "index": 0, "state": "starting", "url": "http://here:6/v1"})
     assert (server.base_url, policys.base_url) == ("http://there:5", "http://here:6")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from prime_hpc.config.sections.orchestrator import TracesConfig
+from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.orchestrator.trace_log import TraceLog
@@ -42,6 +43,24 @@ def test_a_step_s_file_is_bounded_also_over_lives(tmp_path: Path) -> None:
         assert log.num_left_out >= 20
         log.close()
     assert (tmp_path / "traces" / "step_000001.jsonl").stat().st_size <= 2098
+
+
+def test_half_a_line_of_a_killed_attempt_costs_no_whole_one(tmp_path: Path) -> None:
+    traces, samples = tmp_path / "traces" / "step_000001.jsonl", tmp_path / "samples.jsonl"
+    traces.parent.mkdir()
+    for path in (traces, samples):
+        path.write_text('{"step": 1}\n{"step": 1, "promp')
+    for _ in range(2):
+        log = TraceLog(TracesConfig(), RunPaths(tmp_path), ["a"], 2)
+        log.group(1, make_group(0), "dropped")
+        log.close()
+        rows = SampleLog(samples, 9)
+        rows.write(1, [{"kind": "train"}])
+        rows.close()
+    for path in (traces, samples):
+        _, torn, *whole = path.read_text().splitlines()
+        assert torn == '{"step": 1, "promp' and len(whole) == 2
+        assert [json.loads(line)["step"] for line in whole] == [1, 1]
 
 
 def test_what_cannot_be_written_costs_traces_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bringing servers to the newest version: what happens when the next one comes in the middle."""
+"""Bringing servers to the newest version: the next one comes in the middle, a server hangs or is lost."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,64 +7,27 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.client.inference import InferenceError
 from prime_hpc.orchestrator import weight_sync
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.run_paths import RunPaths
+from tests.support.policy_servers import Bus, Server
 
 DEADLINE_S = 30.0
-
-
-class Server:
-    """An inference server that can be held up while it loads a version, and then has it or refuses it."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.held: asyncio.Event | None = None
-        self.began = asyncio.Event()
-        self.refuses: set[int] = set()
-
-    async def wait_ready(self, deadline_s: float) -> None:
-        """It is."""
-
-    async def health(self) -> bool:
-        return True
-
-    async def policy_version(self, name: str = "") -> int:
-        return self.version
-
-    async def update_weights(self, folder: Path, version: int, name: str = "") -> dict[str, Any]:
-        held, self.held = self.held, None
-        if held is not None:
-            self.began.set()
-            await held.wait()
-        if version in self.refuses:
-            raise InferenceError(f"{folder} is not there", status=400)
-        self.version = version
-        return {}
-
-
-class Bus:
-    """What the trainer says."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, dict[str, Any]] = {}
-
-    def subscribe(self, topic: str, function: Callable[..., Any]) -> None:
-        """Nobody calls it."""
-
-    def latest(self, topic: str) -> dict[str, Any] | None:
-        return self.said.get(topic)
-
-    def publish(self, topic: str, **fields: Any) -> None:
-        """Nobody hears it."""
 
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+def sync_of(servers: list[Server], table: ServerTable, bus: Bus, folder: Path) -> weight_sync.WeightSync:
+    clients: list[Any] = list(servers)
+    shared: Any = bus
+    return weight_sync.WeightSync(
+        RunPaths(folder), clients, table, shared, incarnation=1, ready_timeout_s=5, on_change=lambda: None
+    )
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
@@ -79,11 +42,7 @@ def test_a_version_that_comes_while_a_server_gets_the_one_before_is_loaded_as_we
 
     async def main() -> None:
         server, bus, table = Server(), Bus(), ServerTable(["a"], loop_time())
-        clients: list[Any] = [server]
-        shared: Any = bus
-        sync = weight_sync.WeightSync(
-            RunPaths(tmp_path), clients, table, shared, incarnation=1, ready_timeout_s=5, on_change=lambda: None
-        )
+        sync = sync_of([server], table, bus, tmp_path)
         await sync.prepare(0)
         running = asyncio.create_task(sync.run())
         bus.said["weights"] = {"version": 1}
@@ -100,5 +59,92 @@ def test_a_version_that_comes_while_a_server_gets_the_one_before_is_loaded_as_we
         assert server.version == 2 and not running.done()
         running.cancel()
         await asyncio.wait([running])
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Server], ServerTable, weight_sync.WeightSync]:
+    """Two servers that both have version 5, as all should."""
+    monkeypatch.setattr(weight_sync, "set_floor", lambda *args: None)
+    monkeypatch.setattr(weight_sync, "list_versions", lambda paths: [5, 6])
+    servers, table = [Server(), Server()], ServerTable(["a", "b"], 0.0)
+    sync = sync_of(servers, table, Bus(), tmp_path)
+    sync.current = 5
+    for index, server in enumerate(servers):
+        server.version = 5
+        table.mark_ready(index, 5)
+    return servers, table, sync
+
+
+def test_a_server_that_hangs_while_it_is_restored_holds_up_no_other(watched: Any) -> None:
+    """Nor what waits for loads to end, once its node is known to be gone."""
+    servers, table, sync = watched
+
+    async def main() -> None:
+        keeping = asyncio.create_task(sync.keep())
+        servers[0].version, servers[0].held = 0, asyncio.Event()  # was started again; nobody will set this
+        sync.report_error(0)
+        async with asyncio.timeout(DEADLINE_S):
+            await servers[0].began.wait()
+        sync.report_error(1)
+        await until(lambda: table.servers[1].ready)
+        assert not table.servers[0].ready and sync.is_loading(0)
+        sync.drop(0)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await sync.hold() == 5
+        assert not sync.is_loading(0)
+        await sync.go_on(1, 5)
+        await until(lambda: table.servers[0].ready)
+        assert servers[0].version == 5
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+    asyncio.run(main())
+
+
+def test_a_version_is_served_by_those_that_are_ready_and_later_by_the_others(watched: Any) -> None:
+    servers, table, sync = watched
+
+    async def main() -> None:
+        sync.drop(0)
+        async with asyncio.timeout(DEADLINE_S):
+            await sync.serve(6)
+        assert [server.version for server in servers] == [5, 6] and table.ready_indices == [1]
+        keeping = asyncio.create_task(sync.keep())
+        await until(lambda: table.ready_indices == [0, 1])
+        assert servers[0].version == 6 and table.served_version == 6
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+    asyncio.run(main())
+
+
+def test_a_run_begins_with_the_servers_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether one is lost before it is waited for, or while it loads the version from which the run goes on."""
+    for name in ("wait_for_artifact", "set_floor"):
+        monkeypatch.setattr(weight_sync, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(weight_sync, "list_versions", lambda paths: [3])
+
+    async def main() -> None:
+        servers, table = [Server(), Server(), Server()], ServerTable(["a", "b", "c"], 0.0)
+        sync = sync_of(servers, table, Bus(), tmp_path)
+        servers[0].is_up, servers[1].held = False, asyncio.Event()
+        sync.drop(0)
+        preparing = asyncio.create_task(sync.prepare(3))
+        async with asyncio.timeout(DEADLINE_S):
+            await servers[1].began.wait()
+            assert not preparing.done()
+            sync.drop(1)
+            await preparing
+        assert table.ready_indices == [2]
+        servers[0].is_up = True
+        keeping = asyncio.create_task(sync.keep())
+        await until(lambda: table.ready_indices == [0, 1, 2])
+        assert [server.version for server in servers] == [3, 3, 3]
+        keeping.cancel()
+        await asyncio.wait([keeping])
 
     asyncio.run(main())

@@ -61,11 +61,18 @@ class Ending:
 class Connection:
     """To one worker."""
 
-    def __init__(self, host: "HostLink", number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._host, self._number = host, number
+    def __init__(
+        self,
+        host: "HostLink",
+        number: int,
+        ended: asyncio.Future[Ending],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Take what leads to the worker; `ended` gets its result from the host."""
+        self._host, self._number, self.ended = host, number, ended
         self._reader, self._writer = reader, writer
         self._unpacker = Unpacker()
-        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     def send(self, op: str, **fields: Any) -> None:
         """Send a message; nothing happens where the worker is gone."""
@@ -113,7 +120,8 @@ class HostLink(ABC):
     def __init__(self) -> None:
         self._control: socket.socket | None = None
         self._unpacker = Unpacker()
-        self._connections: dict[int, Connection] = {}
+        self._endings: dict[int, asyncio.Future[Ending]] = {}
+        """Of the workers that live, as far as is known."""
         self._num_started = 0
         self._reaching = asyncio.Lock()
 
@@ -143,14 +151,19 @@ class HostLink(ABC):
             control = self._control
         self._num_started += 1
         number = self._num_started  # others may be started meanwhile
-        sock = await self._start(control, {"worker": number, "label": label, "memory": memory_bytes})
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
-        made = self._connections[number] = Connection(self, number, reader, writer)
-        return made
+        ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._endings[number] = ended
+        try:  # noted before: the host may say at once that it has ended
+            sock = await self._start(control, {"worker": number, "label": label, "memory": memory_bytes})
+            reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+        except BaseException:
+            self._endings.pop(number, None)
+            raise
+        return Connection(self, number, ended, reader, writer)
 
     def kill(self, number: int, why: str) -> None:
         """End a worker at once."""
-        if self._control is not None and number in self._connections:
+        if self._control is not None and number in self._endings:
             with contextlib.suppress(OSError):
                 self._control.sendall(pack("kill", worker=number, why=why))
 
@@ -168,10 +181,9 @@ class HostLink(ABC):
             data, messages = b"", []
         for message in messages:
             if message["op"] == "gone":
-                connection = self._connections.pop(message["worker"], None)
-                if connection is not None and not connection.ended.done():
-                    ending = Ending(int(message["code"]), int(message["episode"]), str(message["why"]))
-                    connection.ended.set_result(ending)
+                ended = self._endings.pop(message["worker"], None)
+                if ended is not None and not ended.done():
+                    ended.set_result(Ending(int(message["code"]), int(message["episode"]), str(message["why"])))
         if not data:
             logger.warning("{} is gone, and its workers with it", self)
             self._leave()
@@ -182,10 +194,10 @@ class HostLink(ABC):
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
             self._control = None
-        for connection in self._connections.values():
-            if not connection.ended.done():
-                connection.ended.set_result(Ending(None, 0))
-        self._connections.clear()
+        for ended in self._endings.values():
+            if not ended.done():
+                ended.set_result(Ending(None, 0))
+        self._endings.clear()
 
 
 class LocalHost(HostLink):

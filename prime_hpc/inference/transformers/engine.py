@@ -190,6 +190,8 @@ class Engine:
             self._forward(first, 1, min(self._rows[first].num_left, most, PREFILL_TOKENS))
             return
         for sequence in self._rows[first:]:
+            if sequence.prompt_scores is not None:
+                break
             most = max(longest, sequence.num_left)
             if sequence.num_cached != start or sequence.num_left < 2 or (rows and (rows + 1) * most > PREFILL_TOKENS):
                 break

@@ -1,7 +1,8 @@
 """Groups that were complete when an attempt was stopped, for the next one, which need not sample them again.
 
 An attempt that is told to stop (its time is over, another role has died) writes them into one file: those that no batch
-holds yet, and those of batches of which no version came. The next attempt opens its prompts as ever, and where one of
+holds yet, those of batches of which no version came, and those that it had from the attempt before and has not opened
+so far. The next attempt opens its prompts as ever, and where one of
 them is here takes the rollouts in place of dispatching it.
 
 That is exact only where both attempts are one history. The file is void for any but the very next attempt; where the
@@ -161,12 +162,14 @@ class GroupCarrier:
             self.batches.popleft()
 
     def save(self, complete: Iterable[Group]) -> None:
-        """Write down `complete` groups and those of the batches that may be lost; failing is no reason to fail."""
+        """Write down `complete` groups, those of the batches that may be lost and those that were left by the attempt
+        before; failing is no reason to fail."""
         if self._incarnation <= 0:
             return
         kept, size = [], 0
-        for group in [*(group for _, groups in self.batches for group in groups), *complete]:
-            carried = CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot is not None])
+        ended = [*(group for _, groups in self.batches for group in groups), *complete]
+        made = [CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot]) for group in ended]
+        for carried in [*made, *self._carried.values()]:
             size += carried.num_bytes
             if size > MOST_BYTES:
                 break

@@ -3,9 +3,9 @@
 The supervisor runs the hub (`BusServer`), every role a `BusClient`. Both prove to the other that they know the hub's
 secret before anything is said (`prime_hpc.store.messaging.auth`). Messages are small JSON objects under a topic
 ("weights", "batch", "consumed", "served", "status", "stop", "save"); the hub passes each to all clients and keeps the
-last per topic for late joiners; messages for the supervisor alone (`HUB_ONLY`) go no further. The bus is about latency
-only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a lost message, a dead hub or no hub at
-all costs seconds, never correctness.
+last per topic (`last_words`) for late joiners; messages for the supervisor alone (`HUB_ONLY`) go no further. The bus is
+about latency only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a lost message, a dead hub
+or no hub at all costs seconds, never correctness.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.accept_clients import Admission
 from prime_hpc.store.messaging.auth import AuthenticationError, new_secret, prove
 from prime_hpc.store.messaging.json_lines import Peer, PeerGone, encode, parse_address
+from prime_hpc.store.messaging.last_words import LastWords, thing
 from prime_hpc.store.messaging.run_topics import RunBusClient, scoped
 
 Payload = dict[str, Any]
@@ -113,7 +114,7 @@ class BusServer:
         self._incarnation = incarnation
         self._id = uuid.uuid4().hex[:12]
         self._lock = threading.Lock()
-        self._latest: dict[str, tuple[Payload, bytes]] = {}
+        self._latest: LastWords[tuple[Payload, bytes]] = LastWords()
         self._sequence = 0
         self._peers: dict[socket.socket, Peer] = {}
         self._closing = threading.Event()
@@ -128,8 +129,8 @@ class BusServer:
     def latest(self, topic: str) -> Payload | None:
         """Return the last message of a topic."""
         with self._lock:
-            entry = self._latest.get(topic)
-        return dict(entry[0]) if entry else None
+            entries = self._latest.of(topic)
+        return dict(entries[-1][0]) if entries else None
 
     @property
     def num_clients(self) -> int:
@@ -146,7 +147,7 @@ class BusServer:
         with self._lock:
             self._sequence += 1
             line = encode({"topic": topic, "payload": payload, "hub": self._id, "seq": self._sequence})
-            self._latest[topic] = (payload, line)
+            self._latest.keep(topic, payload, (payload, line))
             slow = [peer for peer in self._peers.values() if not peer.queue(line)]
         for peer in slow:  # shut down here, removed by the hub's thread; the client comes back and gets the latest
             with contextlib.suppress(OSError):
@@ -202,7 +203,7 @@ class BusServer:
             return
         peer.queue(proof)
         with self._lock:
-            for _, line in self._latest.values():
+            for _, line in self._latest:
                 peer.queue(line)
             self._peers[sock] = peer
         selector.register(sock, selectors.EVENT_READ)
@@ -258,10 +259,10 @@ class BusClient:
         self._role = role
         self._incarnation = incarnation
         self._changed = threading.Condition()
-        self._latest: dict[str, Payload] = {}
+        self._latest: LastWords[Payload] = LastWords()
         self._history: deque[tuple[int, str, Payload]] = deque(maxlen=_HISTORY)
         self._num_received = 0
-        self._seen: dict[str, tuple[str, int]] = {}  # topic -> (hub, sequence number) of the last message
+        self._seen: dict[tuple[Any, ...], tuple[str, int]] = {}  # thing -> (hub, sequence number) of the last message
         self._outgoing: deque[bytes] = deque(maxlen=_MAX_QUEUED)
         self._callbacks: list[tuple[str, Callable[[Payload], None]]] = []
         self._replays: deque[tuple[Payload, Callable[[Payload], None]]] = deque()
@@ -311,8 +312,8 @@ class BusClient:
     def latest(self, topic: str) -> Payload | None:
         """Return the last message of a topic that this process has received (its own come back to it as well)."""
         with self._changed:
-            message = self._latest.get(self._scoped(topic))
-        return dict(message) if message is not None else None
+            messages = self._latest.of(self._scoped(topic))
+        return dict(messages[-1]) if messages else None
 
     def _scoped(self, topic: str) -> str:
         return scoped(self._prefix, topic)
@@ -336,9 +337,9 @@ class BusClient:
         end = time.monotonic() + timeout_s
         topic = self._scoped(topic)
         with self._changed:
-            latest = self._latest.get(topic)
-            if latest is not None and predicate(latest):
-                return dict(latest)
+            for latest in self._latest.of(topic):
+                if predicate(latest):
+                    return dict(latest)
             seen = self._num_received
             while not self._closing.is_set():
                 for number, name, payload in list(self._history):
@@ -352,7 +353,7 @@ class BusClient:
         return None
 
     def subscribe(self, topic: str, callback: Callable[[Payload], None]) -> None:
-        """Call `callback(payload)` for the latest message of a topic (if any) and every coming one.
+        """Call `callback(payload)` for the latest message of a topic (if any; about each thing) and every coming one.
 
         It runs in the bus's thread: be quick, and hand over to an event loop with `call_soon_threadsafe`.
         """
@@ -361,9 +362,7 @@ class BusClient:
         topic = self._scoped(topic)
         with self._changed:
             self._callbacks.append((topic, callback))
-            latest = self._latest.get(topic)
-            if latest is not None:
-                self._replays.append((latest, callback))
+            self._replays.extend((latest, callback) for latest in self._latest.of(topic))
         self._waker.wake()
 
     def move(self, place: str, incarnation: int) -> None:
@@ -477,17 +476,18 @@ class BusClient:
             return
         if not isinstance(hub, str) or not isinstance(sequence, int):
             return
-        # After a reconnection the hub repeats the latest of each topic, in any order of topics: what this process
-        # has already seen on that topic is skipped, so callbacks run once per message.
+        # After a reconnection the hub repeats the latest about each thing, in any order: what this process has
+        # already seen about it is skipped, so callbacks run once per message.
         with self._changed:
             if self._moved.is_set():  # a last word of the hub that was left
                 return
-            known_hub, known = self._seen.get(topic, ("", 0))
+            about = thing(topic, payload)
+            known_hub, known = self._seen.get(about, ("", 0))
             if hub == known_hub and sequence <= known:
                 return
-            self._seen[topic] = (hub, sequence)
+            self._seen[about] = (hub, sequence)
             self._num_received += 1
-            self._latest[topic] = payload
+            self._latest.keep(topic, payload, payload)
             self._history.append((self._num_received, topic, payload))
             callbacks = [callback for name, callback in self._callbacks if name == topic]
             self._changed.notify_all()

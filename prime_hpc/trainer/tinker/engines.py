@@ -2,13 +2,17 @@
 
 Every save is a model of its own for the engines, so a sampler keeps its weights whatever is trained meanwhile. A server
 holds as many as the service has slots; the one that was asked for longest ago and has no request in flight goes first.
-A server that was started again has none: they are brought in anew.
+A server that was started again has none: they are brought in anew. One that gave no answer may be another by then, or
+not: it is asked for what it holds, and what nobody here knows of is unloaded, or its places would fill up for good.
 """
 
 import asyncio
 import contextlib
+import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,16 @@ from prime_hpc.trainer.tinker.wire import LENGTH, STOP, SampledSequence, write_s
 
 NOT_FOUND = 404
 RETRY_S = 1.0
+_OURS = re.compile(r"[0-9a-f]{32}-\d+-\d+")
+"""Names under which saves are served: a session, the number of its adapter, that of the save."""
+
+
+@dataclass
+class _Adapter:
+    """One adapter in a server."""
+
+    uses: int = 0
+    """Requests in flight."""
 
 
 class _Server:
@@ -30,8 +44,10 @@ class _Server:
     def __init__(self, client: InferenceClient, room: int) -> None:
         self.client, self._room = client, room
         self.in_flight = 0
-        self._uses: OrderedDict[str, int] = OrderedDict()
-        """Adapter -> requests in flight, the one that was asked for longest ago first."""
+        self._adapters: OrderedDict[str, _Adapter] = OrderedDict()
+        """The one that was asked for longest ago first."""
+        self._is_known = False
+        """Whether the server holds these and no others of ours: one of an earlier life of this service may hold any."""
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
@@ -44,35 +60,62 @@ class _Server:
                 return
             name = f"{saved.run.root.name}-{saved.save.number}"
             async with self._changed:
-                if name not in self._uses:
-                    await self._bring(name, saved)
-                self._uses[name] += 1
-                self._uses.move_to_end(name)
+                await self._bring(name, saved)
+                adapter = self._adapters[name]
+                adapter.uses += 1
+                self._adapters.move_to_end(name)
             try:
                 yield name
             finally:
                 async with self._changed:
-                    if name in self._uses:
-                        self._uses[name] -= 1
+                    adapter.uses -= 1  # its own: another may have its name by now, in a server that was started again
                     self._changed.notify_all()
         finally:
             self.in_flight -= 1
 
     async def _bring(self, name: str, saved: Saved) -> None:
-        while len(self._uses) >= self._room:
-            idle = next((n for n, uses in self._uses.items() if not uses), None)
+        """See to it that the server holds an adapter."""
+        while True:
+            await self._look()
+            if name in self._adapters:
+                return
+            if len(self._adapters) < self._room:
+                break
+            idle = next((n for n, adapter in self._adapters.items() if not adapter.uses), None)
             if idle is None:
                 await self._changed.wait()
                 continue
-            del self._uses[idle]
             await self.client.reload_weights(idle)
-        if name not in self._uses:
-            await self.client.update_weights(saved.folder.absolute(), saved.save.number, name)
-            self._uses[name] = 0
+            del self._adapters[idle]
+        load = partial(self.client.update_weights, saved.folder.absolute(), saved.save.number, name)
+        try:
+            await load()
+        except InferenceError as error:
+            self.doubt()  # it may be full of what it took too late for an answer
+            if not _is_refusal(error) or not await self._look():
+                raise
+            await load()
+        self._adapters[name] = _Adapter()
 
-    def forget(self) -> None:
-        """Forget all adapters: the server has none any more."""
-        self._uses.clear()
+    async def _look(self) -> int:
+        """Find out what the server holds, where that is in doubt, and unload what nobody here knows of; return how
+        many those were."""
+        if self._is_known:
+            return 0
+        found = await self.client.adapter_versions()
+        strays = [name for name in found if name not in self._adapters and _OURS.fullmatch(name)]
+        for name in strays:
+            await self.client.reload_weights(name)
+        for name in [name for name in self._adapters if name not in found]:
+            del self._adapters[name]
+        self._is_known = True
+        self._changed.notify_all()
+        return len(strays)
+
+    def doubt(self) -> None:
+        """Ask the server for its adapters before the next one is brought: it may be another one that has none, or the
+        same that took an order without an answer."""
+        self._is_known = False
 
 
 class Engines:
@@ -114,9 +157,7 @@ class Engines:
                 answer = await self._ask(body, saved)
                 break
             except InferenceError as error:
-                if error.status is not None and error.status != NOT_FOUND and error.status < 500:
-                    raise BadRequestError(str(error)) from error
-                if loop_time() >= end:
+                if _is_refusal(error) or loop_time() >= end:
                     raise
                 await asyncio.sleep(RETRY_S)
         return _written(answer, request, tokens)
@@ -131,10 +172,15 @@ class Engines:
         server = min(known, key=lambda s: s.in_flight)
         try:
             async with server.holding(saved) as name:
-                return await server.client.complete({**body, "model": name})
+                try:
+                    return await server.client.complete({**body, "model": name})
+                except InferenceError as error:
+                    if _is_refusal(error):
+                        raise BadRequestError(str(error)) from error
+                    raise
         except InferenceError as error:
             if error.status in (None, NOT_FOUND):  # it is gone, or another one that knows nothing
-                server.forget()
+                server.doubt()
             raise
 
     def _body(self, request: Sample, tokens: list[int], vocab_size: int) -> dict[str, Any]:
@@ -167,6 +213,11 @@ class Engines:
         if request.prompt_logprobs or request.topk_prompt_logprobs:
             sampling["prompt_logprobs"] = request.topk_prompt_logprobs
         return {"token_ids": tokens, "sampling_params": {k: v for k, v in sampling.items() if v is not None}}
+
+
+def _is_refusal(error: InferenceError) -> bool:
+    """Return whether the same again would fail as well."""
+    return error.status is not None and error.status != NOT_FOUND and error.status < 500
 
 
 def _stop(params: SamplingParams) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_hpc.trainer.tinker.adapter import AdamStep
 from prime_hpc.trainer.tinker.batches import BadRequestError
+from prime_hpc.trainer.tinker.paths import expiry
 
 
 class _Request(BaseModel):
@@ -182,6 +183,16 @@ _ADAM: Mapping[str, tuple[float, float, float]] = {
     "grad_clip_norm": (0.0, -math.inf, math.inf),
 }
 """Parameter -> its default in the client, its least value, and the one that it must be below."""
+
+
+def kept(request: SaveWeights | SaveForSampler) -> dict[str, Any]:
+    """Return what is noted beside a save.
+
+    Raises:
+        BadRequestError: it is to be kept for no time at all.
+    """
+    expiry(request.ttl_seconds)  # refused before anything is written
+    return {"user_metadata": request.user_metadata, "ttl_seconds": request.ttl_seconds}
 
 
 def adam_step(request: OptimStep) -> AdamStep:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from pydantic_core import to_json
 
 from prime_hpc.client.inference import InferenceError
 from prime_hpc.config import Experiment
@@ -24,7 +23,7 @@ from prime_hpc.trainer.tinker import requests as wanted
 from prime_hpc.trainer.tinker.batches import BadRequestError, check_data, check_loss
 from prime_hpc.trainer.tinker.board import Board, Failure, Kind, Operation
 from prime_hpc.trainer.tinker.engines import Engines
-from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name, expiry, newest_first
+from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name, newest_first
 from prime_hpc.trainer.tinker.sessions import Future, GoneError, Line, Sampler, Session
 from prime_hpc.trainer.tinker.wire import ForwardBackward
 
@@ -226,7 +225,7 @@ class Service:
 
         def operation() -> Operation:
             name = check_name(request.path or f"{request.seq_id:06d}")
-            payload = {"name": name, "overwrite": request.overwrite, **_kept(request)}
+            payload = {"name": name, "overwrite": request.overwrite, **wanted.kept(request)}
             return Operation(Kind.SAVE, payload=payload)
 
         return self._enqueue(request.model_id, request.seq_id, operation)
@@ -236,7 +235,7 @@ class Service:
 
         def operation() -> Operation:
             name = None if request.path is None else check_name(request.path)
-            payload: dict[str, Any] = {"name": name, **_kept(request)}
+            payload: dict[str, Any] = {"name": name, **wanted.kept(request)}
             if name is None:
                 number, session = request.sampling_session_seq_id, request.model_id.partition(":")[0]
                 if number is None:
@@ -258,13 +257,19 @@ class Service:
     def remove(self, model_id: str) -> None:
         """Have an adapter give its slot back, before anything that is still in its line; what it saved stays."""
         self._models.pop(model_id, None)
-        line, request_id = self._lines.pop(model_id, None), f"{model_id}:remove"
-        if line is None:
+        request_id = f"{model_id}:remove"
+        if not self._end_line(model_id, f"adapter {model_id} was removed", is_user=True):
             return
-        for operation in line.held.values():
-            self._settle(operation.request_id, Failure(f"adapter {model_id} was removed", is_user=True))
         self._futures[request_id] = Future(model_id)
         self.board.put(Operation(Kind.REMOVE, model_id, request_id))
+
+    def _end_line(self, model_id: str, why: str, is_user: bool) -> bool:
+        """Take no further requests about an adapter, and answer those that wait for one before them; whether there was
+        such an adapter."""
+        line = self._lines.pop(model_id, None)
+        for operation in line.held.values() if line is not None else ():
+            self._settle(operation.request_id, Failure(why, is_user))
+        return line is not None
 
     def info(self, model_id: str) -> dict[str, Any]:
         """Say of an adapter what its client asks.
@@ -339,7 +344,7 @@ class Service:
             line.next += 1
             if ready.kind is Kind.REFUSE and ready.request_id == f"{model_id}:0":  # it never was an adapter
                 self._settle(ready.request_id, Failure(ready.payload["why"], is_user=True))
-                self._lines.pop(model_id, None)
+                self._end_line(model_id, f"adapter {model_id} was refused: {ready.payload['why']}", is_user=True)
                 break
             self.board.put(ready)
         return request_id
@@ -414,6 +419,8 @@ class Service:
         except InferenceError as error:
             logger.error(f"{request_id}: {error}")
             result = Failure(str(error), is_user=False)
+        except Exception as error:  # noqa: BLE001 - without a result the client would ask for it for ever
+            result = _trouble(request_id, error)
         self._settle(request_id, result)
 
     # ------------------------------------------------------------------------------------------------ results
@@ -424,12 +431,20 @@ class Service:
         self._loop.call_soon_threadsafe(self._finish, operation, result)
 
     def _finish(self, operation: Operation, result: Any) -> None:
+        try:
+            result = self._taken(operation, result)
+        except Exception as error:  # noqa: BLE001 - without a result the client would ask for it for ever
+            result = _trouble(operation.request_id, error)
+        self._settle(operation.request_id, result)
+
+    def _taken(self, operation: Operation, result: Any) -> Any:
+        """Note what an operation has changed; returns what its client is told."""
         model_id, payload = operation.model_id, operation.payload
         failed = isinstance(result, Failure)
         if operation.kind is Kind.CREATE and not failed and model_id in self._lines:
             self._models[model_id] = payload["shape"]
         if operation.kind is Kind.CREATE and failed:
-            self._lines.pop(model_id, None)
+            self._end_line(model_id, f"adapter {model_id} could not be created: {result.message}", result.is_user)
         session = self._sessions.get(model_id.partition(":")[0])
         if operation.kind is Kind.PUBLISH and not failed and "sampler" in payload and session is not None:
             saved = self.shelf.find(result["path"], "sampler_weights")
@@ -437,21 +452,13 @@ class Service:
             if follows:
                 self._published[model_id] = saved
             self._add_sampler(session, payload["sampler"], saved, follows)
-            result = {"sampling_session_id": payload["sampler"], "type": result["type"]}
-        if operation.kind is Kind.REMOVE:
-            result = {"model_id": model_id, "type": "unload_model"}
-        self._settle(operation.request_id, result)
+            return {"sampling_session_id": payload["sampler"], "type": result["type"]}
+        return {"model_id": model_id, "type": "unload_model"} if operation.kind is Kind.REMOVE else result
 
     def _settle(self, request_id: str, result: Any) -> None:
         future = self._futures.get(request_id)
-        if future is None:  # nobody waits for the end of an adapter
-            return
-        future.is_protobuf = isinstance(result, bytes)
-        if isinstance(result, Failure):
-            result = {"error": result.message, "category": "user" if result.is_user else "server"}
-        future.body = result if isinstance(result, bytes) else to_json(result)
-        future.ended = time.monotonic()
-        future.done.set()
+        if future is not None:  # nobody waits for the end of an adapter
+            future.settle(result)
 
     async def result(self, request_id: str, wait_s: float) -> Future | None:
         """Return a future that has its result; None after so many seconds without one.
@@ -480,11 +487,11 @@ class Service:
         return future is not None and future.model_id != "" and not self.board.has_slot(future.model_id)
 
 
+def _trouble(request_id: str, error: Exception) -> Failure:
+    """Log an error that nobody expects; returns what the client is told."""
+    logger.opt(exception=error).error(f"{request_id} failed")
+    return Failure(f"{type(error).__name__}: {error}", is_user=False)
+
+
 def _as_text(metadata: dict[str, Any] | None) -> dict[str, str]:
     return {str(key): str(value) for key, value in (metadata or {}).items()}
-
-
-def _kept(request: wanted.SaveWeights | wanted.SaveForSampler) -> dict[str, Any]:
-    """Return what is noted beside a save."""
-    expiry(request.ttl_seconds)  # refused before anything is written
-    return {"user_metadata": request.user_metadata, "ttl_seconds": request.ttl_seconds}

@@ -1,9 +1,13 @@
 """Records of the service: its clients, their samplers, the line of an adapter's requests, and results on their way."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from prime_hpc.trainer.tinker.board import Operation
+from pydantic_core import to_json
+
+from prime_hpc.trainer.tinker.board import Failure, Operation
 from prime_hpc.trainer.tinker.paths import Saved
 
 
@@ -20,6 +24,15 @@ class Future:
     body: bytes = b""
     is_protobuf: bool = False
     ended: float = 0.0
+
+    def settle(self, result: Any) -> None:
+        """Give it its result: bytes as they are, a failure in the client's form, else what JSON can hold."""
+        self.is_protobuf = isinstance(result, bytes)
+        if isinstance(result, Failure):
+            result = {"error": result.message, "category": "user" if result.is_user else "server"}
+        self.body = result if isinstance(result, bytes) else to_json(result)
+        self.ended = time.monotonic()
+        self.done.set()
 
 
 @dataclass

@@ -1,0 +1,38 @@
+"""The last message of each topic, for who comes late; of some topics the last about each thing that they are about."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+Kept = TypeVar("Kept")
+ABOUT = {"server": ("role", "index")}
+"""Topics about several things, and the fields that name one: news of a server does not take the place of another's."""
+
+
+def thing(topic: str, payload: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the topic of a message and what names the thing that it is about."""
+    return (topic, *(str(payload.get(field)) for field in ABOUT.get(topic, ())))
+
+
+class LastWords(Generic[Kept]):
+    """Something kept of the last message about each thing."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, dict[tuple[Any, ...], Kept]] = {}
+
+    def keep(self, topic: str, payload: Mapping[str, Any], kept: Kept) -> None:
+        """Keep something of a message in place of what was kept of the one before it."""
+        things, name = self._kept.setdefault(topic, {}), thing(topic, payload)
+        things.pop(name, None)  # so that the newest is the last
+        things[name] = kept
+
+    def of(self, topic: str) -> list[Kept]:
+        """Return what is kept of a topic, the newest last."""
+        return list(self._kept.get(topic, {}).values())
+
+    def __iter__(self) -> Iterator[Kept]:
+        """All that is kept, in any order of topics."""
+        return (kept for things in self._kept.values() for kept in things.values())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()

@@ -1,0 +1,122 @@
+"""Environment evaluations of an SFT run: how long they wait for a version, and servers that are lost meanwhile."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.orchestrator import sft_eval_loop, weight_sync
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
+from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.store.run_paths import RunPaths
+from tests.support.policy_servers import Bus, Server
+
+TIMEOUT_S = 100.0
+
+
+class World:
+    """An evaluation loop around stand-ins; `evaluated`: version, and the servers that were ready when it began."""
+
+    def __init__(self, folder: Path, *envs: dict[str, Any], last: int = 4, start_step: int = 0) -> None:
+        tree = {
+            "kind": "sft",
+            "max_steps": last,
+            "sft": {"data": {"type": "fake"}},
+            "orchestrator": {"weights_timeout_s": TIMEOUT_S, "eval": {"interval": 2, "env": list(envs)}},
+        }
+        self.servers, self.bus = [Server(), Server()], Bus()
+        pool = SimpleNamespace(
+            sources=[SimpleNamespace(name=env["id"], num_tasks=4) for env in envs], move_server=lambda *_: None
+        )
+        status = SimpleNamespace(beat=lambda **_: None, ready=lambda **_: None)
+        parts: Any = SimpleNamespace(
+            paths=RunPaths(folder),
+            train_pool=None,
+            eval_pool=pool,
+            urls=["http://a/v1", "http://b/v1"],
+            clients=self.servers,
+            bus=self.bus,
+            status=status,
+            incarnation=1,
+            ready_timeout_s=50.0,
+            teacher=None,
+        )
+        self.loop = EvalLoop(Experiment.model_validate(tree), parts, start_step=start_step)
+        self.evaluated: list[tuple[int, list[int]]] = []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sft_eval_loop, weight_sync):
+        monkeypatch.setattr(module, "set_floor", lambda *args: None)
+    monkeypatch.setattr(sft_eval_loop, "drop_lease", lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("start", "intervals", "version", "steps"), [(0, [500], 500, 500), (12, [100], 100, 88), (0, [3, 5], 6, 1)]
+)
+def test_a_version_may_take_as_long_as_its_steps_do(
+    start: int, intervals: list[int], version: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Due versions come of each environment's own interval."""
+    clock = [0.0]
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        clock[0] += TIMEOUT_S / 2
+        raise ArtifactTimeout("not yet")
+
+    monkeypatch.setattr(sft_eval_loop, "loop_time", lambda: clock[0])
+    monkeypatch.setattr(sft_eval_loop, "wait_for_artifact", wait)
+    monkeypatch.setattr(sft_eval_loop, "latest_version", lambda *args: None)
+    envs = [{"id": "reverse-text", "interval": interval, "name": f"env{i}"} for i, interval in enumerate(intervals)]
+    loop = World(tmp_path, *envs, last=600, start_step=start).loop
+    with pytest.raises(OrchestratorError, match=f"no weights version {version} within {steps * TIMEOUT_S:.0f} s"):
+        asyncio.run(loop._wait_for(version))
+
+
+def test_it_goes_on_with_the_servers_that_are_left_and_finds_the_others_where_they_are_started(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        world = World(tmp_path, {"id": "reverse-text"})
+        loop, table = world.loop, world.loop._table
+
+        async def wait_for(version: int) -> bool:
+            if version == 2:  # its node is lost while nothing is evaluated
+                world.servers[0].is_up = False
+                world.bus.say("server", role="inference", index=0, state="lost", url="http://a/v1")
+            if version == 4:
+                world.bus.say("server", role="inference", index=0, state="starting", url="http://elsewhere/v1")
+            await asyncio.sleep(0)
+            return True
+
+        async def evaluate(version: int) -> None:
+            world.evaluated.append((version, table.ready_indices))
+
+        monkeypatch.setattr(loop, "_wait_for", wait_for)
+        monkeypatch.setattr(loop, "_evaluate", evaluate)
+        await loop.run()
+        assert world.evaluated == [(0, [0, 1]), (2, [1]), (4, [1])]
+        assert [server.version for server in world.servers] == [0, 4]
+        assert world.servers[0].base_url == table.servers[0].url == "http://elsewhere/v1"
+
+    asyncio.run(main())
+
+
+def test_servers_that_were_lost_between_evaluations_have_their_time_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(sft_eval_loop, "loop_time", lambda: clock[0])
+    loop = World(tmp_path, {"id": "reverse-text"}).loop
+    clock[0] = 10_000.0  # hours without a due version
+    loop._check_servers(began=9_990.0)
+    with pytest.raises(OrchestratorError, match="no inference server answered"):
+        loop._check_servers(began=9_900.0)
+    loop._fail(KeyError("index"))
+    with pytest.raises(KeyError):
+        loop._check_servers(began=9_990.0)
