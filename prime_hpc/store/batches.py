@@ -248,13 +248,39 @@ def prune_batches(
     return removed
 
 
-def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:
+def list_batches_after(paths: RunPaths, step: int, *, spare_given: bool = False) -> list[int]:
+    """Sorted steps above `step` whose batch is on disk.
+
+    Args:
+        paths: the run.
+        step: at which the run goes on.
+        spare_given: without those that no attempt wrote (incarnation 0): they were put there to be trained on.
+
+    Raises:
+        Unreadable: who wrote one cannot be told now.
+    """
+    after = [n for n in list_batches(paths) if n > step]
+    return [n for n in after if not _is_given(paths.rollouts_step(n))] if spare_given else after
+
+
+def _is_given(directory: Path) -> bool:
+    try:
+        return read_manifest(directory).incarnation == 0
+    except ArtifactError:
+        return False
+
+
+def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0, *, spare_given: bool = False) -> list[int]:
     """Delete the batches of steps above `step`: a resumed run makes them anew. Supervisor only.
+
+    Args:
+        paths, step, spare_given: see `list_batches_after`.
+        incarnation: number of the attempt that begins.
 
     Returns:
         The steps that were removed.
     """
-    removed = [n for n in list_batches(paths) if n > step]
+    removed = list_batches_after(paths, step, spare_given=spare_given)
     for n in reversed(removed):
         for directory in (paths.rollouts_step(n), paths.archived_step(n)):
             clear_name(paths, directory, incarnation)
