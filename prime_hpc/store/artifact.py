@@ -171,7 +171,7 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         check_incarnation(run, manifest.incarnation)
         try:
             with fenced_stage(stage, run, manifest.incarnation):
-                files.rename(stage, final)
+                _take_name(stage, final, manifest)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -192,6 +192,19 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         with contextlib.suppress(FileNotFoundError):
             discard(run, final, manifest.incarnation)
     raise StoreError(f"{final}: other writers keep taking this name")
+
+
+def _take_name(stage: Path, final: Path, manifest: Manifest) -> None:
+    """Rename a stage. A network file system that loses its answer asks once more, and is told that the stage is gone:
+    then the artifact is there."""
+    try:
+        files.rename(stage, final)
+    except FileNotFoundError:
+        with contextlib.suppress(ArtifactError, Unreadable):
+            found = read_manifest(final)
+            if (found.incarnation, found.digest) == (manifest.incarnation, manifest.digest):
+                return
+        raise
 
 
 def discard(run: RunPaths, path: Path, incarnation: int) -> None:

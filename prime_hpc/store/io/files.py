@@ -181,10 +181,11 @@ def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
         write_file(temporary, [data], sync=sync)
         rename(temporary, path)
     except FileNotFoundError as error:
-        raise StoreError(
-            f"{path}: {error.filename} is gone: another process has removed the directory, or swept up the unfinished "
-            "file (a newer attempt of the run does, on its start)"
-        ) from error
+        if not path.exists() or path.read_bytes() != data:  # else it was renamed, and only the answer was lost
+            raise StoreError(
+                f"{path}: {error.filename} is gone: another process has removed the directory, or swept up the "
+                "unfinished file (a newer attempt of the run does, on its start)"
+            ) from error
     except BaseException:
         with contextlib.suppress(OSError):  # never hides the reason
             temporary.unlink()
