@@ -25,7 +25,7 @@ from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.store.leases import drop_lease, set_floor
-from prime_hpc.store.weights import latest_version, list_versions
+from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 ROLE = "orchestrator"
 LOOK_S = 2.0
@@ -59,6 +59,7 @@ class EvalLoop:
     def __init__(self, exp: Experiment, parts: Parts, *, start_step: int = 0) -> None:
         assert exp.orchestrator.eval is not None
         self._exp, self._parts, self._config = exp, parts, exp.orchestrator.eval
+        self._start_step = start_step
         rows = read_metrics(parts.paths.metrics(ROLE))
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
         self._intervals = [plan.interval for plan in plans(self._config, len(parts.eval_pool.sources))]
@@ -103,8 +104,11 @@ class EvalLoop:
         drop_lease(paths, READER)
 
     async def _wait_for(self, version: int) -> bool:
-        """Until the trainer has published it; False where it was, and is gone again."""
-        waited = loop_time()
+        """Until the trainer has published it; False where it was, and is gone again.
+
+        What this attempt makes anew counts only as its own: a fenced one may have left some.
+        """
+        waited, incarnation = loop_time(), self._parts.incarnation if version > self._start_step else 0
         while version > 0:
             try:
                 await asyncio.to_thread(
@@ -114,11 +118,11 @@ class EvalLoop:
                     bus=self._parts.bus,
                     topic="weights",
                     key={"version": version},
+                    min_incarnation=incarnation,
                 )
                 return True
             except (ArtifactTimeout, ArtifactError):
-                newest = await asyncio.to_thread(latest_version, self._parts.paths)
-                if newest is not None and newest > version:
+                if await asyncio.to_thread(newest_of_attempt, self._parts.paths, version, incarnation) is not None:
                     logger.warning(f"version {version} is not on disk any more: not evaluated")
                     return False
                 limit = self._exp.orchestrator.weights_timeout_s * max(1, self._config.interval)

@@ -229,6 +229,24 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
     files.remove_tree(trash)
 
 
+@contextlib.contextmanager
+def if_removable(what: str) -> Iterator[None]:
+    """Remove what retention gives up, with a warning where that cannot be: no reason to end a run.
+
+    Args:
+        what: is removed, for people.
+
+    Raises:
+        FencedError: a newer attempt has begun.
+    """
+    try:
+        yield
+    except FencedError:
+        raise
+    except (StoreError, OSError) as error:
+        logger.warning(f"old {what} could not be removed: {error}")
+
+
 def _unless_newer(run: RunPaths, path: Path, taken: Path, incarnation: int) -> None:
     """Put back what was renamed where it is a newer attempt's, or where that cannot be told.
 

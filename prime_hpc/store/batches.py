@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from prime_hpc.store.artifact import (
     ArtifactError,
     ArtifactWriter,
     Manifest,
+    StoreError,
     check_file,
     clear_name,
     discard,
@@ -36,6 +37,7 @@ STATE = "orchestrator.json"
 RAW = "raw_bytes"
 """In the manifest of an archived batch: size of each rank's file before it was compressed."""
 _MAX_WRITERS = 8  # threads of one batch: fsync of many files overlaps, more does not help
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -208,6 +210,25 @@ def find_batch(paths: RunPaths, step: int) -> Path:
     if step in list_steps(paths.rollouts) or step not in list_steps(paths.archived_rollouts):
         return paths.rollouts_step(step)
     return paths.archived_step(step)
+
+
+class PastBatch:
+    """A batch of the past, which a run that goes on may compress while it is read."""
+
+    def __init__(self, paths: RunPaths, step: int) -> None:
+        self._paths, self._step = paths, step
+        self._directory = find_batch(paths, step)
+
+    def read(self, read: Callable[[Path], T]) -> T:
+        """Call `read` with its directory, once more where it lies in the other place by then. Raises what that does."""
+        try:
+            return read(self._directory)
+        except StoreError:
+            moved_to = find_batch(self._paths, self._step)
+            if moved_to == self._directory:
+                raise
+            self._directory = moved_to
+            return read(moved_to)
 
 
 def _discard(paths: RunPaths, step: int, incarnation: int) -> None:

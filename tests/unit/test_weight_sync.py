@@ -1,17 +1,20 @@
-"""Bringing servers to the newest version: what happens when the next one comes in the middle."""
+"""Bringing servers to the newest version: what happens when the next one comes in the middle, and which one counts."""
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prime_hpc.client.inference import InferenceError
-from prime_hpc.orchestrator import weight_sync
+from prime_hpc.orchestrator import sft_eval_loop, weight_sync
+from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
-from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from tests.support.checkpoints import make_weights
 
 DEADLINE_S = 30.0
 
@@ -102,3 +105,29 @@ def test_a_version_that_comes_while_a_server_gets_the_one_before_is_loaded_as_we
         await asyncio.wait([running])
 
     asyncio.run(main())
+
+
+def test_an_evaluation_takes_no_version_of_a_fenced_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what this attempt makes anew; what was there when it began counts, whoever made it."""
+    monkeypatch.setattr(sft_eval_loop, "LOOK_S", 0.05)
+    paths = RunPaths(tmp_path / "run")
+    claim_incarnation(paths)
+    for version in (40, 80, 100):  # the last two came after attempt 2 had begun
+        make_weights(paths, version, 1)
+    claim_incarnation(paths)
+    own: Any = SimpleNamespace(
+        _exp=SimpleNamespace(orchestrator=SimpleNamespace(weights_timeout_s=0.0)),
+        _config=SimpleNamespace(interval=1),
+        _parts=SimpleNamespace(paths=paths, bus=None, incarnation=2, status=SimpleNamespace(beat=lambda **_: None)),
+        _start_step=60,
+    )
+
+    def wait_for(version: int) -> bool:
+        return asyncio.run(sft_eval_loop.EvalLoop._wait_for(own, version))
+
+    assert wait_for(40) and not wait_for(20)
+    for version in (70, 80):
+        with pytest.raises(OrchestratorError, match=f"no weights version {version}"):
+            wait_for(version)
+    make_weights(paths, 80, 2)
+    assert wait_for(80) and not wait_for(70)
