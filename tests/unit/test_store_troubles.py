@@ -85,7 +85,11 @@ def test_a_directory_that_answers_nothing_is_still_named(
 
     for name in ("open", "stat", "statvfs", "mkdir"):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    for write in (lambda: files.write_file(broken / "x", [b"1"]), lambda: files.create_exclusive(broken / "x")):
+    for write in (
+        lambda: files.write_file(broken / "x", [b"1"]),
+        lambda: files.create_exclusive(broken / "x"),
+        lambda: files.make_dir(broken / "x"),
+    ):
         with pytest.raises(StoreError, match=f"broken/x: .*{words}"):
             write()
 

@@ -309,9 +309,9 @@ def make_dir(path: Path, *, exist_ok: bool = True) -> None:
         StoreError: not writable, disk full, or a file is in the way.
         FileExistsError: it exists and `exist_ok` is False.
     """
-    if exist_ok and path.is_dir():
-        return
     with disk_errors(path):
+        if exist_ok and path.is_dir():
+            return
         _before("mkdir", path)
         try:
             path.mkdir(parents=True, exist_ok=exist_ok)
