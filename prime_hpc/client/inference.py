@@ -26,7 +26,8 @@ token, where no others than those of the sampled tokens are asked for. A third o
 
 
 class InferenceError(RuntimeError):
-    """A call to the inference server failed; `status` is the HTTP status, or None without an answer."""
+    """A call to the inference server failed; `status` is the HTTP status, or None without an answer of
+    its own (also where something in between said 200)."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -295,7 +296,15 @@ class InferenceClient:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
-        return (await self._ask(method, path, body, timeout)).json()
+        answer = await self._ask(method, path, body, timeout)
+        try:
+            said = answer.json()
+        except ValueError:
+            said = None
+        if not isinstance(said, dict):
+            shown = answer.body[:200].decode(errors="replace")
+            raise InferenceError(f"{method} {self.base_url}{path}: {answer.status}, but no JSON object: {shown!r}")
+        return said
 
     async def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None

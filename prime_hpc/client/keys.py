@@ -88,8 +88,8 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
     The key is not given away: a port that another user listens on gets none.
     """
     parts = urlsplit(url)
-    path = key_file(environ)
-    if parts.hostname not in (*LOOPBACK, socket.gethostname()) or not path.is_file():
+    path = _kept_key_file(environ) if parts.hostname in (*LOOPBACK, socket.gethostname()) else None
+    if path is None:
         return None
     if not _is_user_listener(parts.port or 80):
         logger.warning(f"{url}: another user listens there; the key in {path} is not sent")
@@ -103,6 +103,15 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
         return _read(descriptor) or None
     finally:
         os.close(descriptor)
+
+
+def _kept_key_file(environ: Mapping[str, str]) -> Path | None:
+    """Return the key's file where it is there; None too for a user without a home, or one that may not be searched."""
+    try:
+        path = key_file(environ)
+        return path if path.is_file() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def _is_user_listener(port: int) -> bool:

@@ -26,7 +26,7 @@ from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.store.leases import drop_lease, set_floor
-from prime_hpc.store.weights import latest_version, list_versions
+from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 ROLE = "orchestrator"
 LOOK_S = 2.0
@@ -109,8 +109,11 @@ class EvalLoop:
         drop_lease(paths, READER)
 
     async def _wait_for(self, version: int) -> bool:
-        """Until the trainer has published it; False where it was, and is gone again."""
-        waited = loop_time()
+        """Until the trainer has published it; False where it was, and is gone again.
+
+        What this attempt makes anew counts only as its own: a fenced one may have left some.
+        """
+        waited, incarnation = loop_time(), self._parts.incarnation if version > self._start_step else 0
         while version > 0:
             try:
                 await asyncio.to_thread(
@@ -120,11 +123,11 @@ class EvalLoop:
                     bus=self._parts.bus,
                     topic="weights",
                     key={"version": version},
+                    min_incarnation=incarnation,
                 )
                 return True
             except (ArtifactTimeout, ArtifactError):
-                newest = await asyncio.to_thread(latest_version, self._parts.paths)
-                if newest is not None and newest > version:
+                if await asyncio.to_thread(newest_of_attempt, self._parts.paths, version, incarnation) is not None:
                     logger.warning(f"version {version} is not on disk any more: not evaluated")
                     return False
                 limit = self._exp.orchestrator.weights_timeout_s * self._steps_to(version)

@@ -17,7 +17,7 @@ import numpy as np
 from prime_hpc.report.series import Faults, number_of, read_lines, short
 from prime_hpc.report.token_text import TokenText
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import find_batch, list_batches, read_rank_batch
+from prime_hpc.store.batches import PastBatch, list_batches, read_rank_batch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
@@ -114,9 +114,7 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
 def _of_step(
     paths: RunPaths, step: int, env_names: Sequence[str], decoder: TokenText | None, budget: Budget, chosen: Chosen
 ) -> list[dict[str, Any]]:
-    directory = find_batch(paths, step)
-    num_ranks = int(read_manifest(directory, deadline_s=_READ_DEADLINE_S).meta["num_ranks"])
-    ranks = [read_rank_batch(directory, rank, deadline_s=_READ_DEADLINE_S) for rank in range(min(num_ranks, 64))]
+    ranks = PastBatch(paths, step).read(_ranks)
     places = [(rank, s) for rank, batch in enumerate(ranks) for s in range(batch.num_sequences)]
     chosen.num_stored += len(places)
     if not places:
@@ -143,6 +141,11 @@ def _of_step(
         if budget.take(12 * len(row["ids"]) + sum(map(len, row["text"])) + 200):
             found.append(row)
     return found
+
+
+def _ranks(directory: Path) -> list[RankBatch]:
+    num_ranks = int(read_manifest(directory, deadline_s=_READ_DEADLINE_S).meta["num_ranks"])
+    return [read_rank_batch(directory, rank, deadline_s=_READ_DEADLINE_S) for rank in range(min(num_ranks, 64))]
 
 
 def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> dict[str, Any]:

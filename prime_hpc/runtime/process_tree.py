@@ -46,6 +46,16 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
+def runs_since(pid: int, since: float) -> bool:
+    """Return whether a process that began at `since` (epoch seconds) or before still runs; one that has ended, and
+    whose parent has not asked how (a container without an init never does), does not."""
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() <= since + 1 and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def send(processes: Iterable[psutil.Process], signum: int) -> None:
     """Send a signal to those that still live (psutil guards against re-used ids)."""
     for process in processes:

@@ -151,12 +151,9 @@ def _is_held(lock: Path, text: str) -> bool:
         return lock.exists() and time.time() - lock.stat().st_mtime < 5
     if host != socket.gethostname():
         return time.time() - since < _FOREIGN_LOCK_S
-    import psutil
+    from prime_hpc.runtime.process_tree import runs_since
 
-    try:
-        return bool(psutil.Process(pid).create_time() <= since + 1)
-    except psutil.NoSuchProcess:
-        return False
+    return runs_since(pid, since)
 
 
 def _move_aside(lock: Path, text: str) -> None:

@@ -171,7 +171,7 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         check_incarnation(run, manifest.incarnation)
         try:
             with fenced_stage(stage, run, manifest.incarnation):
-                files.rename(stage, final)
+                _take_name(stage, final, manifest)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -194,6 +194,19 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
     raise StoreError(f"{final}: other writers keep taking this name")
 
 
+def _take_name(stage: Path, final: Path, manifest: Manifest) -> None:
+    """Rename a stage. A network file system that loses its answer asks once more, and is told that the stage is gone:
+    then the artifact is there."""
+    try:
+        files.rename(stage, final)
+    except FileNotFoundError:
+        with contextlib.suppress(ArtifactError, Unreadable):
+            found = read_manifest(final)
+            if (found.incarnation, found.digest) == (manifest.incarnation, manifest.digest):
+                return
+        raise
+
+
 def discard(run: RunPaths, path: Path, incarnation: int) -> None:
     """Delete a committed artifact: out of sight in one rename, then file by file. Readers never see a half of it.
 
@@ -214,6 +227,24 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
         return
     _unless_newer(run, path, trash, incarnation)
     files.remove_tree(trash)
+
+
+@contextlib.contextmanager
+def if_removable(what: str) -> Iterator[None]:
+    """Remove what retention gives up, with a warning where that cannot be: no reason to end a run.
+
+    Args:
+        what: is removed, for people.
+
+    Raises:
+        FencedError: a newer attempt has begun.
+    """
+    try:
+        yield
+    except FencedError:
+        raise
+    except (StoreError, OSError) as error:
+        logger.warning(f"old {what} could not be removed: {error}")
 
 
 def _unless_newer(run: RunPaths, path: Path, taken: Path, incarnation: int) -> None:

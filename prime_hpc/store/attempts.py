@@ -14,11 +14,15 @@ from typing import cast
 
 from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.io import files
+from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.run_dirs import AttemptRow, parse_attempts
 
 ALIVE_S = 120.0
 """An attempt on another host that was silent for longer is over: twice what an NFS client may show of an older
 state."""
+
+_ENDED = ("Z", "X", "x")
+"""States of a process that has ended (proc(5))."""
 
 
 @dataclass
@@ -185,16 +189,13 @@ def _take(log_dir: Path) -> bool:
 
 def is_held(row: AttemptRow) -> bool:
     """Return whether an attempt that wrote no end still runs on this host."""
-    import psutil
+    from prime_hpc.runtime.process_tree import runs_since
 
     if row["ended"] is not None or row["host"] != socket.gethostname():
         return False
     if row.get("process"):
         return process_token(row["pid"]) == row["process"]
-    try:
-        return psutil.Process(row["pid"]).create_time() <= row["began"] + 1
-    except psutil.NoSuchProcess:
-        return False
+    return runs_since(row["pid"], row["began"])
 
 
 def runs_elsewhere(run_dir: Path, row: AttemptRow) -> str | None:
@@ -205,7 +206,7 @@ def runs_elsewhere(run_dir: Path, row: AttemptRow) -> str | None:
     if row["ended"] is not None or row.get("job_id") or row["host"] == socket.gethostname():
         return None
     try:
-        age_s = _clock_of(run_dir) - (run_dir / STATUS_JSON).stat().st_mtime
+        age_s = file_age_s(run_dir / STATUS_JSON)
     except OSError:
         return None
     if age_s > ALIVE_S:
@@ -217,24 +218,15 @@ def runs_elsewhere(run_dir: Path, row: AttemptRow) -> str | None:
     )
 
 
-def _clock_of(folder: Path) -> float:
-    """Now, by the clock that gives the folder's files their times."""
-    probe = folder / f".clock-{socket.gethostname()}-{os.getpid()}"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
 def process_token(pid: int) -> str | None:
-    """Tells a process from a later one with the same number, also where the clock was set; None: it is gone.
+    """Tells a process from a later one with the same number, also where the clock was set; None: it is gone, or has
+    ended and its parent has not asked how (a container without an init never does).
 
-    The boot's id and the start in ticks since then (proc(5), field 22 of stat).
+    The boot's id and the start in ticks since then (proc(5), field 22 of stat; field 3 is the state).
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    return f"{boot}:{fields[19]}"
+    return f"{boot}:{fields[19]}" if fields[0] not in _ENDED else None

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from prime_hpc.store.artifact import (
     ArtifactError,
     ArtifactWriter,
     Manifest,
+    StoreError,
     check_file,
     clear_name,
     discard,
@@ -36,6 +37,7 @@ STATE = "orchestrator.json"
 RAW = "raw_bytes"
 """In the manifest of an archived batch: size of each rank's file before it was compressed."""
 _MAX_WRITERS = 8  # threads of one batch: fsync of many files overlaps, more does not help
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -210,6 +212,25 @@ def find_batch(paths: RunPaths, step: int) -> Path:
     return paths.archived_step(step)
 
 
+class PastBatch:
+    """A batch of the past, which a run that goes on may compress while it is read."""
+
+    def __init__(self, paths: RunPaths, step: int) -> None:
+        self._paths, self._step = paths, step
+        self._directory = find_batch(paths, step)
+
+    def read(self, read: Callable[[Path], T]) -> T:
+        """Call `read` with its directory, once more where it lies in the other place by then. Raises what that does."""
+        try:
+            return read(self._directory)
+        except StoreError:
+            moved_to = find_batch(self._paths, self._step)
+            if moved_to == self._directory:
+                raise
+            self._directory = moved_to
+            return read(moved_to)
+
+
 def _discard(paths: RunPaths, step: int, incarnation: int) -> None:
     """Remove a batch wherever it is; another process may just be packing it. What is no artifact stays."""
     for directory in (paths.rollouts_step(step), paths.archived_step(step)):
@@ -248,13 +269,39 @@ def prune_batches(
     return removed
 
 
-def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:
+def list_batches_after(paths: RunPaths, step: int, *, spare_given: bool = False) -> list[int]:
+    """Sorted steps above `step` whose batch is on disk.
+
+    Args:
+        paths: the run.
+        step: at which the run goes on.
+        spare_given: without those that no attempt wrote (incarnation 0): they were put there to be trained on.
+
+    Raises:
+        Unreadable: who wrote one cannot be told now.
+    """
+    after = [n for n in list_batches(paths) if n > step]
+    return [n for n in after if not _is_given(paths.rollouts_step(n))] if spare_given else after
+
+
+def _is_given(directory: Path) -> bool:
+    try:
+        return read_manifest(directory).incarnation == 0
+    except ArtifactError:
+        return False
+
+
+def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0, *, spare_given: bool = False) -> list[int]:
     """Delete the batches of steps above `step`: a resumed run makes them anew. Supervisor only.
+
+    Args:
+        paths, step, spare_given: see `list_batches_after`.
+        incarnation: number of the attempt that begins.
 
     Returns:
         The steps that were removed.
     """
-    removed = [n for n in list_batches(paths) if n > step]
+    removed = list_batches_after(paths, step, spare_given=spare_given)
     for n in reversed(removed):
         for directory in (paths.rollouts_step(n), paths.archived_step(n)):
             clear_name(paths, directory, incarnation)

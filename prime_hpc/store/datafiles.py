@@ -43,7 +43,7 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
     for path in source.paths:
         found = _expand(path)
         if not found:
-            raise ValueError(f"{path} {'matches no file' if glob.has_magic(path) else 'does not exist'}")
+            raise ValueError(f"{path} {_why_nothing(path)}")
         files += found
     if not any(path.is_dir() or path.stat().st_size for path in files):
         raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {path} are empty")
@@ -61,6 +61,12 @@ def _expand(path: str) -> list[Path]:
     if not here.is_dir() or (here / SAVED_BY_DATASETS).exists():
         return [here] if here.exists() else []
     return sorted(p for p in here.rglob("*") if p.is_file() and _holds_rows(p.relative_to(here)))
+
+
+def _why_nothing(path: str) -> str:
+    if Path(path).is_dir():
+        return f"is a directory without data files ({', '.join((*_JSONL, *_PARQUET))}, or compressed)"
+    return "matches no file" if glob.has_magic(path) else "does not exist"
 
 
 def _holds_rows(path: Path) -> bool:

@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, RankBatch
-from prime_hpc.store.batches import find_batch, read_rank_batch
+from prime_hpc.store.batches import PastBatch, read_rank_batch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
@@ -120,10 +121,10 @@ def _appearing(output: Path) -> Iterator[Path]:
 
 def _parts(paths: RunPaths, step: int) -> Iterator[tuple[int, RankBatch, int]]:
     """Rank, its part, and the version that batch `step` trains."""
-    directory = find_batch(paths, step)
-    manifest = read_manifest(directory, deadline_s=READ_DEADLINE_S)
+    batch = PastBatch(paths, step)
+    manifest = batch.read(partial(read_manifest, deadline_s=READ_DEADLINE_S))
     for rank in range(int(manifest.meta["num_ranks"])):
-        yield rank, read_rank_batch(directory, rank, deadline_s=READ_DEADLINE_S), step - 1
+        yield rank, batch.read(partial(read_rank_batch, rank=rank, deadline_s=READ_DEADLINE_S)), step - 1
 
 
 def _table(

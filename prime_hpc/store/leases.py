@@ -1,7 +1,9 @@
 """Leases: each reader of weights says which versions it still needs; retention asks before it deletes.
 
-The orchestrator sets its floor after every served version; other readers (an evaluation, a second engine group) set
-their own. One small JSON file per reader, replaced in one rename.
+The orchestrator sets its floor after every served version, or of an SFT run before it evaluates one. One small JSON
+file per reader, replaced in one rename. `prime-hpc eval` of a run that still trains sets none: a floor keeps all that
+is made above it, for hours, and for good where the evaluation is killed. What stays for it are the versions of
+checkpoints.
 """
 
 import json

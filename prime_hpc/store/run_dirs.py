@@ -128,7 +128,7 @@ def list_runs(folder: Path, max_depth: int = _MAX_DEPTH) -> list[Path]:
 def _collect(folder: str, depth: int, found: list[Path]) -> None:
     try:
         with os.scandir(folder) as entries:
-            names = [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            names = [entry.path for entry in entries if not entry.name.startswith(".") and _is_dir(entry)]
     except OSError:  # absent, not ours to read, or gone meanwhile: no run that could be shown
         return
     for path in names:
@@ -136,6 +136,14 @@ def _collect(folder: str, depth: int, found: list[Path]) -> None:
             found.append(Path(path))
         elif depth > 1:
             _collect(path, depth - 1, found)
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a directory; a link that leads in a circle is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def run_name(path: Path, folder: Path) -> str:

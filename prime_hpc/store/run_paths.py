@@ -183,12 +183,23 @@ def claim_incarnation(paths: RunPaths, after: int | None = None) -> int:
 
 
 def record_start(paths: RunPaths, incarnation: int, step: int) -> None:
-    """Note durably that an attempt goes on from `step`, before it changes anything. Supervisor only.
+    """Note durably that an attempt goes on from `step`, before it changes anything. Whoever claimed it only.
+
+    One that was held up notes nothing: by its word, what the newer attempt goes on from would be late.
 
     Raises:
+        FencedError: a newer attempt has begun.
         StoreError: the directory is not writable or the disk is full.
     """
-    files.create_exclusive(paths.incarnation / f"{incarnation:06d}.from_{step}")
+    check_incarnation(paths, incarnation)
+    note = paths.incarnation / f"{incarnation:06d}.from_{step}"
+    is_new = files.create_exclusive(note)
+    try:
+        check_incarnation(paths, incarnation)
+    except FencedError:
+        if is_new:
+            files.remove_file(note)
+        raise
     files.fsync_dir(paths.incarnation)
 
 
@@ -205,13 +216,14 @@ def incarnation_starts(paths: RunPaths, names: Iterable[str] | None = None) -> d
 
 def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
     """Return whether an artifact of `step` came after a newer attempt had begun below it: a fenced attempt's, which
-    counts as not there. What a later attempt began at or above was there when it began.
+    counts as not there. What a still newer attempt went on from is the run's own, whoever wrote it.
 
     Args:
         step, incarnation: of the artifact.
         starts: from `incarnation_starts`.
     """
-    return any(number > incarnation and start < step for number, start in starts.items())
+    below = max((number for number, start in starts.items() if number > incarnation and start < step), default=0)
+    return below > max((number for number, start in starts.items() if start == step), default=0)
 
 
 def refuse_other_owner(run_dir: Path) -> None:

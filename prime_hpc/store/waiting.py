@@ -65,7 +65,8 @@ def wait_for_artifact(
         key: fields of the announcement that must have at least these values, e.g. `{"step": 3}`.
         names: files whose sizes are checked; None: all.
         handover: the writer's socket; where it hands out the manifest, the file system is not asked at all.
-        min_incarnation: an artifact of an older attempt counts as not there (a late write of a fenced process).
+        min_incarnation: an artifact of an older attempt counts as not there (a late write of a fenced process); one
+            that no attempt wrote (0) was put there by hand, and counts.
         cancelled: asked at least every 0.25 s.
         pace: of the listings, where this is not the first call for this artifact.
 
@@ -214,7 +215,7 @@ class _Wait:
                 if not self.found:
                     return None
                 manifest = verify_artifact(self.directory, names=self.names)
-            if manifest.incarnation < self.min_incarnation:
+            if 0 < manifest.incarnation < self.min_incarnation:
                 raise ArtifactError(
                     self.directory / MANIFEST,
                     f"incarnation {self.min_incarnation} or newer",

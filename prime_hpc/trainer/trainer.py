@@ -15,7 +15,7 @@ from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import Status
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.artifact import Manifest
+from prime_hpc.store.artifact import Manifest, if_removable
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
@@ -208,7 +208,8 @@ class Trainer:
         self.bus.publish("weights", version=manifest.version, path=str(path), digest=manifest.digest)
         if prune:
             keep = self.experiment.trainer.keep_weights
-            prune_weights(self.paths, keep, self.context.incarnation, keep=self.saver.steps_in_flight)
+            with if_removable("weight versions"):
+                prune_weights(self.paths, keep, self.context.incarnation, keep=self.saver.steps_in_flight)
 
     def train(self, step: int, batch: RankBatch, objective: MicroBatchLoss) -> dict[str, float]:
         """Do one train step; a save in flight is not lost when it refuses. Collective.
@@ -235,7 +236,8 @@ class Trainer:
             return
         config, keep = self.experiment.orchestrator, self.saver.steps_in_flight
         if config.keep_rollouts is not None:
-            prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
+            with if_removable("batches"):
+                prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
         if config.compress_rollouts and self.packer is None:
             self.packer = RolloutArchiver(self.paths, self.context.incarnation)
         if self.packer is not None:

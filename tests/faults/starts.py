@@ -189,9 +189,12 @@ class _Stub:
 
     on_start: Callable[[], None] = staticmethod(lambda: None)
     left = None
+    incarnation = 0
+    """Of the newest attempt."""
 
     def __init__(self, experiment: Experiment, run_dir: Path, attempt: Attempt, *_: Any) -> None:
         self.run_dir, self.attempt = run_dir, attempt
+        _Stub.incarnation = attempt.incarnation
         self.controls = _[-1]
 
     def run(self) -> int:
@@ -254,7 +257,7 @@ def _admit_all(run_dir: Path) -> dict[str, int | None]:
     in the answer: the others train."""
     parent = early_end.load_patiently(run_dir)
     now = 0.0  # advances with the turns: a machine that stands still must not end the patience before its last try
-    own = run_slots.RunSlots(parent, run_dir, 1, lambda *_: None, lambda: now)
+    own = run_slots.RunSlots(parent, run_dir, _Stub.incarnation, lambda *_: None, lambda: now)
     steps: dict[str, int | None] = {}
     end = ADMIT_S
     while len(steps) < len(CHILDREN) and now < end:

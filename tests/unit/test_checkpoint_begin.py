@@ -1,15 +1,18 @@
 """Where an attempt goes on: asked for, newest, another run's; and every bad checkpoint is refused with its reason."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.artifact import verify_artifact
+from prime_hpc.store.artifact import StoreError, verify_artifact
 from prime_hpc.store.checkpoint import import_checkpoint
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint.newest import read_pointer
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor.attempt.start import begin_attempt
@@ -61,6 +64,10 @@ def train(exp: Experiment, *steps: int, incarnation: int = 1) -> RunPaths:
         meta = {"identity": model_identity(Path(exp.model.name))}
         make_checkpoint(paths, step, kind=exp.kind, incarnation=incarnation, meta=meta)
     return paths
+
+
+def no_links(number: int = errno.EXDEV) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def checkpoints(exp: Experiment) -> list[int]:
@@ -169,10 +176,7 @@ def test_starts_from_another_run(tmp_path: Path, place: str) -> None:
 def test_takes_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = train(experiment(tmp_path, "other"), 10)
 
-    def refuse(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(files.os, "link", refuse)
+    monkeypatch.setattr(files.os, "link", lambda *_: no_links())
     exp = experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)})
     assert life(exp) == 10
     mine = RunPaths(exp.run_dir).checkpoint_step(10) / SHARD
@@ -272,3 +276,65 @@ def test_a_checkpoint_directory_belongs_to_one_run(tmp_path: Path) -> None:
         life(experiment(tmp_path, "third", ckpt={"path": str(shared)}))
     with pytest.raises(ConfigError, match="unknown origin"):
         life(experiment(tmp_path, "fourth", ckpt={"path": str(second.run_dir / "checkpoints")}))
+
+
+def test_a_run_whose_checkpoints_moved_is_found_where_they_are_now(tmp_path: Path) -> None:
+    first, shared = experiment(tmp_path, "first"), tmp_path / "elsewhere"
+    assert life(first) is None
+    inside = train(first, 10)
+    asked = {"path": str(shared), "resume_step": str(inside.checkpoints)}
+    assert life(experiment(tmp_path, "first", ckpt=asked)) == 10
+    train(experiment(tmp_path, "first", ckpt={"path": str(shared)}), 20, incarnation=2)
+    assert list_steps(inside.checkpoints, digits=0) == [10]
+    assert import_checkpoint.find_checkpoint(first.run_dir).path == shared / "step_20"
+    assert life(experiment(tmp_path, "first", ckpt={"resume_step": str(shared)})) == 20  # and inside again
+    train(first, 30, incarnation=3)
+    assert read_pointer(inside) is None
+    assert import_checkpoint.find_checkpoint(first.run_dir).path == inside.checkpoints / "step_30"
+
+
+def test_checkpoints_that_are_not_mounted_are_not_replaced_by_older_ones(tmp_path: Path) -> None:
+    paths = train(experiment(tmp_path, "first"), 10)
+    import_checkpoint.point_to_root(RunPaths(paths.root, tmp_path / "mount"))
+    with pytest.raises(ConfigError, match=r"lie in .*mount, which lists none: is its file system mounted here\?"):
+        life(experiment(tmp_path, "mine", ckpt={"resume_step": str(paths.root)}))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_runs_that_want_one_directory_at_once_the_first_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    shared, looked = tmp_path / "elsewhere", import_checkpoint._read_owner
+    first, second = (RunPaths(experiment(tmp_path, name).run_dir, shared) for name in ("first", "second"))
+
+    def look_and_stall(root: Path) -> Path | None:
+        owner = looked(root)
+        monkeypatch.setattr(import_checkpoint, "_read_owner", looked)
+        import_checkpoint.claim_root(second)
+        return owner
+
+    if not links:
+        monkeypatch.setattr(files.os, "link", lambda *_: no_links())
+    monkeypatch.setattr(import_checkpoint, "_read_owner", look_and_stall)
+    with pytest.raises(StoreError, match=r"another run, .*second: choose another ckpt\.path"):
+        import_checkpoint.claim_root(first)
+    import_checkpoint.claim_root(second)
+    assert [path.name for path in shared.iterdir()] == [import_checkpoint.OWNER]
+
+
+def test_what_is_broken_makes_room_for_a_whole_one_of_another_run(tmp_path: Path) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+    exp = experiment(tmp_path, "mine")
+    assert life(exp) is None
+    mine = train(exp, 10)
+    damage(mine.checkpoint_step(10), "manifest")
+    assert life(experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)})) == 10
+    assert resolve_resume(mine.checkpoints, 10).manifest.meta["adopted_from"] == str(source.checkpoint_step(10))
+    assert len(list(mine.checkpoints.glob("set-aside-step_10-*"))) == 1
+
+
+def test_a_quota_that_refuses_a_link_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+    monkeypatch.setattr(files.os, "link", lambda *_: no_links(errno.EDQUOT))
+    with pytest.raises(ConfigError, match="quota exceeded"):
+        life(experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)}))

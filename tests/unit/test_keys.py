@@ -1,6 +1,7 @@
 """The keys of inference servers: each server has one, its own clients find it, nobody else does."""
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +27,7 @@ from prime_hpc.supervisor.main import _keys
 
 WAIT_S = 20.0
 KEY = "the-right-key"
+OF_A_PROXY = {"/policy_version": "<html>log in first</html>", "/v1/models": "[1]"}
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
@@ -32,8 +35,9 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "http":
         if scope["path"] == "/stand-still":
             time.sleep(1.0)
+        body = OF_A_PROXY.get(scope["path"], f'{{"data": "{scope["path"]}"}}')
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": f'{{"data": "{scope["path"]}"}}'.encode()})
+        await send({"type": "http.response.body", "body": body.encode()})
 
 
 class Guarded:
@@ -146,12 +150,50 @@ def test_a_server_by_hand_makes_a_key_that_its_users_clients_find(cache):
 
         async def ask(stated: str | None) -> str:
             async with InferenceClient(server.url, stated) as client:
-                return (await client._call("GET", "/v1/models"))["data"]
+                return (await client._call("GET", "/v1/others"))["data"]
 
-        assert asyncio.run(ask(None)) == "/v1/models"
+        assert asyncio.run(ask(None)) == "/v1/others"
         with pytest.raises(InferenceError, match="401"):
             asyncio.run(ask("another"))
         assert find_key("http://gpu17:8000/v1") is None  # never sent elsewhere
+    finally:
+        server.close()
+
+
+def test_an_answer_that_is_no_json_object_is_none_of_the_servers():
+    server = Guarded(KEY)
+
+    async def ask() -> None:
+        async with InferenceClient(server.url, KEY) as client:
+            with pytest.raises(
+                InferenceError, match="policy_version: 200, but no JSON object: '<html>log in"
+            ) as failed:
+                await client.policy_version()
+            assert failed.value.status is None
+            with pytest.raises(InferenceError, match="no JSON object"):
+                await client.models()
+
+    try:
+        asyncio.run(ask())
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), RuntimeError("no home")])
+def test_a_cache_that_cannot_be_looked_at_holds_no_key(cache, monkeypatch, error):
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    server = Guarded(KEY)
+
+    async def ask() -> None:
+        async with InferenceClient(server.url) as client:
+            with pytest.raises(InferenceError, match="401"):
+                await client.policy_version()
+
+    try:
+        asyncio.run(ask())
     finally:
         server.close()
 

@@ -282,7 +282,7 @@ def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: P
     for start in (lambda: prepare_run(one), lambda: close_crashed_attempts(run_dir, RunPaths(run_dir), None)):
         with pytest.raises(ConfigError, match=r"attempt 1 runs on login2 \(process 4711\), whose last sign of life is"):
             start()
-    assert not list(run_dir.glob(".clock-*"))
+    assert not list(run_dir.glob(".tmp-*"))
     os.utime(status, (0, time.time() - ALIVE_S - 60))  # silent for longer: it is taken over, and said to have ended
     prepare_run(one)
     close_crashed_attempts(run_dir, RunPaths(run_dir), None)

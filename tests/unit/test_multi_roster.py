@@ -1,7 +1,9 @@
 """The directories below a parent: whole, half-written, foreign, twice, deleted, waiting; no model and no ranks."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +11,16 @@ from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import list_batches, write_batch
+from prime_hpc.store.checkpoint.newest import Choice
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
-from prime_hpc.store.run_paths import RunPaths, current_incarnation
-from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, Leave, RunSlots
+from prime_hpc.store.errors import FencedError
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
+from prime_hpc.store.waiting import wait_for_artifact
+from prime_hpc.trainer.multi import admission
+from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, UNREAD_S, Leave, RunSlots
+from tests.support.checkpoints import make_checkpoint
 
 SHARED = share(["test"])
 
@@ -222,6 +231,68 @@ def test_a_new_trainer_takes_up_what_the_old_one_left(world: World) -> None:
     state = read_state(a)
     assert state is not None and (state.parent_incarnation, state.incarnation, state.max_steps) == (2, 2, 7)
     assert world.phase("run_b") == "stopped" and b.exists()
+
+
+def overtake(world: World, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    """Something happens elsewhere when a trainer has chosen where a child goes on."""
+    choose = admission.choose_newest
+
+    def choose_and_stall(*args: Any, **named: Any) -> Choice:
+        choice = choose(*args, **named)
+        monkeypatch.setattr(admission, "choose_newest", choose)
+        meanwhile()
+        return choice
+
+    monkeypatch.setattr(admission, "choose_newest", choose_and_stall)
+
+
+def test_an_old_trainer_takes_no_run_over_from_the_new_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parent = world.child("run_a"), RunPaths(world.root)
+    old, new = world.roster, World(world.root).begin(2)
+    claim_incarnation(parent)
+    for roster in (old, new):
+        roster.look()
+
+    def new_trainer() -> None:
+        claim_incarnation(parent)
+        admitted = new.admit()
+        assert admitted is not None
+        new.began(admitted, 0, {})
+
+    overtake(world, monkeypatch, new_trainer)
+    with pytest.raises(FencedError, match="incarnation 2"):
+        old.admit()
+    old.ended("run_a", "failed", "its writes are refused")
+    state = read_state(path)
+    assert state is not None and (state.phase, state.parent_incarnation) == ("training", 2)
+    assert current_incarnation(RunPaths(path)) == 1
+
+
+def test_a_run_that_an_old_trainer_has_just_claimed_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = world.child("run_a")
+    world.look()
+    overtake(world, monkeypatch, lambda: claim_incarnation(RunPaths(path)))
+    assert world.admit() is None and world.phase("run_a") == "waiting"
+    world.now += UNREAD_S
+    assert world.admit() == "run_a" and current_incarnation(RunPaths(path)) == 2
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_batches_that_no_attempt_wrote_outlive_one_that_was_killed(world: World, saved: int) -> None:
+    paths = RunPaths(world.child("run_a"))
+    for step in (1, 2, 3):
+        write_batch(paths, step, [RankBatch.empty(1)], state={"step": step})
+    world.look()
+    assert world.admit() == "run_a"
+    for step in range(1, saved + 1):
+        make_checkpoint(paths, step, incarnation=1)
+    write_batch(paths, 4, [RankBatch.empty(1)], state={}, incarnation=1)
+    world.begin(2)
+    world.look()
+    assert world.admit() == "run_a" and list_batches(paths) == [1, 2, 3]
+    assert wait_for_artifact(paths.rollouts_step(saved + 1), deadline_s=0.1, min_incarnation=2).incarnation == 0
 
 
 def test_what_a_child_shares_must_be_its_parents(world: World) -> None:

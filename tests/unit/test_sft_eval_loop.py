@@ -1,4 +1,4 @@
-"""Environment evaluations of an SFT run: how long they wait for a version, and servers that are lost meanwhile."""
+"""Environment evaluations of an SFT run: the version they wait for, how long, and servers that are lost meanwhile."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,8 @@ from prime_hpc.orchestrator import sft_eval_loop, weight_sync
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.store.errors import ArtifactTimeout
-from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from tests.support.checkpoints import make_weights
 from tests.support.policy_servers import Bus, Server
 
 TIMEOUT_S = 100.0
@@ -71,7 +72,7 @@ def test_a_version_may_take_as_long_as_its_steps_do(
 
     monkeypatch.setattr(sft_eval_loop, "loop_time", lambda: clock[0])
     monkeypatch.setattr(sft_eval_loop, "wait_for_artifact", wait)
-    monkeypatch.setattr(sft_eval_loop, "latest_version", lambda *args: None)
+    monkeypatch.setattr(sft_eval_loop, "newest_of_attempt", lambda *args: None)
     envs = [{"id": "reverse-text", "interval": interval, "name": f"env{i}"} for i, interval in enumerate(intervals)]
     loop = World(tmp_path, *envs, last=600, start_step=start).loop
     with pytest.raises(OrchestratorError, match=f"no weights version {version} within {steps * TIMEOUT_S:.0f} s"):
@@ -120,3 +121,29 @@ def test_servers_that_were_lost_between_evaluations_have_their_time_in_the_next(
     loop._fail(KeyError("index"))
     with pytest.raises(KeyError):
         loop._check_servers(began=9_990.0)
+
+
+def test_an_evaluation_takes_no_version_of_a_fenced_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what this attempt makes anew; what was there when it began counts, whoever made it."""
+    monkeypatch.setattr(sft_eval_loop, "LOOK_S", 0.05)
+    paths = RunPaths(tmp_path / "run")
+    claim_incarnation(paths)
+    for version in (40, 80, 100):  # the last two came after attempt 2 had begun
+        make_weights(paths, version, 1)
+    claim_incarnation(paths)
+    own: Any = SimpleNamespace(
+        _exp=SimpleNamespace(orchestrator=SimpleNamespace(weights_timeout_s=0.0)),
+        _steps_to=lambda version: 1,
+        _parts=SimpleNamespace(paths=paths, bus=None, incarnation=2, status=SimpleNamespace(beat=lambda **_: None)),
+        _start_step=60,
+    )
+
+    def wait_for(version: int) -> bool:
+        return asyncio.run(EvalLoop._wait_for(own, version))
+
+    assert wait_for(40) and not wait_for(20)
+    for version in (70, 80):
+        with pytest.raises(OrchestratorError, match=f"no weights version {version}"):
+            wait_for(version)
+    make_weights(paths, 80, 2)
+    assert wait_for(80) and not wait_for(70)

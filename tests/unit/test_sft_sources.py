@@ -111,6 +111,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="names no file"):
         find_data(SFTDataConfig())
     (tmp_path / "rows").mkdir()
+    with pytest.raises(ValueError, match=r"rows is a directory without data files \(\.jsonl"):
+        find_data(SFTDataConfig(path=tmp_path / "rows"))
     for count, words in ((1, "0.jsonl is empty$"), (2, "all 2 files of .*rows are empty")):
         (tmp_path / "rows" / f"{count - 1}.jsonl").touch()
         with pytest.raises(ValueError, match=words):

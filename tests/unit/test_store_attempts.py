@@ -12,9 +12,12 @@ from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, di
 from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.checkpoint.checkpoints import prune_checkpoints
+from prime_hpc.store.checkpoint.checkpoints import Saved, note_saved, prune_checkpoints, read_saved
+from prime_hpc.store.checkpoint.failed_reads import FailedReads
+from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.io import files
+from prime_hpc.store.leases import min_floor, set_floor
 from prime_hpc.store.run_paths import (
     RunPaths,
     claim_incarnation,
@@ -61,6 +64,55 @@ def test_what_is_late_is_known_from_the_lives_starts(paths: RunPaths) -> None:
     assert starts == {1: 0, 2: 4, 3: 2}
     assert not is_late(2, 1, starts) and not is_late(9, 3, starts) and not is_late(9, 4, starts)
     assert is_late(3, 1, starts) and is_late(6, 1, starts) and is_late(6, 2, starts)
+
+
+def test_what_an_attempt_went_on_from_is_not_late_whoever_wrote_it() -> None:
+    starts = {1: 0, 2: 40, 3: 60}  # back to 40, then on from the 60 of attempt 1 after all
+    assert not is_late(60, 1, starts) and is_late(70, 1, starts) and is_late(50, 1, starts)
+    assert is_late(60, 1, starts | {4: 40})  # and back again
+    assert not is_late(60, 4, {4: 0, 5: 40, 6: 60})
+
+
+def test_a_start_that_was_held_up_is_not_noted(paths: RunPaths) -> None:
+    begin(paths, 0)
+    make_checkpoint(paths, 40, incarnation=1)
+    make_checkpoint(paths, 60, incarnation=1)
+    stalled = claim_incarnation(paths)  # it chose 40
+    newer = begin(paths, 60)
+    with pytest.raises(FencedError):
+        record_start(paths, stalled, 40)
+    late = claim_incarnation(paths)
+    with (
+        files.observe_operations(stop_before("create", f"{late:06d}.from_40", lambda: begin(paths, 60))),
+        pytest.raises(FencedError),
+    ):
+        record_start(paths, late, 40)
+    assert incarnation_starts(paths) == {1: 0, newer: 60, late + 1: 60}
+    choice = choose_newest(paths, FailedReads(0), expected=expected_step(paths))
+    assert choice.info is not None and choice.info.step == 60 and not choice.passed_over
+
+
+@pytest.mark.parametrize("when", ["at once", "in the sweep"])
+def test_an_attempt_that_was_held_up_takes_nothing_back_from_the_newer_one(paths: RunPaths, when: str) -> None:
+    old, old_file = begin(paths, 0), paths.weights / ".tmp-left"
+    paths.weights.mkdir()
+    old_file.touch()
+
+    def newer_attempt() -> None:
+        begin(paths, 0)
+        set_floor(paths, "orchestrator", 3)
+        prepare_stage(paths.weights_step(1), 2)
+        prepare_stage(paths.checkpoint_step(1), 2)
+        note_saved(paths, 7, 2)
+
+    if when == "at once":
+        newer_attempt()
+    then = newer_attempt if when == "in the sweep" else lambda: None
+    with files.observe_operations(stop_before("remove", old_file.name, then)), pytest.raises(FencedError):
+        rewind(paths, 0, old)
+    note_saved(paths, 3, old)
+    assert min_floor(paths) == 3 and read_saved(paths) == Saved(7, 2)
+    assert [len(list(folder.glob(".stage-*-i0002"))) for folder in (paths.weights, paths.checkpoints)] == [1, 1]
 
 
 def test_a_held_up_delete_takes_nothing_from_the_life_after_it(paths: RunPaths) -> None:

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from prime_hpc.config import Experiment, write_snapshot
-from prime_hpc.store.artifact import ArtifactError, clean_stale_stages, verify_artifact
+from prime_hpc.report import rollouts
+from prime_hpc.store import export
+from prime_hpc.store.artifact import ArtifactError, StoreError, clean_stale_stages, verify_artifact
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import LEFT_PLAIN, RolloutArchiver, archive_batch
 from prime_hpc.store.batches import (
+    PastBatch,
     find_batch,
     list_batches,
     prune_batches,
@@ -144,14 +148,14 @@ def test_what_cannot_be_packed_is_said_once_and_ends_nothing(tmp_path: Path, mon
 
 
 def test_export_reads_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from prime_hpc.cli.verbs.run import export
+    from prime_hpc.cli.verbs.run import export as verb
 
     tree = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "reverse-text"}]}}
     write_snapshot(Experiment.model_validate(tree), tmp_path / "x", ["test"])
     paths = RunPaths(tmp_path / "x")
     batches = {step: store(paths, step) for step in (1, 2)}
     archive_batch(paths, 1)
-    assert export.run([str(paths.root), "--json"], "prime-hpc export") == 0
+    assert verb.run([str(paths.root), "--json"], "prime-hpc export") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == [1, 2] and said["num_tokens"] == sum(b.num_tokens for r in batches.values() for b in r)
     import pyarrow.parquet as pq
@@ -159,6 +163,35 @@ def test_export_reads_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     table = pq.read_table(said["path"])
     ids = np.concatenate([b.token_ids for ranks in batches.values() for b in ranks])
     assert np.concatenate([np.asarray(row) for row in table["token_ids"].to_pylist()]).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_batch_that_is_compressed_while_it_is_read_is_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    paths, calls = RunPaths(tmp_path), [0]
+    monkeypatch.setattr(export, "READ_DEADLINE_S", 0.0)
+    ranks = store(paths, 1)
+
+    def compress_before(directory: Path, rank: int, **named: float) -> RankBatch:
+        if calls[0] == after:
+            archive_batch(paths, 1)
+        calls[0] += 1
+        return read_rank_batch(directory, rank, **named)
+
+    for module in (export, rollouts):
+        monkeypatch.setattr(module, "read_rank_batch", compress_before)
+    done = export.export_batches(paths, [1], tmp_path / "out.parquet", ["a"])
+    assert done.num_tokens == sum(batch.num_tokens for batch in ranks)
+    shutil.rmtree(paths.archived_rollouts)
+    store(paths, 1)
+    calls[0] = 0
+    chosen = rollouts.choose_rollouts(paths, ["a"], "no-model", 1_000_000)
+    assert chosen.num_stored == sum(batch.num_sequences for batch in ranks)
+    assert not [problem for problem in chosen.problems if "batch 1" in problem]
+    shutil.rmtree(paths.archived_rollouts / "step_000001")
+    with pytest.raises(StoreError):
+        PastBatch(paths, 1).read(verify_artifact)
 
 
 def test_without_pyarrow_the_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

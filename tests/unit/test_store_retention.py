@@ -1,7 +1,10 @@
 """Leases, pruning of weight versions, checkpoints: nothing that is still needed is deleted."""
 
+import errno
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from prime_hpc.store.checkpoint.checkpoints import (
 from prime_hpc.store.leases import clear_leases, drop_lease, min_floor, set_floor
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import latest_version, list_versions, prune_weights, remove_versions_after
+from prime_hpc.trainer import trainer
 
 
 @pytest.fixture
@@ -131,6 +135,36 @@ def test_an_older_life_may_not_prune_nor_checkpoint(paths):
     assert list_versions(paths) == [1, 2, 3]
     with pytest.raises(FencedError):
         checkpoint(paths, 1, with_batch=False)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), StoreError("not writable")])
+def test_what_cannot_be_removed_ends_no_training(paths, monkeypatch, error):
+    def fail(*args, **named):
+        raise error
+
+    for name in ("prune_weights", "prune_batches"):
+        monkeypatch.setattr(trainer, name, fail)
+    config = SimpleNamespace(keep_rollouts=1, compress_rollouts=False)
+    own: Any = SimpleNamespace(
+        experiment=SimpleNamespace(orchestrator=config, trainer=SimpleNamespace(keep_weights=1)),
+        context=SimpleNamespace(incarnation=1),
+        saver=SimpleNamespace(steps_in_flight=set()),
+        bus=SimpleNamespace(publish=lambda *args, **named: None),
+        paths=paths,
+        rank=0,
+        packer=None,
+    )
+
+    version: Any = SimpleNamespace(version=3, digest="")
+
+    def prune():
+        trainer.Trainer._announce(own, version)
+        trainer.Trainer.prune_rollouts(own, 3)
+
+    prune()
+    error = FencedError("a newer attempt has begun")
+    with pytest.raises(FencedError):
+        prune()
 
 
 def test_checkpoint_holds_both_halves(paths):

@@ -1,6 +1,7 @@
 """Versions as what changed: exact to the bit for every type, chains, retention, damage, servers that missed some."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -194,6 +195,9 @@ def damage(paths: RunPaths, version: int, how: str) -> None:
     elif how == "bit":
         content[-1] ^= 1
         (folder / name).write_bytes(content)
+    elif how == "header":  # which no change covers
+        content[0] ^= 1
+        (folder / name).write_bytes(content)
     else:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         (folder / "manifest.json").write_text(json.dumps(manifest | {"step": 77}), encoding="utf-8")
@@ -207,7 +211,8 @@ def damage(paths: RunPaths, version: int, how: str) -> None:
         (3, "short", "step_000003.*holds only what changed since"),
         (3, "manifest", "step_000003.*holds only what changed since"),
         (3, "bit", "step_000003.*another sum"),
-        (2, "bit", "changes that lead to version 3, found another content of model.safetensors"),
+        (2, "bit", "step_000002/model.safetensors: expected .* xxh3"),
+        (2, "header", "step_000002/model.safetensors: expected .* xxh3"),
         (4, "bit", "step_000004.*another sum"),
     ],
 )
@@ -280,6 +285,29 @@ def test_a_whole_version_is_made_of_changes(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError):
         restore(paths.weights_step(4), tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "whole"]
+
+
+def test_a_disk_that_takes_a_part_of_a_write_leaves_no_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths(tmp_path / "run")
+    trainer, pwrite = Trainer(paths), os.pwrite
+    trainer.run([1, 2, 3])
+
+    def write_a_part(descriptor: int, data: memoryview, offset: int) -> int:
+        return pwrite(descriptor, data[: len(data) // 2 + 1], offset)
+
+    monkeypatch.setattr(os, "pwrite", write_a_part)
+    restore(paths.weights_step(3), tmp_path / "whole")
+    assert (tmp_path / "whole" / FILE).read_bytes() == trainer.content
+
+    def fill_up(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset >= 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data[: 1000 - offset], offset)
+
+    monkeypatch.setattr(os, "pwrite", fill_up)
+    with pytest.raises(StoreError, match="disk full"):
+        restore(paths.weights_step(3), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_resumed_run_takes_its_checkpoints_version_only_with_its_chain(tmp_path: Path) -> None:

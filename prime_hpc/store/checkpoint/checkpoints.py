@@ -273,8 +273,10 @@ class Saved:
 
 
 def note_saved(paths: RunPaths, step: int, incarnation: int) -> None:
-    """Write it down, after the commit. That it cannot be is no reason to call a whole checkpoint unsaved."""
+    """Write it down, after the commit. That it cannot be, or that a newer attempt has begun, is no reason to call a
+    whole checkpoint unsaved."""
     try:
+        check_incarnation(paths, incarnation)
         files.write_atomic(paths.root / SAVED, json.dumps(asdict(Saved(step, incarnation))).encode())
     except (StoreError, OSError) as error:
         logger.warning(f"{paths.root / SAVED} could not be written: {error}")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prime_hpc.store.errors import ArtifactError, InDoubt, StoreError
 from prime_hpc.store.io import files
+from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.manifest import Manifest, check_file
 from prime_hpc.store.run_paths import RunPaths
 
@@ -31,6 +32,7 @@ class FailedRead:
     name: str
     found: str
     time: float
+    """Of the rank's node, for people: clocks of nodes differ, so its age is its file's."""
 
 
 def record_failed_read(paths: RunPaths, step: int, manifest: Manifest, name: str, error: ArtifactError) -> None:
@@ -80,7 +82,7 @@ class FailedReads:
 
         Args:
             error: of the reading just now.
-            since: when it was read first, where that was noted.
+            since: when it was read first, by this process's clock, where that was noted.
 
         Raises:
             InDoubt: it is the first, or the first is too short ago.
@@ -99,11 +101,18 @@ class FailedReads:
             InDoubt: it is too early to tell.
             Unreadable: it cannot be read now.
         """
-        for failed in list_failed_reads(paths).values():
+        for note, failed in list_failed_reads(paths).items():
             if failed.step != step or failed.digest != manifest.digest or failed.name not in manifest.files:
                 continue
             try:
                 check_file(directory / failed.name, manifest.files[failed.name], deep=True)
             except ArtifactError as error:
-                self.confirm(error, since=failed.time)
+                self.confirm(error, since=self._clock() - _age_s(note))
                 raise
+
+
+def _age_s(note: Path) -> float:
+    try:
+        return max(0.0, file_age_s(note))
+    except OSError:  # then it counts from now
+        return 0.0

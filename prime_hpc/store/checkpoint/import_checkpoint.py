@@ -6,6 +6,7 @@ other run may be deleted. Files are never changed after their commit, so they ar
 system allows it.
 """
 
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,7 @@ from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resum
 from prime_hpc.store.checkpoint.newest import POINTER, read_pointer
 from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.run_paths import RunPaths, list_steps, parse_step
 
 OWNER = "owner.json"
@@ -38,7 +40,7 @@ _CHUNK = 8 << 20
 
 def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
     """Return the checkpoint that a path means: a run directory's or a `checkpoints` directory's newest, or one
-    `step_<n>`.
+    `step_<n>`. A run directory says where its newest ones are; what lies inside it may be from before.
 
     Args:
         path: absolute.
@@ -52,22 +54,15 @@ def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
         return resolve_resume(path.parent, step, deep=deep)
     if not path.is_dir():
         raise StoreError(f"{path}: no such directory")
-    for root in (_checkpoints_of(path), path):
+    pointed = read_pointer(RunPaths(path))
+    for root in (pointed or path / "checkpoints", path):
         if list_steps(root, digits=0):
             return resolve_resume(root, "latest", deep=deep)
+    if pointed is not None:
+        raise StoreError(
+            f"{path}: its checkpoints lie in {pointed}, which lists none: is its file system mounted here?"
+        )
     raise StoreError(f"{path}: neither a run directory, nor a directory of checkpoints, nor one step_<n> of it")
-
-
-def _checkpoints_of(run_dir: Path) -> Path:
-    """Find a run directory's checkpoints, also when its config names another place (`ckpt.path`)."""
-    own = run_dir / "checkpoints"
-    if own.is_dir():
-        return own
-    try:
-        elsewhere = json.loads((run_dir / POINTER).read_text(encoding="utf-8"))["path"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
-        return own
-    return Path(elsewhere)
 
 
 def run_of(info: CheckpointInfo) -> Path | None:
@@ -110,21 +105,54 @@ def claim_root(paths: RunPaths, again: bool = False) -> None:
                 f"{root} holds checkpoints of unknown origin (steps {', '.join(map(str, steps[:5]))}): choose another "
                 "ckpt.path, and start from one of them with ckpt.resume_step = PATH"
             )
-        files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
-    elif owner != here and (owner.is_dir() or not is_known):
+        owner = _own(root, here)
+    if owner != here and (owner.is_dir() or not is_known):
         raise StoreError(
             f"{root} holds the checkpoints of another run, {owner}: choose another ckpt.path, and start from one of "
             "them with ckpt.resume_step = PATH"
         )
-    elif owner != here:  # the run directory was moved, and its own word on where they are came along
+    if owner != here:  # the run directory was moved, and its own word on where they are came along
         logger.warning(f"{root}: taken over from {owner}, which does not exist any more")
         files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
 
 
+def _own(root: Path, here: Path) -> Path:
+    """Make `here` the owner of a directory that has none; returns who is: of two runs that come at once, the first.
+
+    Raises:
+        Unreadable: what is written there names none, or none yet.
+    """
+    path, content = root / OWNER, json.dumps({"run_dir": str(here)}).encode()
+    draft = root / f".tmp-{OWNER}-{files.unique_suffix()}"
+    try:
+        files.write_file(draft, [content])
+        with disk_errors(path):
+            try:
+                files.link(draft, path)  # whole, or not at all
+            except FileExistsError:
+                if _read_owner(root) is None:  # damaged
+                    files.rename(draft, path)
+            except OSError as error:
+                if error.errno not in files.NO_LINKS:
+                    raise
+                if files.create_exclusive(path):
+                    files.write_file(path, [content])
+    finally:
+        with contextlib.suppress(OSError):  # never hides the reason
+            draft.unlink(missing_ok=True)
+    files.fsync_dir(root)
+    owner = _read_owner(root)
+    if owner is None:
+        raise Unreadable(root / OWNER, "it does not say whose checkpoints these are; should that stay so, delete it")
+    return owner
+
+
 def point_to_root(paths: RunPaths) -> None:
-    """Write down in the run directory where its checkpoints are, when that is outside. After the attempt has found what
-    it goes on from: until then the file says where they were."""
-    if paths.checkpoints != paths.root / "checkpoints":
+    """Write down in the run directory where its checkpoints are, when that is outside it. After the attempt has found
+    what it goes on from: until then the file says where they were."""
+    if paths.checkpoints == paths.root / "checkpoints":
+        files.remove_file(paths.root / POINTER)
+    else:
         files.write_atomic(paths.root / POINTER, json.dumps({"path": str(paths.checkpoints)}).encode())
 
 
@@ -189,14 +217,15 @@ def _adopt(source: Path, final: Path, manifest: Manifest, paths: RunPaths) -> No
 
 def _take(source: Path, target: Path, entry: FileEntry) -> None:
     """Hard link a file, or copy it where links are refused."""
-    try:
-        files.link(source, target)
-        return
-    except FileNotFoundError as error:
-        raise ArtifactError(source, "the file", "none any more (does its run still prune?)") from error
-    except OSError as error:
-        if error.errno not in files.NO_LINKS:
-            raise
+    with disk_errors(target):
+        try:
+            files.link(source, target)
+            return
+        except FileNotFoundError as error:
+            raise ArtifactError(source, "the file", "none any more (does its run still prune?)") from error
+        except OSError as error:
+            if error.errno not in files.NO_LINKS:
+                raise
     with source.open("rb") as file:
         copied = files.write_file(target, iter(lambda: file.read(_CHUNK), b""))
     if copied != entry:

@@ -14,11 +14,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent)."""
+    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent).
+
+    Raises:
+        OSError: the file system does not say, e.g. a directory above is not to be searched.
+    """
     probe = path.absolute()
-    while not probe.exists() and probe != probe.parent:
+    while True:
+        try:
+            return shutil.disk_usage(probe).free
+        except (FileNotFoundError, NotADirectoryError):
+            if probe == probe.parent:
+                raise
         probe = probe.parent
-    return shutil.disk_usage(probe).free
 
 
 def disk_error(error: BaseException, path: Path) -> StoreError | None:
@@ -27,18 +35,32 @@ def disk_error(error: BaseException, path: Path) -> StoreError | None:
     Writers of others (safetensors, torch) lose the errno: their text and the free space decide.
     """
     number = error.errno if isinstance(error, OSError) else None
-    free = free_bytes(path)
     text = str(error)
     full = number in _FULL or "No space left" in text or "os error 28" in text or "os error 122" in text
     opaque = number is None and isinstance(error, RuntimeError) and not isinstance(error, StoreError)
-    if full or (opaque and free < _ALMOST_NOTHING):
+    if full or (opaque and _is_almost_full(path)):
         reason = "quota exceeded" if number == errno.EDQUOT or "os error 122" in text else "disk full"
-        return StoreError(f"{path}: {reason} ({free / 2**20:,.1f} MiB free): free space or choose another output_dir")
+        return StoreError(f"{path}: {reason}{_free_words(path)}: free space or choose another output_dir")
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreError(f"{path}: not writable ({os.strerror(number)}): choose another output_dir")
     if number == errno.EIO:
-        return StoreError(f"{path}: the file system reports an I/O error ({free / 2**20:,.1f} MiB free)")
+        return StoreError(f"{path}: the file system reports an I/O error{_free_words(path)}")
     return None
+
+
+def _is_almost_full(path: Path) -> bool:
+    try:
+        return free_bytes(path) < _ALMOST_NOTHING
+    except OSError:
+        return False
+
+
+def _free_words(path: Path) -> str:
+    """Say how much is free; nothing where that cannot be told, as that must not hide why a write failed."""
+    try:
+        return f" ({free_bytes(path) / 2**20:,.1f} MiB free)"
+    except OSError:
+        return ""
 
 
 @contextlib.contextmanager

@@ -181,10 +181,11 @@ def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
         write_file(temporary, [data], sync=sync)
         rename(temporary, path)
     except FileNotFoundError as error:
-        raise StoreError(
-            f"{path}: {error.filename} is gone: another process has removed the directory, or swept up the unfinished "
-            "file (a newer attempt of the run does, on its start)"
-        ) from error
+        if not path.exists() or path.read_bytes() != data:  # else it was renamed, and only the answer was lost
+            raise StoreError(
+                f"{path}: {error.filename} is gone: another process has removed the directory, or swept up the "
+                "unfinished file (a newer attempt of the run does, on its start)"
+            ) from error
     except BaseException:
         with contextlib.suppress(OSError):  # never hides the reason
             temporary.unlink()
@@ -308,9 +309,9 @@ def make_dir(path: Path, *, exist_ok: bool = True) -> None:
         StoreError: not writable, disk full, or a file is in the way.
         FileExistsError: it exists and `exist_ok` is False.
     """
-    if exist_ok and path.is_dir():
-        return
     with disk_errors(path):
+        if exist_ok and path.is_dir():
+            return
         _before("mkdir", path)
         try:
             path.mkdir(parents=True, exist_ok=exist_ok)

@@ -227,7 +227,7 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
         move_aside(paths, own, incarnation)
     if not start.is_foreign:
         return
-    if weights is not None:
+    if weights is not None and not (own.exists() and own.samefile(weights)):  # the run's own, of before ckpt.path
         _make_room(paths, own, incarnation)
         adopt_weights(weights, info.step, paths, incarnation)
     _make_room(paths, paths.checkpoint_step(info.step), incarnation)
@@ -235,8 +235,14 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
 
 
 def _make_room(paths: RunPaths, own: Path, incarnation: int) -> None:
-    """Set aside what an earlier attempt of this run made of the same step."""
-    if own.exists() and read_manifest(own).incarnation < incarnation:
+    """Set aside what an earlier attempt of this run made of the same step, or what is broken."""
+    if not own.exists():
+        return
+    try:
+        is_older = read_manifest(own, deadline_s=READ_DEADLINE_S).incarnation < incarnation
+    except ArtifactError:
+        is_older = True
+    if is_older:
         move_aside(paths, own, incarnation)
 
 

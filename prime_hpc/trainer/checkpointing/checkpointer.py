@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loguru import logger
 
 from prime_hpc.config.sections.common import CkptConfig
-from prime_hpc.store.artifact import FencedError, FileEntry, StoreError, prepare_stage, stage_dir
+from prime_hpc.store.artifact import FileEntry, StoreError, if_removable, prepare_stage, stage_dir
 from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes
@@ -360,12 +359,8 @@ class Checkpointer:
             FencedError: a newer attempt has begun.
         """
         config = self._config
-        try:
+        with if_removable("checkpoints"):
             prune_checkpoints(self._paths, config.keep_last, config.keep_interval, self._incarnation)
-        except FencedError:
-            raise
-        except (StoreError, OSError) as error:
-            logger.warning(f"old checkpoints could not be removed: {error}")
 
     def _join(self, timeout_s: float) -> None:
         save = self._save

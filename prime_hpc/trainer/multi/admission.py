@@ -12,7 +12,13 @@ from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 from prime_hpc.store.checkpoint.failed_reads import FailedReads, clear_failed_reads
 from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
-from prime_hpc.store.run_paths import RunPaths, claim_incarnation, record_start
+from prime_hpc.store.run_paths import (
+    RunPaths,
+    check_incarnation,
+    claim_incarnation,
+    current_incarnation,
+    record_start,
+)
 
 READ_DEADLINE_S = 1.0
 """How long a version may be what a network file system shows while names change."""
@@ -53,8 +59,16 @@ def read_child(parent: Experiment, path: Path) -> Experiment:
     return child
 
 
-def prepare(parent: Experiment, path: Path, slot: int, failed_reads: FailedReads, known: int = 0) -> Admission:
-    """Begin an attempt of the child: claim it, choose the checkpoint, bring the directory back to its step.
+def prepare(
+    parent: Experiment,
+    path: Path,
+    slot: int,
+    failed_reads: FailedReads,
+    known: int = 0,
+    *,
+    parent_incarnation: int = 0,
+) -> Admission:
+    """Begin an attempt of the child: choose the checkpoint, claim it, bring the directory back to its step.
 
     Args:
         parent: what all children share.
@@ -62,20 +76,24 @@ def prepare(parent: Experiment, path: Path, slot: int, failed_reads: FailedReads
         slot: that it gets.
         failed_reads: first readings of this child's files.
         known: the newest attempt that is known of.
+        parent_incarnation: the trainer's own attempt; an older one takes no child over.
 
     Raises:
         ConfigError: see `read_child`.
+        FencedError: a newer attempt of the parent, or of the child, has begun meanwhile.
         StoreError: its directory cannot be used, or all checkpoints that it had are proved broken.
         Unreadable, OSError: that cannot be told now; nothing was deleted.
     """
     child, paths = read_child(parent, path), RunPaths(path)
-    expected = expected_step(paths, incarnation=known)
-    choice = choose_newest(paths, failed_reads, expected=expected, incarnation=known, unfit=_lacks_half)
-    incarnation = claim_incarnation(paths)
+    newest = max(known, current_incarnation(paths))
+    expected = expected_step(paths, incarnation=newest)
+    choice = choose_newest(paths, failed_reads, expected=expected, incarnation=newest, unfit=_lacks_half)
+    check_incarnation(RunPaths(path.parent), parent_incarnation)  # all this may have taken long
+    incarnation = claim_incarnation(paths, after=newest)
     step = choice.info.step if choice.info is not None else 0
     if incarnation > 1:  # what lies there before its first attempt was put there to be trained on
         record_start(paths, incarnation, step)
-        rewind(paths, step, incarnation, keep=bool(choice.passed_over))
+        rewind(paths, step, incarnation, keep=bool(choice.passed_over), spare_given=True)
         clear_failed_reads(paths)
     republish = choice.info is not None and not _is_whole(paths, choice.info.step, incarnation)
     return Admission(path.name, path, child, slot, incarnation, choice.info, republish)

@@ -81,7 +81,7 @@ class Child:
             handover=trainer.handover,
             min_incarnation=incarnation
             if incarnation > 1
-            else 0,  # a first attempt also takes what was put there before it began
+            else 0,  # a first attempt also takes another run's that were put there before it began
         )
 
     def advance(self) -> dict[str, float]:

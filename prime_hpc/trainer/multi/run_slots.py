@@ -20,10 +20,10 @@ from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.run_files import STOP as STOP_FILE
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_state_strictly, write_state
-from prime_hpc.store.errors import PROOFS, InDoubt, StoreError, Unreadable
+from prime_hpc.store.errors import PROOFS, FencedError, InDoubt, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import as_unreadable
-from prime_hpc.store.run_paths import RunPaths, current_incarnation
+from prime_hpc.store.run_paths import RunPaths, check_incarnation, current_incarnation
 from prime_hpc.trainer.multi.admission import Admission, prepare, read_child
 
 STOPPED = "the file STOP was found"
@@ -252,7 +252,12 @@ class RunSlots:
 
     def admit(self) -> Admission | None:
         """Give a free slot to the run that has waited longest; None where there is neither. Runs that cannot begin
-        have failed by then."""
+        have failed by then.
+
+        Raises:
+            FencedError: a newer attempt of this trainer has begun; it may give no slot any more.
+            Unreadable: see `_put_off`.
+        """
         for name in self.waiting:
             unread = self._unread.setdefault(name, _Unread(FailedReads(self._parent.supervisor.recheck_s)))
             if None not in self._slots:
@@ -261,7 +266,18 @@ class RunSlots:
                 continue
             slot, known = self._slots.index(None), self._lives_known.get(name, 0)
             try:
-                admission = prepare(self._parent, self._dir / name, slot, unread.failed_reads, known)
+                admission = prepare(
+                    self._parent,
+                    self._dir / name,
+                    slot,
+                    unread.failed_reads,
+                    known,
+                    parent_incarnation=self._incarnation,
+                )
+            except FencedError as error:
+                check_incarnation(RunPaths(self._dir), self._incarnation)
+                self._put_off(name, unread, Unreadable(self._dir / name, str(error)))  # an older trainer's last word
+                continue
             except (ConfigError, StoreError, OSError) as error:
                 trouble = as_unreadable(error.__cause__ if isinstance(error, ConfigError) else error)
                 if trouble is not None:
@@ -368,6 +384,7 @@ class RunSlots:
         self._states[name] = state
         try:
             if write and state.phase != "removed":
+                check_incarnation(RunPaths(self._dir), self._incarnation)  # its runs are another trainer's by now
                 write_state(self._dir / name, state)
         except (StoreError, OSError) as error:  # its directory is gone, or full: the bus still carries the word
             logger.warning(f"the state of {name} could not be written: {error}")

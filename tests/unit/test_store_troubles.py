@@ -1,0 +1,164 @@
+"""A file system that loses an answer, refuses every question, or has a clock of its own; processes that are no more."""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prime_hpc.store import attempts
+from prime_hpc.store.artifact import FencedError, StoreError, read_manifest
+from prime_hpc.store.checkpoint import failed_reads
+from prime_hpc.store.checkpoint.checkpoints import load_checkpoint
+from prime_hpc.store.checkpoint.failed_reads import FailedReads, record_failed_read
+from prime_hpc.store.errors import ArtifactError, InDoubt
+from prime_hpc.store.io import disk, files
+from prime_hpc.store.run_dirs import AttemptRow, list_runs
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch, named: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Renames onto such a name are carried out, and the server answers the repeated request."""
+    rename = Path.rename
+
+    def rename_twice(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if Path(target).name == named:
+            meanwhile()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", rename_twice)
+
+
+def test_a_rename_whose_answer_was_lost_has_been_done(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_answers(monkeypatch, "step_000001")
+    make_weights(paths, 1)
+    assert read_manifest(paths.weights_step(1)).version == 1 and not list(paths.weights.glob(".*"))
+    lose_answers(monkeypatch, "saved.json")
+    files.write_atomic(paths.root / "saved.json", b"{}")
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="swept up the unfinished file"):
+        lose_answers(monkeypatch, "saved.json", lambda: (paths.root / "saved.json").write_bytes(b"another's"))
+        files.write_atomic(paths.root / "saved.json", b"{}")
+
+
+def test_a_stage_that_is_gone_is_not_taken_for_a_lost_answer(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim_incarnation(paths)
+    make_weights(paths, 1, incarnation=1)
+    lose_answers(monkeypatch, "step_000002", lambda: paths.weights_step(2).rename(paths.weights / "elsewhere"))
+    with pytest.raises(StoreError, match="was removed while it was written"):
+        make_weights(paths, 2, incarnation=1)
+    lose_answers(monkeypatch, "step_000003", lambda: claim_incarnation(paths))
+    make_weights(paths, 3, incarnation=1)  # it has its name, however late that is told
+    with pytest.raises(FencedError):
+        make_weights(paths, 4, incarnation=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.EACCES, "not writable"), (errno.EIO, "I/O error"), (errno.EDQUOT, "quota exceeded")]
+)
+def test_a_directory_that_answers_nothing_is_still_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    """Neither its free space nor whether it exists can be asked for."""
+    broken = tmp_path / "broken"
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(path: Any, *args: Any, **named: Any) -> Any:
+            if not isinstance(path, int) and Path(path).is_relative_to(broken):
+                raise OSError(number, os.strerror(number), str(path))
+            return original(path, *args, **named)
+
+        return ask
+
+    for name in ("open", "stat", "statvfs", "mkdir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    for write in (
+        lambda: files.write_file(broken / "x", [b"1"]),
+        lambda: files.create_exclusive(broken / "x"),
+        lambda: files.make_dir(broken / "x"),
+    ):
+        with pytest.raises(StoreError, match=f"broken/x: .*{words}"):
+            write()
+
+
+def test_free_space_is_that_of_the_nearest_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    whole = disk.free_bytes(tmp_path)
+    assert whole > 0
+    for path in (tmp_path / "a" / "b", tmp_path / "file" / "c"):
+        assert abs(disk.free_bytes(path) - whole) < whole
+
+
+def test_links_in_a_circle_hide_no_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.yaml").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert sorted(path.name for path in list_runs(tmp_path)) == ["a", "b"]
+
+
+@pytest.fixture
+def zombie() -> Iterator[tuple[int, str]]:
+    """A process that has ended, and whose parent has not asked how; and what told it from others while it lived."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(read, 1)
+        os._exit(0)
+    token = attempts.process_token(pid)
+    assert token is not None
+    os.write(write, b"x")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    yield pid, token
+    os.waitpid(pid, 0)
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_process_that_nobody_buried_holds_no_run(zombie: tuple[int, str], has_token: bool) -> None:
+    pid, token = zombie
+    row = AttemptRow(
+        attempt=1,
+        began=time.time(),
+        host=socket.gethostname(),
+        ended=None,
+        pid=pid,
+        process=token if has_token else None,
+    )
+    assert psutil.Process(pid).status() == "zombie" and not attempts.is_held(row)
+    row["pid"], row["process"] = os.getpid(), attempts.process_token(os.getpid()) if has_token else None
+    assert attempts.is_held(row)
+
+
+@pytest.mark.parametrize("clock", [-600.0, 600.0])
+def test_a_doubt_is_as_old_as_its_file_whatever_the_ranks_clock_says(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, clock: float
+) -> None:
+    make_checkpoint(paths, 2)
+    info = load_checkpoint(paths.checkpoints, 2)
+    now = time.time()
+    with monkeypatch.context() as rank:
+        rank.setattr(failed_reads.time, "time", lambda: now + clock)
+        record_failed_read(paths, 2, info.manifest, SHARD, ArtifactError(info.path / SHARD, "a", "b"))
+    damage(info.path, "flip")
+    with pytest.raises(InDoubt):
+        FailedReads(120).read_again(paths, 2, info.path, info.manifest)
+    [note] = failed_reads.list_failed_reads(paths)
+    os.utime(note, (now - 200, now - 200))
+    with pytest.raises(ArtifactError, match="xxh3"):
+        FailedReads(120).read_again(paths, 2, info.path, info.manifest)
+    assert [path.name for path in note.parent.iterdir()] == [note.name]
