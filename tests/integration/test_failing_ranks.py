@@ -11,14 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.parallel import ParallelConfig
+from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.store.artifact import stage_dir
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.agreement import from_first, gather_all, on_all
+from prime_hpc.trainer.checkpointing import dcp_state, staging
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.multi.collective_call import RunFailed, call_collectively
+from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.replay import dump_failed_step
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
@@ -111,6 +118,59 @@ def keep_refused(rank: int, store: str, root: Path) -> None:
     with files.observe_operations(full_at("rename", rank)):  # what an earlier attempt has left cannot be taken away
         all_raise(lambda: dump_for_replay(trainer, error), "disk full")
     dist.destroy_process_group()
+
+
+def save_and_load(rank: int, store: str, root: Path) -> None:
+    """Of two ranks one has no room for the copies of its saves; then one cannot read what a checkpoint holds."""
+    begin(rank, store)
+    policy = load(root / "model")
+    optimizer = build_optimizer(policy, OptimConfig())
+    paths, meta = RunPaths(root / "run"), {"kind": "sft"}
+    local = root / f"stage{rank}"
+    if rank == 1:
+        local.write_text("no directory")
+    config = CkptConfig(save_async=True, staging_dir=local)
+    checkpointer = Checkpointer(policy, optimizer, paths, incarnation=0, meta=meta, config=config)
+    all_raise(checkpointer.prepare, "rank 1: .*stage1")
+    all_raise(lambda: checkpointer.save(1, progress={}, batch_dir=None), "rank 1: .*stage1")
+    if rank == 1:
+        local.unlink()
+    touch, measured = HostStage.touch, []
+
+    def touch_late(room: HostStage) -> None:
+        measured.append(len(list(root.glob("measured*"))))
+        touch(room)
+
+    def measure(size: int, directory: Path) -> Any:
+        (root / f"measured{rank}").touch()
+        return file_backed(size, directory)
+
+    file_backed = staging._file_backed
+    setattr(HostStage, "touch", touch_late)  # noqa: B010
+    setattr(staging, "_file_backed", measure)  # noqa: B010
+    checkpointer.prepare()
+    checkpointer.save(1, progress={}, batch_dir=None)
+    checkpointer.finish()
+    assert measured == [2]  # neither takes memory while the other still measures it
+    info = resolve_resume(paths.checkpoints, 1, deep=False)
+    read = dcp_state.read_metadata
+
+    def unreadable(directory: Path) -> Any:
+        raise OSError(5, "Input/output error", str(directory))
+
+    setattr(dcp_state, "read_metadata", unreadable if rank == 1 else read)  # noqa: B010
+    with pytest.raises(RunFailed, match="rank 1: .*Input/output error") as caught:
+        call_collectively(lambda: checkpointer.load(info))
+    assert caught.value.is_unread
+    setattr(dcp_state, "read_metadata", read)  # noqa: B010
+    assert checkpointer.load(info) == {"step": 1}
+    dist.destroy_process_group()
+
+
+def test_a_rank_without_room_and_one_that_cannot_read_are_the_runs_trouble_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+    spawn(save_and_load, (str(tmp_path / "store"), tmp_path), 2)
 
 
 def full_at(wanted: str, rank: int) -> Callable[[str, Path], None]:
