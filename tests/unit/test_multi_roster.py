@@ -1,6 +1,7 @@
 """The directories below a parent: whole, half-written, foreign, twice, deleted, waiting; no model and no ranks."""
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from prime_hpc.config.child_config import as_child, check_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
+from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.run_paths import RunPaths, current_incarnation
 from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, Leave, RunSlots
 
@@ -193,6 +195,34 @@ def test_a_run_put_back_in_the_midst_of_its_deletion_is_gone(world: World) -> No
     world.child("run_a")
     world.look()
     assert world.admit() == "run_a"
+
+
+def test_a_run_that_cannot_be_read_is_tried_less_and_less_often(world: World) -> None:
+    """All ranks try at once, and no other run takes a step meanwhile."""
+    world.child("run_a")
+    world.look()
+    tried: list[float] = []
+    while world.now < 400 and len(tried) < 7:
+        if world.roster.admit() is not None:
+            tried.append(world.now)
+            world.roster.put_back("run_a", "Input/output error")
+        world.now += 1
+    assert [after - before for before, after in pairwise(tried)] == [5, 10, 20, 40, 60, 60]
+    world.now += 100
+    assert world.admit() == "run_a"  # now it can be read
+    world.roster.put_back("run_a", "Input/output error")
+    world.now += 5
+    assert world.roster.admit() is not None
+
+
+def test_that_nothing_can_be_read_ends_the_attempt(world: World) -> None:
+    world.child("run_a")
+    world.look()
+    with pytest.raises(Unreadable, match=r"waited 600 s \(supervisor.read_timeout_s\)"):
+        for _ in range(20):
+            if world.roster.admit() is not None:
+                world.roster.put_back("run_a", "Input/output error")
+            world.now += 60
 
 
 def test_stop_file(world: World) -> None:
