@@ -80,6 +80,9 @@ def test_wsd_is_constant_then_linear() -> None:
 def test_schedule_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup_steps"):
         factors(10, type="wsd", warmup_steps=8, decay_steps=4)
+    for warmup in (10, 100):  # no step comes after it: the last one is looked at before a run begins
+        with pytest.raises(ValueError, match="together exceed"):
+            learning_rate_factor(SchedulerConfig(type="wsd", warmup_steps=warmup, decay_steps=1), 10, 10)
 
 
 class Model(torch.nn.Module):
