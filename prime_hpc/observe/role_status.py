@@ -66,6 +66,7 @@ class RoleStatus:
         self._written = 0.0
         self._written_count = -1
         self._has_place = False
+        self._ends_for: str | None = None
         self._row: dict[str, Any] = {
             "role": context.role,
             "index": context.index,
@@ -109,12 +110,16 @@ class RoleStatus:
         self._stopped.set()
         self._report(state="done")
 
+    def ends_for(self, reason: str) -> None:
+        """Keep why the role will end, which `failed` reports whatever comes in between; until then it beats on."""
+        self._ends_for = self._ends_for or reason
+
     def failed(self, error: BaseException | str) -> None:
         """Report that the role ends for this reason. The first one stands: a SIGTERM that follows is a consequence."""
         self._stopped.set()
         if self._row["state"] == "failed":
             return
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        text = self._ends_for or (error if isinstance(error, str) else f"{type(error).__name__}: {error}")
         self._report(state="failed", error=text)
 
     def start_heartbeat(self, interval_s: float = 5.0) -> None:

@@ -194,12 +194,13 @@ def train(
         (run_rl if experiment.kind == "rl" else run_sft)(trainer)
         dist.barrier()
     except StepRefused as error:
+        status.ends_for(f"rank {trainer.rank}: {type(error).__name__}: {error}")
         try:
             dump_for_replay(trainer, error)
         except StoreError as failure:
             logger.error(f"step {error.step} could not be kept for a replay: {failure}")
         # The first rank to leave makes torchrun end the others: by then each has said why.
-        status.failed(f"rank {trainer.rank}: {type(error).__name__}: {error}")
+        status.failed(error)
         dist.barrier()
         raise
     finally:

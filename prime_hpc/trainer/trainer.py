@@ -170,7 +170,7 @@ class Trainer:
         """Return the checkpoint that the supervisor chose, else what the config names; `load` checks its sums."""
         step = self.context.resume_step
         if step is not None:
-            patience = Patience(READ_S)  # the other ranks wait in a broadcast
+            patience = Patience(READ_S, limited_by=None)  # the other ranks wait in a broadcast
             return patience(lambda: resolve_resume(self.paths.checkpoints, step, deep=False))
         wanted = self.experiment.ckpt.resume_step if self.experiment.ckpt is not None else None
         if wanted is None:

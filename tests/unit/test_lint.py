@@ -294,6 +294,14 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "the last 30 steps have learning rate 0",
     ),
+    ("PH220", "warning", {"trainer": {"scheduler": {"warmup_steps": 80}}, "max_steps": 40}, {}, "has 0.5 of the peak"),
+    (
+        "PH220",
+        "error",
+        {"trainer": {"scheduler": {"type": "wsd", "warmup_steps": 40, "decay_steps": 10}}, "max_steps": 40},
+        {},
+        "together exceed",
+    ),
     ("PH221", "warning", {"trainer": {"loss": {"type": "gspo"}}}, {}, "at 0.0003, and in bfloat16"),
     (
         "PH222",

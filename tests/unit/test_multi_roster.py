@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import list_batches, write_batch
 from prime_hpc.store.checkpoint.newest import Choice
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
-from prime_hpc.store.errors import FencedError
+from prime_hpc.store.errors import FencedError, Unreadable
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.trainer.multi import admission
@@ -202,6 +203,34 @@ def test_a_run_put_back_in_the_midst_of_its_deletion_is_gone(world: World) -> No
     world.child("run_a")
     world.look()
     assert world.admit() == "run_a"
+
+
+def test_a_run_that_cannot_be_read_is_tried_less_and_less_often(world: World) -> None:
+    """All ranks try at once, and no other run takes a step meanwhile."""
+    world.child("run_a")
+    world.look()
+    tried: list[float] = []
+    while world.now < 400 and len(tried) < 7:
+        if world.roster.admit() is not None:
+            tried.append(world.now)
+            world.roster.put_back("run_a", "Input/output error")
+        world.now += 1
+    assert [after - before for before, after in pairwise(tried)] == [5, 10, 20, 40, 60, 60]
+    world.now += 100
+    assert world.admit() == "run_a"  # now it can be read
+    world.roster.put_back("run_a", "Input/output error")
+    world.now += 5
+    assert world.roster.admit() is not None
+
+
+def test_that_nothing_can_be_read_ends_the_attempt(world: World) -> None:
+    world.child("run_a")
+    world.look()
+    with pytest.raises(Unreadable, match=r"waited 600 s \(supervisor.read_timeout_s\)"):
+        for _ in range(20):
+            if world.roster.admit() is not None:
+                world.roster.put_back("run_a", "Input/output error")
+            world.now += 60
 
 
 def test_stop_file(world: World) -> None:

@@ -73,6 +73,19 @@ def test_status_is_read_back_and_rung(tmp_path: Path) -> None:
     assert read_status(context.log_dir, 0) is None
 
 
+def test_the_reason_that_is_known_first_stands(tmp_path: Path) -> None:
+    """Between it and the end a role may be stopped, or lose the others."""
+    context = RoleContext("trainer", tmp_path)
+    status = RoleStatus(context)
+    status.ready()
+    status.ends_for("step 3 was refused")
+    status.beat(step=2)
+    assert (row := read_status(context.log_dir)) is not None and row["state"] == "ready"
+    status.failed("ended by SIGTERM")
+    assert (row := read_status(context.log_dir)) is not None
+    assert (row["state"], row["error"]) == ("failed", "step 3 was refused")
+
+
 def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     tail = Tail(path)

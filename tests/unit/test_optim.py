@@ -17,6 +17,7 @@ from prime_hpc.trainer.optim import (
     set_learning_rate,
 )
 from prime_hpc.trainer.optim.fused import find_fused
+from tests.support.every_family import tiny_config
 
 
 def factors(max_steps: int, **config: object) -> list[float]:
@@ -79,6 +80,9 @@ def test_wsd_is_constant_then_linear() -> None:
 def test_schedule_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup_steps"):
         factors(10, type="wsd", warmup_steps=8, decay_steps=4)
+    for warmup in (10, 100):  # no step comes after it: the last one is looked at before a run begins
+        with pytest.raises(ValueError, match="together exceed"):
+            learning_rate_factor(SchedulerConfig(type="wsd", warmup_steps=warmup, decay_steps=1), 10, 10)
 
 
 class Model(torch.nn.Module):
@@ -131,6 +135,25 @@ def test_muon_takes_hidden_matrices_and_nothing_with_a_row_per_token(tied: bool)
     by = {a: {id(p) for g in groups if g["algorithm"] == a for p in g["params"]} for a in ("muon", "adamw")}
     assert by["muon"] == {id(model.hidden.weight)}
     assert by["adamw"] == {id(p) for p in model.parameters()} - by["muon"]
+
+
+@pytest.mark.parametrize(
+    "family", ["falcon_mamba", "gpt_oss", "kimi_linear", "qwen2_moe", "recurrent_gemma", "rwkv", "zamba"]
+)
+def test_biases_and_states_are_vectors_whatever_their_shape(family: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family))
+    for kind in ("adamw", "muon", "signsgd"):
+        groups = build_optimizer(model, OptimConfig(type=kind, weight_decay=0.1)).param_groups
+        decays = {id(p): g["weight_decay"] > 0 for g in groups for p in g["params"]}
+        half = {id(p): g.get("algorithm") for g in groups for p in g["params"]}
+        for name, p in model.named_parameters():
+            last = name.split(".")[-1]
+            is_state = last in ("A_log", "D") or "time_" in last
+            is_vector = p.ndim < 2 or last.endswith("bias") or is_state
+            assert decays[id(p)] != is_vector, (kind, name)
+            if kind == "muon":
+                is_aside = is_vector or "conv" in name or "embed" in name or "head" in name
+                assert half[id(p)] == ("adamw" if is_aside else "muon"), name
 
 
 def test_muon_equals_torchs_own() -> None:

@@ -349,6 +349,21 @@ def test_a_sum_that_a_rank_finds_wrong_is_read_again_by_the_next_life(
     assert not (paths.root / "doubts").exists()
 
 
+def test_what_limits_a_rank_s_patience_is_no_key(
+    prepared: dict[str, Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared["sft"].copy()
+    paths = prepared["sft"].runs(home)[0]
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    info = resolve_resume(paths.checkpoints, NEW, deep=False)
+    fault = Fault("read", f"run/x/checkpoints/step_{NEW}/trainer/__0_0.distcp", 1, "EIO", for_ever=True)
+    faults = ReadFaults(roots_of(home), fault, normal)
+    with faults.installed(), pytest.raises(Unreadable, match=r"waited 0 s \[EIO\]$"):
+        verify.verify_parts(info, paths, patience_s=0.0)
+    assert faults.reached
+
+
 def test_each_rank_reads_its_own_files() -> None:
     names = ["trainer/.metadata", "orchestrator/state.json", *[f"trainer/__{rank}_0.distcp" for rank in range(4)]]
     shares = [verify.share_of(names, rank, 4) for rank in range(4)]

@@ -14,12 +14,12 @@ class OptimConfig(Section):
     """Optimizer and gradient clipping."""
 
     type: Literal["adamw", "muon", "signsgd"] = "adamw"
-    """`muon`: matrices (of fused ones each part) by Muon, embeddings, output head and vectors by AdamW; `signsgd`: the
-    gradient's sign alone."""
+    """`muon`: matrices (of fused ones each part) by Muon, embeddings, output head, convolutions and vectors by AdamW;
+    `signsgd`: the gradient's sign alone."""
     lr: float = Field(1e-6, ge=0, allow_inf_nan=False)
     """Peak learning rate; 0 is allowed (the log-probability self-test). `muon` takes AdamW's rates."""
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of all but vectors: norms, biases (also stacks of them), a state space's rates."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's exponential decay rates."""
     eps: float = Field(1e-8, gt=0)

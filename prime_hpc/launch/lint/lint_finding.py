@@ -54,7 +54,7 @@ CODES = {
     "PH211": "greedy training rollouts",
     "PH212": "code that a model writes",
     "PH213": "masked tokens where none can be",
-    "PH220": "steps without a learning rate",
+    "PH220": "steps without a learning rate, or a schedule longer than the run",
     "PH221": "a clip narrower than the engine's numerics",
     "PH222": "KL penalty without the groups that have no signal",
     "PH223": "no room for a demonstration",

@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Iterator
 
+from prime_hpc.config import Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
@@ -127,23 +128,42 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def learning(subject: Subject) -> Iterator[Finding]:
-    """Report steps and groups that are trained for nothing, or not as the objective's paper has it."""
-    experiment = subject.experiment
-    trainer, key = experiment.trainer, "trainer.scheduler.decay_steps"
-    schedule, loss = trainer.scheduler, trainer.loss
-    ends = schedule.warmup_steps + (schedule.decay_steps or 0)
-    is_early = (
-        schedule.type in ("linear", "cosine") and schedule.decay_steps is not None and ends < experiment.max_steps
-    )
-    if is_early and schedule.min_lr_ratio == 0:
+def _schedule(experiment: Experiment) -> Iterator[Finding]:
+    schedule, num_steps = experiment.trainer.scheduler, experiment.max_steps
+    warmup, decay, key = schedule.warmup_steps, schedule.decay_steps, "trainer.scheduler.decay_steps"
+    if schedule.type == "wsd" and decay is not None and warmup + decay > num_steps:
+        yield Finding(
+            "PH220",
+            "error",
+            key,
+            f"warmup_steps ({warmup}) and decay_steps ({decay}) together exceed max_steps ({num_steps})",
+            "leave decay_steps out, or fewer steps of either",
+        )
+    elif warmup >= num_steps:
         yield Finding(
             "PH220",
             "warning",
-            key,
-            f"the decay ends at step {ends}: the last {experiment.max_steps - ends} steps have learning rate 0",
-            "leave decay_steps out, or a min_lr_ratio above 0",
+            "trainer.scheduler.warmup_steps",
+            f"the warm-up takes all {num_steps} steps: the last one has {num_steps / warmup:.3g} of the peak learning "
+            "rate, and none decays",
+            f"some hundredths of the run: {max(1, num_steps // 20)}",
         )
+    elif schedule.type in ("linear", "cosine") and decay is not None and schedule.min_lr_ratio == 0:
+        left = num_steps - warmup - decay
+        if left > 0:
+            yield Finding(
+                "PH220",
+                "warning",
+                key,
+                f"the decay ends at step {num_steps - left}: the last {left} steps have learning rate 0",
+                "leave decay_steps out, or a min_lr_ratio above 0",
+            )
+
+
+def learning(subject: Subject) -> Iterator[Finding]:
+    """Report steps and groups that are trained for nothing, or not as the objective's paper has it."""
+    experiment, loss = subject.experiment, subject.experiment.trainer.loss
+    yield from _schedule(experiment)
     if not subject.is_rl:
         return
     narrowest = min(loss.bounds.low, loss.bounds.high)

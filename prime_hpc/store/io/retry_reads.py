@@ -30,12 +30,15 @@ class Patience:
         on_wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        limited_by: str | None = "supervisor.read_timeout_s",
     ) -> None:
         """Args:
         limit_s: seconds.
         on_wait: called all along while it waits; what it raises ends the wait.
         clock, sleep: of this machine.
+        limited_by: key that sets the limit; None: there is none.
         """
+        self._limited_by = f" ({limited_by})" if limited_by is not None else ""
         self.limit_s, self._left_s = limit_s, limit_s
         self._on_wait, self._clock, self._sleep = on_wait, clock, sleep
         self._next_word = 0.0
@@ -61,7 +64,7 @@ class Patience:
             if self._left_s <= 0:
                 raise Unreadable(
                     trouble.file,
-                    f"{trouble.why}; waited {self.limit_s:.0f} s (supervisor.read_timeout_s)",
+                    f"{trouble.why}; waited {self.limit_s:.0f} s{self._limited_by}",
                     trouble.errno,
                 ) from trouble
             self._say(trouble)

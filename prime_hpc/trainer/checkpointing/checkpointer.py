@@ -28,6 +28,7 @@ from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_fingerprint import conflicts
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.agreement import on_all
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
 from prime_hpc.trainer.checkpointing.staging import HostStage
@@ -132,6 +133,8 @@ class Checkpointer:
         self._plan: dcp_state.ShardPlan | None = None
         self._signature: tuple[Any, ...] = ()
         self._room: HostStage | None = None
+        self._room_plan: dcp_state.ShardPlan | None = None
+        """The plan for which there is room: the same one on all ranks."""
         self._save: _Save | None = None
         self._staged = threading.Event()
         self._figures: SaveFigures | None = None
@@ -177,6 +180,7 @@ class Checkpointer:
             save.stall_s = time.perf_counter() - began
             self._record(save)
             return
+        self._make_room(plan, parts)
         event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         self._staged.clear()
         save.thread = rank_thread(self._in_background, args=(save, plan, parts, event), name=f"save-{step}")
@@ -188,12 +192,13 @@ class Checkpointer:
         """Take the memory for asynchronous saves. Collective at its first call, which comes after the first step.
 
         Raises:
-            StoreError: there is too little.
+            StoreError: there is too little on some rank; on all.
         """
         if not self._config.save_async or self._room is not None:
             return
         state = self._state()
-        self._make_room({name: dcp_state.local_part(state[name]) for name in self._plan_for(state).names})
+        plan = self._plan_for(state)
+        self._make_room(plan, {name: dcp_state.local_part(state[name]) for name in plan.names})
 
     def wait_for_save(self) -> None:
         """Take note of a save that has ended on rank 0. Every rank calls it then.
@@ -233,11 +238,20 @@ class Checkpointer:
             self._plan, self._signature = dcp_state.plan_shards(state), now
         return self._plan
 
-    def _make_room(self, parts: Mapping[str, torch.Tensor]) -> HostStage:
+    def _make_room(self, plan: dcp_state.ShardPlan, parts: Mapping[str, torch.Tensor]) -> None:
+        """Take the memory for a plan's parts, unless it is there. Collective where the plan is new.
+
+        Raises:
+            StoreError: there is too little on some rank; on all.
+        """
+        if plan is self._room_plan:
+            return
+        self._room = self._room_plan = None  # what it takes is free again before others measure
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._room = HostStage(parts, self._config.staging_dir, ranks_per_node)
-        rank_thread(self._room.touch, name="touch-staging").start()
-        return self._room
+        room = on_all(lambda: HostStage(parts, self._config.staging_dir, ranks_per_node))
+        # Only now that all have measured: what one has touched, another of this node would count as taken.
+        rank_thread(room.touch, name="touch-staging").start()
+        self._room, self._room_plan = room, plan
 
     def _before_update(self, *_: Any) -> None:
         """Hold the optimizer's update back until the state before it is copied."""
@@ -255,9 +269,9 @@ class Checkpointer:
         """Copy, let training go on, write: the save's thread."""
         failure: Exception | None = None
         try:
-            room = self._room if self._room is not None and self._room.fits(parts) else self._make_room(parts)
-            room.copy(parts, event)
-            parts = room.tensors
+            assert self._room is not None
+            self._room.copy(parts, event)
+            parts = self._room.tensors
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
             failure = error
         finally:
@@ -380,25 +394,29 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------ loading
 
-    def load(self, info: CheckpointInfo) -> dict[str, int]:
+    def load(self, info: CheckpointInfo, patience_s: float | None = None) -> dict[str, int]:
         """Restore parameters, optimizer and (for ranks that existed) random states, under any number of ranks.
 
         Learning rate, betas, decay and the like are the config's, not the saved ones. The sums of all files are checked
         first, each rank's by itself.
+
+        Args:
+            info: the checkpoint.
+            patience_s: see `verify_parts`.
 
         Returns:
             the `progress` that was saved.
 
         Raises:
             StoreError: it is a checkpoint of another model, tokenizer, optimizer or kind of run.
-            Unreadable: a file is not what the manifest says, or cannot be read; on all ranks.
+            Unreadable: a file is not what the manifest says, or cannot be read. Either on all ranks.
         """
-        verify_parts(info, self._paths)
+        verify_parts(info, self._paths, patience_s)
         problems = self.mismatches(info)
         progress = info.manifest.meta.get("progress")
         if progress is None:
             problems.append("its manifest states no progress (written by an older prime-hpc?)")
-        metadata = dcp_state.read_metadata(info.trainer_dir)
+        metadata = on_all(lambda: dcp_state.read_metadata(info.trainer_dir))
         dcp_state.create_optimizer_state(self._optimizer)
         dcp_state.drop_unsaved_state(self._policy, self._optimizer, metadata, self._slot)
         state = dcp_state.named_state(self._policy, self._optimizer, self._slot)

@@ -233,7 +233,11 @@ def differences(metadata: Metadata, state: Mapping[str, torch.Tensor], *, with_o
     found = []
     parts_of = (
         (MODEL, "another model", "it was made from another model.name"),
-        (OPTIMIZER, "another optimizer's state", "resume with the optimizer that it was saved with"),
+        (
+            OPTIMIZER,
+            "another optimizer's state",
+            "resume with the optimizer, and the prime-hpc, that it was saved with",
+        ),
     )
     for prefix, what, cure in parts_of if with_optimizer else parts_of[:1]:
         then = {name for name in saved if name.startswith(prefix)}

@@ -5,8 +5,6 @@ attempts do. What a rank finds broken is noted (`failed_reads`), and the next at
 to an older.
 """
 
-from typing import Any
-
 import torch.distributed as dist
 from loguru import logger
 
@@ -16,6 +14,7 @@ from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.manifest import check_file
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.agreement import gather_all
 
 READ_S = 240.0
 """How long a rank tries to read what cannot be read; the others wait for it in a collective."""
@@ -31,22 +30,20 @@ def _reader(name: str) -> int:
     return int(parts[2]) if len(parts) > 3 and parts[2].isdigit() else 0
 
 
-def verify_parts(info: CheckpointInfo, paths: RunPaths) -> None:
+def verify_parts(info: CheckpointInfo, paths: RunPaths, patience_s: float | None = None) -> None:
     """Check all sums of a checkpoint, each rank some. Collective.
 
     Args:
         info: the checkpoint.
         paths: the run that is about to load it.
+        patience_s: how long to try again what cannot be read; None: `READ_S`. Short where others wait, too.
 
     Raises:
         Unreadable: on all ranks alike: a file differs (it is noted, and read again by the next attempt), or cannot be
             read.
     """
-    said = _verify_share(info, paths, Patience(READ_S))
-    rows: list[Any] = [said]
-    if dist.get_world_size() > 1:
-        rows = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, said)
+    patience = Patience(READ_S if patience_s is None else patience_s, limited_by=None)
+    rows = gather_all(_verify_share(info, paths, patience))
     found = [f"rank {rank}: {words}" for rank, words in enumerate(rows) if words is not None]
     if found:
         raise Unreadable(info.path, "; ".join(found[:3]))

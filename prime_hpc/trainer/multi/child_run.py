@@ -4,6 +4,7 @@ Built and stepped by `loop.py`. A child trains through its adapter slot alone; i
 checkpoints and versions touch no other slot's tensors, so the order in which runs take turns changes no bit of any.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Base, Trainer, check_schedule, open_trainer
 
 READ_S = 3.0
-"""How long a batch whose files are not what its manifest says may hold the others up."""
+"""How long a batch or a checkpoint that is not what its manifest says, or cannot be read, may hold the others up."""
 
 
 class _Silent:
@@ -163,17 +164,30 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
     )
     run_bus, experiment = bus.of_run(context.bus_run), admission.experiment
 
+    built: list[Trainer] = []
+
     def build() -> Trainer:
         check_schedule(experiment)
-        return open_trainer(base, experiment, context, run_bus, _Silent(), admission.slot)
+        built.append(open_trainer(base, experiment, context, run_bus, _Silent(), admission.slot))
+        return built[0]
 
-    trainer = call_collectively(build)
-    objective = loss_of(experiment)
+    try:
+        return _begun(call_collectively(build), admission, budget)
+    except BaseException:
+        for trainer in built:  # it comes back with each try: what it has opened would stay open
+            with contextlib.suppress(StoreError, OSError):
+                trainer.close()
+        raise
+
+
+def _begun(trainer: Trainer, admission: Admission, budget: int) -> Child:
+    """Return the run as its checkpoint has it. Collective; raises what `begin_child` does."""
+    objective = loss_of(trainer.experiment)
     child = Child(admission.name, trainer, objective, budget, 0, 0, 0)
     if admission.resume is None:
         return child
     info = admission.resume
-    load: Callable[[], dict[str, int]] = lambda: trainer.saver.checkpointer.load(info)  # noqa: E731
+    load: Callable[[], dict[str, int]] = lambda: trainer.saver.checkpointer.load(info, READ_S)  # noqa: E731
     progress = call_collectively(load)
     child.step, trainer.saver.saved_step = info.step, info.step
     child.num_samples, child.num_tokens = progress.get("num_samples", 0), progress.get("num_tokens", 0)

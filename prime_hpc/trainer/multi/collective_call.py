@@ -7,11 +7,10 @@ the others.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from prime_hpc.config import ConfigError
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.retry_reads import as_unreadable
+from prime_hpc.trainer.agreement import gather_all
 
 T = TypeVar("T")
 CONTAINED = (StoreError, ConfigError, ValueError, TypeError, AttributeError, ImportError, OSError)
@@ -49,15 +48,11 @@ def call_collectively(action: Callable[[], T], same: Callable[[T], Any] | None =
     except CONTAINED as error:
         unread = as_unreadable(error) is not None
         said = str(error) if isinstance(error, StoreError | ConfigError) else f"{type(error).__name__}: {error}"
-    world_size = dist.get_world_size()
-    rows: list[Any] = [(said, shown, unread)]
-    if world_size > 1:
-        rows = [None] * world_size
-        dist.all_gather_object(rows, (said, shown, unread))
+    rows = gather_all((said, shown, unread))
     failed = [(rank, words) for rank, (words, *_) in enumerate(rows) if words is not None]
     if failed:
         texts = dict.fromkeys(words for _, words in failed)
-        where = "" if world_size == 1 or len(failed) == world_size else f"rank {failed[0][0]}: "
+        where = "" if len(failed) == len(rows) else f"rank {failed[0][0]}: "
         raise RunFailed(where + "; ".join(texts), all(row[2] for row in rows if row[0] is not None))
     if len({repr(row[1]) for row in rows}) > 1:
         raise RunFailed(f"the ranks differ: {', '.join(repr(row[1]) for row in rows)}")

@@ -38,8 +38,9 @@ STATE_S = 2.0
 """Progress is written into `state.json` no more often."""
 DELETION_S = 0.5
 """Longest look whether a run that failed is being deleted."""
-UNREAD_S = 5.0
-"""Between two tries to begin a run of which something cannot be read."""
+UNREAD_S, MOST_UNREAD_S = 5.0, 60.0
+"""Between the first two tries to begin a run of which something cannot be read; doubled with each, up to the most: the
+others wait while it is tried."""
 UNCHANGED_S = 5.0
 """A run.yaml that cannot be read counts as wrong when it has not changed for so long: it may be being written."""
 
@@ -73,6 +74,8 @@ class _Unread:
     failed_reads: FailedReads
     since: float | None = None
     """Of what cannot be read; a doubt has a wait of its own."""
+    pause: float = 0.0
+    """Before the last try."""
     next_try: float = 0.0
 
 
@@ -290,7 +293,7 @@ class RunSlots:
                 continue
             self._slots[slot], self._lives[name] = name, admission.incarnation
             self._lives_known[name] = admission.incarnation
-            del self._seen[name], self._unread[name]
+            del self._seen[name]
             return admission
         return None
 
@@ -307,7 +310,8 @@ class RunSlots:
             unread.next_try = now + trouble.left_s
         else:
             unread.since = now if unread.since is None else unread.since
-            unread.next_try = now + UNREAD_S
+            unread.pause = min(2 * unread.pause, MOST_UNREAD_S) or UNREAD_S
+            unread.next_try = now + unread.pause
         if unread.since is not None and now - unread.since > limit and not self.training:
             raise Unreadable(trouble.file, f"{trouble.why}; waited {limit:.0f} s (supervisor.read_timeout_s)")
         self._set(name, replace(self._states[name], phase="waiting", reason=str(trouble), slot=None))
@@ -324,6 +328,7 @@ class RunSlots:
 
     def began(self, admission: Admission, step: int, progress: dict[str, int]) -> None:
         """Every rank holds the run now: its orchestrator may begin."""
+        self._unread.pop(admission.name, None)
         self._set(
             admission.name,
             ChildState(
@@ -358,6 +363,7 @@ class RunSlots:
         if name in self._slots:
             self._slots[self._slots.index(name)] = None
             self._lives.pop(name, None)
+        self._unread.pop(name, None)
         level = "INFO" if phase in ("done", "stopped") else "ERROR"
         logger.log(level, f"{name}: {phase}" + (f": {reason}" if reason else ""))
         before = self._states.get(name, ChildState("waiting"))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.trainer.optim.fused import find_fused
@@ -14,12 +15,14 @@ from prime_hpc.trainer.optim.offload import keep_in_host_memory
 from prime_hpc.trainer.optim.signsgd import SignSGD
 
 MUON_MOMENTUM = 0.95
+_VECTORS = ("A_log", "D")
+"""Names of the parameters of a state space's recurrence: one number for each state or channel, in two dimensions."""
 
 
 def build_optimizer(
     module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer; matrices decay, vectors (norms, biases) do not.
+    """Return the configured optimizer; matrices decay, vectors (norms, biases, see `_is_vector`) do not.
 
     All of them keep their state per parameter under its name, so that a checkpoint loads under any number of ranks.
 
@@ -36,11 +39,15 @@ def build_optimizer(
 
 def _build(module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Parameter] | None) -> torch.optim.Optimizer:
     trainable = [p for p in (module.parameters() if parameters is None else parameters) if p.requires_grad]
-    matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
+    names = {id(p): name for owner in module.modules() for name, p in owner.named_parameters(recurse=False)}
+    vectors = [p for p in trainable if _is_vector(p, names.get(id(p), ""))]
+    found = {id(p) for p in vectors}
+    matrices = [p for p in trainable if id(p) not in found]
     if config.type == "muon":
-        tables = _token_tables(module)
-        hidden = [p for p in matrices if id(p) not in tables and p.ndim in (2, 3)]
-        others = [p for p in matrices if id(p) in tables or p.ndim > 3]
+        aside = _token_tables(module) | _convolutions(module)
+        hidden = [p for p in matrices if id(p) not in aside and _is_linear(p)]
+        found = {id(p) for p in hidden}
+        others = [p for p in matrices if id(p) not in found]
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
         groups = [
             {"params": hidden, "algorithm": "muon", "weight_decay": config.weight_decay},
@@ -56,6 +63,24 @@ def _build(module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Param
     if config.type == "signsgd":
         return SignSGD(_used(groups), lr=config.lr, momentum=config.momentum or 0.0)
     return torch.optim.AdamW(_used(groups), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _is_vector(parameter: nn.Parameter, name: str) -> bool:
+    """Return whether a parameter is added or multiplied element by element, whatever its shape: a stack of biases, a
+    state space's rates, RWKV's mixing factors, [1, 1, width]. A matrix with one row is a linear map all the same.
+    """
+    is_named = name.endswith("bias") or name in _VECTORS or name.startswith("time_")
+    return parameter.ndim < 2 or is_named or (parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) <= 1)
+
+
+def _is_linear(matrix: nn.Parameter) -> bool:
+    """Return whether a parameter is a linear map by its shape, or a stack of them (experts, blocks of a diagonal)."""
+    return matrix.ndim == 2 or (matrix.ndim == 3 and min(matrix.shape[-2:]) > 1)
+
+
+def _convolutions(module: nn.Module) -> set[int]:
+    """ids of kernels: of most, a channel's has two dimensions and mixes no channels."""
+    return {id(m.weight) for m in module.modules() if isinstance(m, _ConvNd)}
 
 
 def _used(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -24,6 +24,11 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
         ValueError: warm-up and decay do not fit into the run.
     """
     warmup = config.warmup_steps
+    if config.type == "wsd" and config.decay_steps is not None and warmup + config.decay_steps > max_steps:
+        raise ValueError(
+            f"trainer.scheduler: warmup_steps ({warmup}) and decay_steps ({config.decay_steps}) together exceed "
+            f"max_steps ({max_steps})"
+        )
     if step <= warmup:
         return step / warmup
     if config.type == "constant":
@@ -33,11 +38,6 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
     default = min(after, max(2, math.ceil(max_steps / 10))) if config.type == "wsd" else after
     decay = default if config.decay_steps is None else config.decay_steps
     start = max_steps - decay if config.type == "wsd" else warmup
-    if start < warmup:
-        raise ValueError(
-            f"trainer.scheduler: warmup_steps ({warmup}) and decay_steps ({decay}) together exceed "
-            f"max_steps ({max_steps})"
-        )
     if step <= start:
         return 1.0
     done = min((step - start - 1) / decay, 1.0) if decay else 1.0

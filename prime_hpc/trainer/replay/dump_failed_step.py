@@ -12,6 +12,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import compute_dtype
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer
@@ -22,34 +23,45 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
     """Write batch, weights and config of the refused step into `<run>/failed/step_<n>`. Collective.
 
     Raises:
-        StoreError: the disk is full, or a newer attempt of the run has begun.
+        StoreError: the disk is full, or a newer attempt of the run has begun; on every rank.
     """
     experiment, step = trainer.experiment, error.step
     kept = RunPaths(trainer.paths.failed_step(step))
-    if trainer.rank == 0 and kept.root.exists():  # of an earlier attempt at this step
-        files.discard(kept.root)
+    from_first(lambda: files.discard(kept.root) if kept.root.exists() else None)  # of an earlier attempt at this step
     parts: list[RankBatch | None] | None = [None] * trainer.world_size if trainer.rank == 0 else None
     dist.gather_object(error.batch, parts)
-    publisher = build_publisher(
-        trainer.train_step.policy,
-        trainer.source,
-        kept,
-        dtype=compute_dtype(experiment.model),
-        incarnation=0,
-        model_name=experiment.model.name,
-        slot=trainer.train_step.slot,
-    )
-    publisher.publish(step - 1)
-    if parts is not None:
-        own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
-        write_batch(kept, step, [part for part in own if part is not None], state={})
-        if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
-            experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
-        write_snapshot(experiment, kept.root, ["replay"])
-        logger.error(
-            f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
-            f"prime-hpc replay {kept.root}"
+    publisher = on_all(
+        lambda: build_publisher(
+            trainer.train_step.policy,
+            trainer.source,
+            kept,
+            dtype=compute_dtype(experiment.model),
+            incarnation=0,
+            model_name=experiment.model.name,
+            slot=trainer.train_step.slot,
         )
+    )
+
+    def publish() -> None:
+        publisher.publish(step - 1)
+        if parts is not None:
+            _write_beside(trainer, kept, step, parts)
+
+    on_all(publish)
+
+
+def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankBatch | None]) -> None:
+    """On rank 0: write the batch and the config, beside the version."""
+    experiment = trainer.experiment
+    own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
+    write_batch(kept, step, [part for part in own if part is not None], state={})
+    if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
+        experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
+    write_snapshot(experiment, kept.root, ["replay"])
+    logger.error(
+        f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
+        f"prime-hpc replay {kept.root}"
+    )
 
 
 def _with_model(experiment: Experiment, name: str) -> Experiment:

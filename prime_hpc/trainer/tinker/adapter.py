@@ -24,6 +24,7 @@ from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.verify import verify_parts
 from prime_hpc.trainer.lora import reset_slot, slot_named_parameters
+from prime_hpc.trainer.multi.child_run import READ_S
 from prime_hpc.trainer.multi.collective_call import call_collectively
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel.distribute import reshard_all
@@ -225,7 +226,7 @@ class Adapter:
         """
         policy, has_optimizer = self._base.policy, with_optimizer and saved.save.has_optimizer
         info = call_collectively(lambda: load_checkpoint(saved.run.checkpoints, saved.save.number))
-        verify_parts(info, self._paths)
+        verify_parts(info, self._paths, READ_S)
         metadata = call_collectively(lambda: dcp_state.read_metadata(info.trainer_dir))
         problems = self._checkpointer.mismatches(info)
         if has_optimizer:

@@ -25,6 +25,7 @@ from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_s
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model_files import INDEX
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
@@ -142,22 +143,23 @@ class Publisher:
             the manifest on rank 0, None elsewhere.
 
         Raises:
-            StoreError: disk full, fenced, or other content has this name.
+            StoreError: disk full, fenced, or other content has this name; on every rank, but of the commit itself,
+                after which no rank waits for another.
         """
         final = self.paths.weights_step(version)
         stage = stage_dir(final, self.incarnation)
         aux_files: Future[dict[str, FileEntry]] | None = None
         try:
+            form = self._open_stage(version, stage, final)
+            with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
+                if self._rank == 0:
+                    aux_files = beside.submit(self.put_aux_files, form, stage)
+                sealed = self._write_files(form, stage)
+            gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+            dist.gather_object(sealed, gathered)
+            if gathered is None or aux_files is None:
+                return None
             with fenced_stage(stage, self.paths, self.incarnation):
-                form = self._open_stage(version, stage, final)
-                with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
-                    if self._rank == 0:
-                        aux_files = beside.submit(self.put_aux_files, form, stage)
-                    sealed = self._write_files(form, stage)
-                gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-                dist.gather_object(sealed, gathered)
-                if gathered is None or aux_files is None:
-                    return None
                 return self.commit(version, form, gathered, aux_files.result())
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
@@ -166,32 +168,45 @@ class Publisher:
 
     def _open_stage(self, version: int, stage: Path, final: Path) -> VersionForm:
         """Rank 0 makes the stage and decides the form; both are there for all when this returns. Collective."""
-        box = [VersionForm()]
-        if self._rank == 0:
+
+        def plan() -> VersionForm:
             prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self.file_bytes)
-            box = [self.sender.plan(version, is_kept=self.is_kept(version))]
-        dist.broadcast_object_list(box, src=0)  # the stage exists
+            return self.sender.plan(version, is_kept=self.is_kept(version))
+
+        form = from_first(plan)
         self._await_stage(stage)
-        return box[0]
+        return form
 
     def _await_stage(self, stage: Path) -> None:
         """Until the stage is visible on every node: one rank a node looks. Collective."""
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         if local_size < self._world_size:
-            if self._rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0":
-                store_files.await_name(stage)
-            dist.barrier()
+            looks = self._rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0"
+            on_all(lambda: store_files.await_name(stage) if looks else None)
 
     def _write_files(self, form: VersionForm, stage: Path) -> Sealed:
         """Write what this rank holds to its places, then make its own files durable. Collective."""
         with contextlib.ExitStack() as stack:
-            self.sender.open(form, stage, stack)
-            writer = stack.enter_context(_Writer(self.sender, form))  # ends before the files are closed
-            for block in self._blocks():
-                writer.write(block)
-            writer.finish()
-            dist.barrier()  # all ranks have written
-            return self.sender.finalize()
+
+            def write() -> None:
+                blocks = self._blocks()
+                try:
+                    with fenced_stage(stage, self.paths, self.incarnation):
+                        self.sender.open(form, stage, stack)
+                        with _Writer(self.sender, form) as writer:
+                            for block in blocks:
+                                writer.write(block)
+                            writer.finish()
+                except Exception:
+                    deque(blocks, maxlen=0)  # in taking them, other ranks' tensors are gathered
+                    raise
+
+            def seal() -> Sealed:
+                with fenced_stage(stage, self.paths, self.incarnation):
+                    return self.sender.finalize()
+
+            on_all(write)  # all ranks have written, before the first file is summed
+            return on_all(seal)
 
     def local_blocks(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """Return what this rank writes: places and the values as they are published, on the device. Collective."""

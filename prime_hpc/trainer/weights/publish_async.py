@@ -145,9 +145,11 @@ class BesidePublisher:
             try:
                 ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._room = HostStage(shapes, None, ranks_per_node, "trainer.publish_beside", "set it to false")
-                self._room.touch()
             except StoreError as error:
                 failure = error
+            dist.barrier()  # all have measured: what one has touched, another of this node would count as taken
+            if self._room is not None:
+                self._room.touch()
         copied: dict[Place, torch.Tensor] = {}
         event = None
         for key, values in blocks():  # also without room: other ranks' tensors may have to be gathered
