@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.data import sources
 from prime_hpc.trainer.data.messages import SFTDataError
-from prime_hpc.trainer.data.sources import Rows, open_rows
+from prime_hpc.trainer.data.sources import Rows, former_fingerprint, open_rows
 
 
 def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
@@ -96,6 +97,14 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows_of(5)).save_to_disk(tmp_path / "saved")
     assert read(opened(tmp_path / "cache", path=tmp_path / "saved")) == rows_of(5)
+    before = opened(tmp_path / "cache", path=tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved")
+    datasets.Dataset.from_list([{"prompt": f"other {n}", "completion": ""} for n in range(5)]).save_to_disk(
+        tmp_path / "saved"
+    )
+    after = opened(tmp_path / "cache", path=tmp_path / "saved")
+    assert before.fingerprint != after.fingerprint and former_fingerprint(before) == former_fingerprint(after)
+    assert former_fingerprint(before) != before.fingerprint
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
     with pytest.raises(SFTDataError, match="the columns are: text"):
         opened(tmp_path / "cache", path=tmp_path / "other")
