@@ -2,7 +2,8 @@
 
 Some of them take a right answer in another form for what it is worth by reading it with `eval`, or with sympy's
 `parse_expr`, which is `eval` too. Here `eval` reads literals alone, and sympy gets what consists of numbers, signs and
-known names; any other answer is an unreadable one, for which a scorer has its own score.
+known names; any other answer is an unreadable one, for which a scorer has its own score. (So is an `Integral` that is
+not worked out, for which the scorers of integrals would give 1.)
 """
 
 import ast
