@@ -10,7 +10,7 @@ _NUMBER = re.compile(
     r"(?P<digits>\d++(?:,\d++)*+)(?P<rest>(?:\.\d++)?(?:[eE][-+]?\d{1,2}(?!\w))?)"
 )
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+")
-_MOST_DIGITS = 1000
+_MOST_DIGITS = 10_000
 
 
 def last_number(reply: str) -> Decimal | None:
