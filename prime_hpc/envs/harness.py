@@ -49,7 +49,7 @@ class LocalTool:
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return f"error: {problems}"
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             return f"error: {type(error).__name__}: {error}"
 
 
@@ -174,7 +174,7 @@ class InProcessSession(HarnessSession):
         """Run a tool of an MCP server; its failures go back to the model."""
         try:
             arguments = json.loads(call.arguments or "{}")
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             return f"error: the arguments are not JSON: {error}"
         try:
             return await call_mcp(self._servers, self._dispatch, call.name, arguments)

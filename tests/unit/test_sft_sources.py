@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,9 @@ import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.datafiles import find_data
-from prime_hpc.trainer.data import sources
+from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
-from prime_hpc.trainer.data.sources import Rows, open_rows
+from prime_hpc.trainer.data.sources import Rows, former_fingerprint, open_rows
 
 
 def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
@@ -96,6 +98,14 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows_of(5)).save_to_disk(tmp_path / "saved")
     assert read(opened(tmp_path / "cache", path=tmp_path / "saved")) == rows_of(5)
+    before = opened(tmp_path / "cache", path=tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved")
+    datasets.Dataset.from_list([{"prompt": f"other {n}", "completion": ""} for n in range(5)]).save_to_disk(
+        tmp_path / "saved"
+    )
+    after = opened(tmp_path / "cache", path=tmp_path / "saved")
+    assert before.fingerprint != after.fingerprint and former_fingerprint(before) == former_fingerprint(after)
+    assert former_fingerprint(before) != before.fingerprint
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
     with pytest.raises(SFTDataError, match="the columns are: text"):
         opened(tmp_path / "cache", path=tmp_path / "other")
@@ -164,3 +174,18 @@ def test_zstd_files_of_several_frames_are_read_and_torn_ones_refused(tmp_path: P
         (tmp_path / f"{name}.jsonl.zst").write_bytes(content)
         with pytest.raises(SFTDataError, match=f"{name}.jsonl.zst is no whole zstd file"):
             opened(tmp_path / "cache", path=tmp_path / f"{name}.jsonl.zst")
+
+
+def test_a_checkpoint_that_knows_less_of_the_rows_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a version that took a hub's data set by its name and size."""
+    began: list[int] = []
+    monkeypatch.setattr(build, "Prefetcher", lambda *_: None)
+    data = build.RealData.__new__(build.RealData)
+    data._config, data._timeout_s = SFTDataConfig(name="owner/set"), 1.0
+    data._fingerprint, data._former, data._num_rows, data._prefetcher = 1, 2, 5, None
+    data._stream = SimpleNamespace(start=lambda position: began.append(position.row))  # type: ignore[assignment]
+    for known in (1, 2):
+        assert data.start({"data_row": 3, "data_fingerprint": known})["data_fingerprint"] == 1
+    with pytest.raises(SFTDataError, match="other rows"):
+        data.start({"data_row": 3, "data_fingerprint": 4})
+    assert began == [3, 3]

@@ -89,6 +89,11 @@ def test_a_made_starter_is_left_alone_and_a_broken_or_different_one_is_replaced(
     (tmp_path / "starter.json").write_text("{")
     make_starter(tmp_path, seed=0)
     assert contents(tmp_path) == whole
+    (tmp_path / "sft.jsonl").unlink()
+    make_starter(tmp_path, seed=0)
+    (tmp_path / "starter.json").write_bytes(b"\xff")
+    make_starter(tmp_path, seed=0)
+    assert contents(tmp_path) == whole
     make_starter(tmp_path, seed=1)
     assert contents(tmp_path)["sft.jsonl"] != whole["sft.jsonl"]
 

@@ -19,7 +19,7 @@ from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, Key, Record
 from prime_hpc.evals.settings import record, refuse_others
 from prime_hpc.evals.synthesis.report import report, table, words
-from prime_hpc.evals.synthesis.rows import write_rows
+from prime_hpc.evals.synthesis.rows import withdraw_rows, write_rows
 from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, is_parsed, sampled
 from prime_hpc.evals.synthesis.select import REASONS, num_passing, select
 from prime_hpc.slurm.placement import place_slurm
@@ -145,6 +145,15 @@ def keep(paths: RunPaths, exp: Experiment, records: list[Sampled], life: int = 1
     return [" ".join(str(json.loads(line)["input"]["id"]) for line in text.splitlines()) for text in texts]
 
 
+def test_a_selection_of_none_leaves_no_rows_of_another(paths: RunPaths) -> None:
+    exp = experiment()
+    withdraw_rows(paths, 1)
+    keep(paths, exp, [episode(1)])
+    assert (paths.root / "data" / "rows").is_dir()
+    withdraw_rows(paths, 1)
+    assert not (paths.root / "data" / "rows").exists()
+
+
 def test_rows_appear_whole_and_an_other_selection_takes_their_place(paths: RunPaths) -> None:
     records = [episode(task, reward=task / 10) for task in (3, 1, 2)]
     exp = experiment("--shard-rows", "2")
@@ -207,7 +216,13 @@ def test_prompts_are_tasks_and_what_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text("\n".join(map(json.dumps, good)) + "\n\n")
     tasks = [task.data for task in Prompts(PromptsConfig(files=[str(tmp_path / "good.jsonl")])).load()]
     assert [task.handed_on for task in tasks] == [{"id": 7}, {}] and tasks[0].system_prompt == "s"
-    for bad in ('{"question": "a"}', "[1]", '{"prompt": "a"', '{"prompt": [{"role": "nobody", "content": "x"}]}'):
+    for bad in (
+        '{"prompt": "a", "score": NaN}',
+        '{"question": "a"}',
+        "[1]",
+        '{"prompt": "a"',
+        '{"prompt": [{"role": "nobody", "content": "x"}]}',
+    ):
         (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n' + bad + "\n")
         with pytest.raises(EnvError, match="bad.jsonl, line 2"):
             list(Prompts(PromptsConfig(files=[str(tmp_path / "bad.jsonl")])).load())

@@ -57,7 +57,7 @@ def _downloaded(benchmark: Benchmark) -> Iterable[dict[str, Any]]:
 
         for name in benchmark.files:
             path = hf_hub_download(benchmark.source, name, repo_type="dataset")
-            yield from (json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line)
+            yield from (json.loads(line) for line in Path(path).read_bytes().split(b"\n") if line)
         return
     from datasets import load_dataset
 

@@ -6,14 +6,18 @@ import json
 import pickle
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
-_FENCE = re.compile(
-    r"(?:^[ \t]*```[ \t]*(?P<language>[^\s`]*)[^\n`]*|```(?P<after_text>[^\s`]+)[ \t]*)\n(?P<block>.*?)(?:```|\Z)",
-    re.DOTALL | re.MULTILINE,
-)
-"""A block of any language, for else its closing fence would open one. Behind text, a fence opens only by a language."""
+_OPENS = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^`]*")
+_OPENS_BEHIND_TEXT = re.compile(r"(?P<indent>).*?(?P<fence>`{3,})(?P<language>[^\s`]+)[ \t]*")
+"""Behind text, a fence opens only by a language."""
+_CLOSES = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})[^\w`]*")
+MOST_INDENT = 3
+"""Of a closing fence beyond the opening one's; one that stands deeper is text, of a docstring perhaps."""
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 
 IMPORTS = (
@@ -24,6 +28,21 @@ IMPORTS = (
 )
 """Imports that solutions of contest problems take for granted; the built-in names last: `math` has a `pow` of two
 arguments."""
+
+
+_LEADING = re.compile(
+    r"(?:\s|#[^\n]*(?:\n|\Z)|[rR]?\"\"\".*?\"\"\"|[rR]?\'\'\'.*?\'\'\'|from __future__ import[^\n]*(?:\n|\Z))*",
+    re.DOTALL,
+)
+_FUTURE = re.compile(r"^from __future__ import[^\n]*", re.MULTILINE)
+
+
+def placed_behind(text: str, code: str) -> str:
+    """Return a program of `text` with `code` behind it, whose `from __future__` lines stay the first ones."""
+    leading = _LEADING.match(code)
+    head = leading[0] if leading else ""
+    lifted = "".join(f"{line}\n" for line in _FUTURE.findall(head))
+    return f"{lifted}{text}{_FUTURE.sub('', head)}{code[len(head) :]}"
 
 
 @dataclass(frozen=True)
@@ -41,13 +60,46 @@ def code_in(reply: str) -> str:
     the whole text."""
     said = reply.rpartition("</think>")[2]
     named, unnamed = "", ""
-    for found in _FENCE.finditer(said):
-        language = found["language"] or found["after_text"] or ""
+    for language, block in _blocks(said):
         if _PYTHON.fullmatch(language):
-            named = found["block"]
+            named = block
         elif not language:
-            unnamed = found["block"]
+            unnamed = block
     return named or unnamed or said
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of all fenced blocks, without an indented fence's own indentation.
+
+    Of every language, for else a closing fence would open a block. A block ends at a fence that stands alone in a line;
+    where none comes, at the end of a line that ends with one, or else at the end of the text.
+    """
+    lines, at = text.split("\n"), 0
+    while at < len(lines):
+        opens = _OPENS.fullmatch(lines[at]) or _OPENS_BEHIND_TEXT.fullmatch(lines[at])
+        at += 1
+        if opens is None or at == len(lines):
+            continue
+        indent, fence = len(opens["indent"]), opens["fence"]
+        left = range(at, len(lines))
+        end = next((i for i in left if _is_end(lines[i], indent, fence)), None)
+        if end is not None:
+            block = [*lines[at:end], *([""] if end > at else [])]
+        else:
+            end = next((i for i in left if lines[i].rstrip().endswith(fence)), len(lines))
+            block = [*lines[at:end], *(line.rstrip()[: -len(fence)] for line in lines[end : end + 1])]
+        at = end + 1
+        yield opens["language"], "\n".join(_without(line, indent) for line in block)
+
+
+def _is_end(line: str, indent: int, fence: str) -> bool:
+    closes = _CLOSES.fullmatch(line)
+    return bool(closes and len(closes["indent"]) <= indent + MOST_INDENT and closes["fence"].startswith(fence))
+
+
+def _without(line: str, indent: int) -> str:
+    """Return a line without so many of its leading blanks, where it has them."""
+    return line[min(indent, len(line) - len(line.lstrip(" \t"))) :]
 
 
 def humaneval_program(problem: dict[str, Any], reply: str) -> str:
@@ -59,7 +111,8 @@ def humaneval_program(problem: dict[str, Any], reply: str) -> str:
     code = code_in(reply)
     defines = re.search(rf"^(?:async )?def {re.escape(problem['entry_point'])}\b", code, re.MULTILINE)
     between = "\n    pass\n\n" if defines else ""
-    return f"{problem['prompt']}{between}{code}\n{problem['test']}\ncheck({problem['entry_point']})"
+    program = placed_behind(problem["prompt"] + between, code)
+    return f"{program}\n{problem['test']}\ncheck({problem['entry_point']})"
 
 
 def functional_program(code: str, method: str, cases: list[Case]) -> str:
@@ -67,8 +120,7 @@ def functional_program(code: str, method: str, cases: list[Case]) -> str:
     checks = [([json.loads(line) for line in case.given.split("\n") if line], case.expected) for case in cases]
     return "\n".join(
         (
-            IMPORTS,
-            code,
+            placed_behind(IMPORTS + "\n", code),
             f"for __given, __expected in json.loads({json.dumps(checks)!r}):",
             f"    __found = json.loads(json.dumps(Solution().{method}(*__given)))",
             "    assert __found == json.loads(__expected), f'{__given}: {__found} is not {__expected}'"[:200],
@@ -77,8 +129,8 @@ def functional_program(code: str, method: str, cases: list[Case]) -> str:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Compare outputs by their lines, white space at their ends aside; numbers as exact as they are written,
-    or within 1e-6."""
+    """Compare outputs by their lines, white space at their ends aside; numbers where the expected one has a point
+    within 1e-6, whole ones exactly."""
     lines = [[line.split() for line in text.strip().splitlines()] for text in (found, expected)]
     if lines[0] == lines[1]:
         return True
@@ -91,10 +143,11 @@ def same_output(found: str, expected: str) -> bool:
 def _same_word(found: str, expected: str) -> bool:
     if found == expected:
         return True
-    try:
-        return "." in expected + found and abs(float(found) - float(expected)) <= 1e-6 * max(1.0, abs(float(expected)))
-    except ValueError:
+    if not (_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)):
         return False
+    if "." not in expected:
+        return "." in found and Decimal(found) == Decimal(expected)
+    return abs(float(found) - float(expected)) <= 1e-6 * max(1.0, abs(float(expected)))
 
 
 def cases_of(row: dict[str, Any]) -> list[Case]:

@@ -296,7 +296,7 @@ class ToolEnv(MultiTurnEnv):
                 arguments = json.loads(call["function"]["arguments"] or "{}")
                 if not isinstance(arguments, dict):
                     raise ValueError("the arguments must be a JSON object")
-            except ValueError as error:
+            except (RecursionError, ValueError) as error:
                 results.append(ChatMessage(role="tool", content=self.error_formatter(error), tool_call_id=call["id"]))
                 continue
             name = call["function"]["name"]

@@ -6,12 +6,13 @@ process 1 of its namespace no signal from inside reaches it, orphans become its 
 It shares its user with what it runs, so the host believes nothing that it says but what concerns this sandbox.
 
 Frames, both ways, on standard input: two big-endian 32-bit lengths, a head, bytes. Heads to the guest are marshalled
-(it trusts the host), those to the host are lines of text:
+(it trusts the host), those to the host are lines of text; an answer begins with the number of its order:
 
     host -> guest  {"op": "run", "argv" | "program": length of its source, "env", "word", "may_exit", "wall_s", "cpu_s",
                     "output": bytes kept of its output},
-                   {"op": "write", "path"}, {"op": "read", "path", "most"}
-    guest -> host  "ok"; "error", why; "ended", exit code, ended_by, length of the first output, dropped bytes, verdict
+                   {"op": "write", "path"}, {"op": "read", "path", "most", "whole"}; all of them: "number"
+    guest -> host  number; "ok"; "error", why; "ended", exit code, ended_by, length of the first output, dropped bytes,
+                   verdict
 
 `ended_by` is the limit that ended a command, or empty. The kernel holds processes (with threads), address space and CPU
 time of each process, sizes of files and of the folder; the sums over all processes are looked at every `TICK_S`.
@@ -20,6 +21,7 @@ time of each process, sizes of files and of the folder; the sums over all proces
 from __future__ import annotations
 
 import _signal as signal  # `signal` itself imports `enum`
+import builtins
 import ctypes
 import marshal
 import os
@@ -250,6 +252,7 @@ def become_command(order: dict[str, Any], program: str | None, fds: tuple[int, .
 def judge(program: str, may_exit: bool) -> str:
     """Run a Python program; `passed`, or how it failed."""
     sys.argv[:] = ["program.py"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site`, which may not be imported, has them
     try:
         exec(compile(program, "program.py", "exec", dont_inherit=True), {"__name__": "__main__"})
     except SystemExit as error:
@@ -398,7 +401,11 @@ def write(order: dict[str, Any], payload: bytes) -> tuple[str, bytes]:
     """Write a file, and the folders above it."""
     path = os.path.join(FOLDER, order["path"])
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as file:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)  # a pipe would wait for its reader
+    with open(fd, "wb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(22, "not a regular file")
+        file.truncate()
         file.write(payload)
     return "ok", b""
 
@@ -409,7 +416,10 @@ def read(order: dict[str, Any], _: bytes) -> tuple[str, bytes]:
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(22, "not a regular file")
-        return "ok", file.read(-1 if order["most"] is None else order["most"])
+        data = file.read(order["most"])
+        if len(data) == order["most"] and order["whole"] and file.read(1):  # some of /proc have no end
+            raise OSError(27, "too large")
+        return "ok", data
 
 
 def exactly(fd: int, length: int) -> bytes:
@@ -449,7 +459,7 @@ def main(limits: dict[str, int]) -> None:
     keyctl = KEYCTL.get(os.uname().machine)
     if keyctl is not None:
         LIBC.syscall(keyctl, 1, None)  # KEYCTL_JOIN_SESSION_KEYRING: none of the host's keys
-    tell(control, "ok")
+    tell(control, "0\nok")
     actions = {"write": write, "read": read}
     while True:
         lengths = struct.unpack(">II", exactly(control, 8))
@@ -458,4 +468,4 @@ def main(limits: dict[str, int]) -> None:
             facts = run(wake, order, payload) if order["op"] == "run" else actions[order["op"]](order, payload)
         except OSError as error:
             facts = f"error\n{error.strerror}", b""
-        tell(control, *facts)
+        tell(control, f"{order['number']}\n{facts[0]}", facts[1])

@@ -106,6 +106,9 @@ class Sandbox:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._turn = asyncio.Lock()
+        self._num_orders = 0
+        self._is_lost = False
+        """True once an answer did not come or was none: the next one might be that to an earlier order."""
         self._ran = False
         """True once a command was begun in it: what goes wrong from then on may be its doing."""
 
@@ -134,7 +137,7 @@ class Sandbox:
             program = marshal.dumps((self._maker.guest(), guest_limits(self.config)), MARSHAL)
             self._writer.write(len(program).to_bytes(4, "big") + program)
             async with asyncio.timeout(self.config.start_s):
-                await self._receive()
+                await self._receive(0)
         except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
             ours.close()
             late = isinstance(error, TimeoutError)
@@ -154,8 +157,8 @@ class Sandbox:
             os.close(errors)
 
     def is_alive(self) -> bool:
-        """Return whether it still runs."""
-        return self._process is not None and self._process.poll() is None
+        """Return whether it still runs and can be asked."""
+        return not self._is_lost and self._process is not None and self._process.poll() is None
 
     async def run(
         self,
@@ -251,7 +254,8 @@ class Sandbox:
         Raises:
             SandboxFailed: it cannot be read.
         """
-        return await self._file({"op": "read", "path": path, "most": most}, b"")
+        order = {"op": "read", "path": path, "most": MOST_ANSWER >> 1 if most is None else most, "whole": most is None}
+        return await self._file(order, b"")
 
     async def _file(self, order: dict[str, Any], data: bytes) -> bytes:
         try:
@@ -263,28 +267,34 @@ class Sandbox:
         return payload
 
     async def _ask(self, order: dict[str, Any], payload: bytes, seconds: float) -> tuple[list[str], bytes]:
-        """Send an order and wait for the answer; a caller that is cancelled meanwhile ends the sandbox."""
+        """Send an order and wait for the answer; where that does not come, also for a caller that is cancelled
+        meanwhile, the sandbox is ended."""
         async with self._turn:
             if self._writer is None or not self.is_alive():
                 raise ConnectionError("it has ended")
-            head = marshal.dumps(order, MARSHAL)
+            self._num_orders += 1
+            head = marshal.dumps({**order, "number": self._num_orders}, MARSHAL)
             try:
                 async with asyncio.timeout(seconds):
                     self._writer.write(struct.pack(">II", len(head), len(payload)) + head + payload)
                     self._ran |= order["op"] == "run"
                     await self._writer.drain()
-                    return await self._receive()
-            except asyncio.CancelledError:
+                    return await self._receive(self._num_orders)
+            except BaseException:
+                self._is_lost = True
                 self.kill()
                 raise
 
-    async def _receive(self) -> tuple[list[str], bytes]:
-        """Wait for an answer: the lines of its head, and its bytes. Nothing in it is believed but as text."""
+    async def _receive(self, number: int) -> tuple[list[str], bytes]:
+        """Wait for the answer to an order: the lines of its head, and its bytes. Nothing in it is believed but as
+        text."""
         assert self._reader is not None
         head, payload = struct.unpack(">II", await self._reader.readexactly(8))
         if head + payload > MOST_ANSWER:
             raise ValueError("an answer without end")
-        lines = (await self._reader.readexactly(head)).decode(errors="replace").split("\n", 5)
+        told, *lines = (await self._reader.readexactly(head)).decode(errors="replace").split("\n", 6)
+        if told != str(number):
+            raise ValueError("an answer to another order")
         return lines, await self._reader.readexactly(payload)
 
     def kill(self) -> None:

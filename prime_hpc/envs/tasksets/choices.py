@@ -14,8 +14,20 @@ __all__ = ["Choices"]
 LETTERS = "ABCD"
 INSTRUCTIONS = "Reason step by step, then give the letter of the right answer within \\boxed{}."
 FIELDS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-_SAID = re.compile(r"(?i:answer)[\s*_]*(?:(?i:is)\b[\s*_]*:?|:)(?:[\s*_$(\[]|\\[a-z]+\{)*([A-D])\b")
-"""The letter as a capital: `a` is an article."""
+_BEFORE = r"(?:[\s*_$(\[{]|\\[a-z]+\b)*+"
+"""Brackets, emphasis and commands that may stand before a letter."""
+_LETTER = (
+    rf"{_BEFORE}([A-D])(?=[)\]}}*_$ \t]*+(?:[.:;,!?\n]|\Z)|[)\]}}*$]|_(?!\w)"
+    r"|\s+(?:because|since|as|which|due|for|with|from|by)\b)"
+)
+"""As a capital, for `a` is an article; so is the `A` of a sentence, but with nothing behind it that ends the choice."""
+_SAID = re.compile(
+    r"(?i:answer|option|choice)[\s*_]*+(?:(?i:is)\b[\s*_]*+:?|:)"
+    rf"(?:{_BEFORE}(?i:it\s+is|option|choice)\b)?{_LETTER}"
+)
+_IT_IS = re.compile(rf"(?i:\bit\s+is)\b{_LETTER}")
+"""Counts if nothing is called the answer."""
+_BOXED = re.compile(rf"{_BEFORE}([A-Da-d])[)\]}}*_$\s]*(?:[).:].*)?", re.DOTALL)
 
 
 class ChoiceData(vf.TaskData):
@@ -26,12 +38,13 @@ class ChoiceData(vf.TaskData):
 
 
 def letter_in(reply: str) -> str:
-    """Return the letter that a reply chooses: boxed, or after its last `answer is` or `answer:`; empty without."""
+    """Return the letter that a reply chooses: the first thing in its box, or after its last `answer is` or `answer:`;
+    empty without."""
     said = reply.rpartition("</think>")[2]
-    boxed = re.sub(r"\\[A-Za-z]+|[^A-Za-z]", "", vf.extract_boxed_answer(said, strict=True)).upper()
-    if boxed in tuple(LETTERS):
-        return boxed
-    found = _SAID.findall(said)
+    boxed = _BOXED.fullmatch(vf.extract_boxed_answer(said, strict=True))
+    if boxed:
+        return boxed[1].upper()
+    found = _SAID.findall(said) or _IT_IS.findall(said)
     return found[-1] if found else ""
 
 

@@ -21,6 +21,7 @@ from prime_hpc.envs.benchmarks.programs import (
     functional_program,
     humaneval_program,
     method_of,
+    placed_behind,
     same_output,
 )
 from prime_hpc.envs.benchmarks.rows import read_rows
@@ -112,7 +113,7 @@ async def _contest(problem: dict[str, Any], code: str, run: Runner) -> ProgramOu
 
 async def _answers(code: str, case: Case, run: Runner) -> ProgramOutcome:
     most = 4 * len(case.expected.encode(errors="surrogatepass")) + SPARE_OUTPUT
-    outcome = await run(IMPORTS + code, stdin=case.given, may_exit=True, output_bytes=most)
+    outcome = await run(placed_behind(IMPORTS, code), stdin=case.given, may_exit=True, output_bytes=most)
     if outcome.passed and not outcome.output_is_whole:
         return replace(outcome, passed=False, reason="failed: more output than expected")
     if outcome.passed and not same_output(outcome.output, case.expected):

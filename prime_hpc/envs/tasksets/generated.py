@@ -9,6 +9,8 @@ import verifiers.v1 as vf
 from prime_hpc.envs.tasksets.reverse_text_data import Split, split_of
 
 T = TypeVar("T")
+MOST_MISSES = 10_000
+"""Draws without one that will do, after which there is none: the rarer split has a tenth of what can be drawn."""
 
 
 class GeneratedConfig(vf.TasksetConfig):
@@ -29,11 +31,20 @@ def drawn(name: str, config: GeneratedConfig, draw: Callable[[random.Random], tu
         name: of the taskset, which is a part of the seed.
         config: split, seed, number.
         draw: makes one: the text that tells its split, and what is yielded; None: it is of no use.
+
+    Raises:
+        ValueError: the arguments leave (nearly) nothing to draw in this split.
     """
     rng = random.Random(f"{name}:{config.split}:{config.seed}")
-    count = 0
+    count = misses = 0
     while count < config.num_tasks:
         found = draw(rng)
         if found is not None and split_of(found[0]) == config.split:
-            count += 1
+            count, misses = count + 1, 0
             yield found[1]
+            continue
+        misses += 1
+        if misses == MOST_MISSES:
+            raise ValueError(
+                f"{name}: its arguments leave too few tasks: none of the {config.split} split in {misses} draws"
+            )

@@ -1,6 +1,5 @@
 """Mathematics benchmarks: math500, AIME 2024 and 2025, GSM8K. One turn; the boxed answer counts, by math-verify."""
 
-import re
 from collections.abc import Iterable
 
 import verifiers.v1 as vf
@@ -8,11 +7,11 @@ import verifiers.v1 as vf
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.benchmarks.rows import answer_of, question_of, read_rows
 from prime_hpc.envs.math_answers import same_answer
+from prime_hpc.envs.tasksets.integers import last_number
 
 __all__ = ["MathQuestions"]
 
 INSTRUCTIONS = "Reason step by step, and put the final answer within \\boxed{}."
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class MathData(vf.TaskData):
@@ -28,8 +27,8 @@ def answer_in(reply: str, *, integer: bool) -> str:
     boxed = vf.extract_boxed_answer(said, strict=True).strip()
     if boxed or not integer:
         return boxed
-    numbers = _NUMBER.findall(said)
-    return numbers[-1].replace(",", "") if numbers else ""
+    number = last_number(said)
+    return "" if number is None else format(number, "f")
 
 
 class MathTask(vf.Task[MathData]):

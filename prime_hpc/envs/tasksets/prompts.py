@@ -74,10 +74,14 @@ def _read(path: Path) -> Iterator[PromptData]:
             for line in file:
                 reached += 1
                 if line.strip():
-                    yield _data(json.loads(line))
+                    yield _data(json.loads(line, parse_constant=_refuse))
         except (ValueError, OSError, EOFError, zlib.error, ValidationError) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no prompt can be read ({text})") from error
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON, and no row that is written could hold it")
 
 
 def _data(row: Any) -> PromptData:

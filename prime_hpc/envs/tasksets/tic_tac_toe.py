@@ -18,7 +18,7 @@ import verifiers.v1 as vf
 from pydantic import model_validator
 
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.tasksets.generated import GeneratedConfig
+from prime_hpc.envs.tasksets.generated import MOST_MISSES, GeneratedConfig
 from prime_hpc.envs.tasksets.reverse_text_data import split_of
 
 __all__ = ["TicTacToeEnv", "TicTacToeTaskset"]
@@ -101,7 +101,7 @@ class TicTacToeTask(vf.Task[TicTacToeData]):
 
 
 class TicTacToeConfig(GeneratedConfig):
-    """Arguments of `tic-tac-toe`; of the openings the empty board alone is in both splits."""
+    """Arguments of `tic-tac-toe`; the two splits have no opening in common, the empty board is in one of them."""
 
     num_tasks: int = 2000
     """How many games."""
@@ -114,14 +114,22 @@ class TicTacToeConfig(GeneratedConfig):
 
 
 def openings(seed: object, split: str, max_moves: int) -> Iterable[str]:
-    """Positions after a few random moves that nobody has won, without end; `x` began."""
+    """Positions after a few random moves that nobody has won, without end; `x` began.
+
+    Raises:
+        ValueError: so few moves give none of this split.
+    """
     rng = random.Random(f"tic-tac-toe:{split}:{seed}")
-    while True:
+    misses = 0
+    while misses < MOST_MISSES:
+        misses += 1
         board = "." * 9
         for number in range(rng.randint(0, max_moves)):
             board = place(board, rng.choice(free(board)), "xo"[number % 2])
         if winner(board) is None and split_of(board) == split:
+            misses = 0
             yield board
+    raise ValueError(f"tic-tac-toe: no opening of at most {max_moves} moves is of the {split} split")
 
 
 def to_move(board: str) -> str:

@@ -265,6 +265,13 @@ class Fleet:
                 why = await self._serve(worker)
             except OSError as error:
                 why = f"it could not be started: {error}"
+            except Exception as error:  # noqa: BLE001 - a fault of ours, which the next start would meet again
+                logger.opt(exception=True).error("worker {} is given up", label)
+                self._give_up(slot, f"worker {label}: {type(error).__name__}: {error}")
+                if worker is not None:
+                    worker.connection.kill("it is given up")
+                    await self._on_worker_gone(worker)
+                return
             if slot in self._given_up:
                 return
             if self._closing or (worker is not None and worker.state == "leaving"):

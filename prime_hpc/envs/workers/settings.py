@@ -6,7 +6,9 @@ from typing import Any
 
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.target import ChatOptions
+from prime_hpc.envs.workers.frames import pack
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,26 @@ def plain_options(env: EnvConfig, beside: Sequence[EnvConfig], chat: ChatOptions
     """
     plain_chat = asdict(chat) if chat is not None else None
     return rest | {"envs": [env_to_plain(env)], "beside": list(map(env_to_plain, beside)), "chat": plain_chat}
+
+
+def refuse_unsendable(name: str, options: dict[str, Any]) -> None:
+    """Refuse what cannot be told to a worker before one is started.
+
+    Args:
+        name: of the environment.
+        options: of `plain_options`.
+
+    Raises:
+        EnvError: a value is neither plain nor a number of 64 bits; names the argument.
+    """
+    stated = {
+        f"{key}.{argument}": value
+        for env in (*options["envs"], *options["beside"])
+        for key in ("args", "env_args")
+        for argument, value in (env.get(key) or {}).items()
+    }
+    for argument, value in (stated | {"the options": options}).items():
+        try:
+            pack("open", value=value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise EnvError(f"environment {name!r}: {argument} cannot be told to a worker process: {error}") from error

@@ -17,7 +17,7 @@ from prime_hpc import __version__
 from prime_hpc.config import Experiment
 from prime_hpc.evals.synthesis.sampled import Sampled
 from prime_hpc.evals.synthesis.select import Place
-from prime_hpc.store.artifact import ArtifactWriter, clean_stale_stages
+from prime_hpc.store.artifact import ArtifactWriter, clean_stale_stages, discard
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.io import files
 from prime_hpc.store.manifest import Manifest, read_manifest, verify_artifact
@@ -112,6 +112,17 @@ def write_rows(
         writer.meta |= meta | {"rows": len(kept), "selection": selection}
     assert writer.manifest is not None
     return writer.manifest
+
+
+def withdraw_rows(paths: RunPaths, incarnation: int) -> None:
+    """Delete the rows of an earlier selection, of which this one has none.
+
+    Raises:
+        StoreError: they cannot be deleted.
+    """
+    if (paths.root / DATA / ROWS).exists():
+        discard(paths, paths.root / DATA / ROWS, incarnation)
+        logger.warning(f"{paths.root / DATA / ROWS}: rows of an earlier selection are deleted")
 
 
 def _already(paths: RunPaths, selection: str) -> Manifest | None:

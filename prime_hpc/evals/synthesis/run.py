@@ -15,7 +15,7 @@ from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
 from prime_hpc.evals.settings import refuse_others
 from prime_hpc.evals.synthesis.report import report, table, words, write_report
-from prime_hpc.evals.synthesis.rows import DATA, write_rows
+from prime_hpc.evals.synthesis.rows import DATA, withdraw_rows, write_rows
 from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, sampled
 from prime_hpc.evals.synthesis.select import num_passing, select
 from prime_hpc.evals.versions import Version
@@ -139,6 +139,7 @@ def _conclude(
         )
         summary |= {"data": str(context.run_dir / DATA), "files": sorted(manifest.files)}
     else:
+        withdraw_rows(paths, context.incarnation)
         summary["against"] = [f"none of {len(records)} episodes gave a row: {words(summary)}"]
     write_report(context.run_dir, summary)
     logger.info("\n" + "\n".join(table(summary)))

@@ -22,7 +22,7 @@ from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts
-from prime_hpc.trainer.data.sources import Rows, fingerprint_of
+from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
 
@@ -104,6 +104,7 @@ class RealData:
         rows = open_together(recipe, self._exchange)
         tokenizer = recipe.load_tokenizer()
         self._fingerprint = fingerprint_of(rows.fingerprint, config.shuffle, experiment.seed)
+        self._former = fingerprint_of(former_fingerprint(rows), config.shuffle, experiment.seed)
         self._num_rows = rows.num_rows
         num_workers = config.num_workers
         if num_workers is None:
@@ -131,7 +132,9 @@ class RealData:
         """
         position = position_of(progress)
         known = progress.get("data_fingerprint", self._fingerprint)
-        if known != self._fingerprint:
+        if known == self._former != self._fingerprint:
+            logger.info(f"the checkpoint knows of {self._config.label} only its name and size, not its rows")
+        elif known != self._fingerprint:
             text = (
                 "the checkpoint was trained on other rows, or in another order (seed, shuffle), than "
                 f"{self._config.label} with its {self._num_rows:,} rows now"

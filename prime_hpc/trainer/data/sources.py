@@ -42,13 +42,19 @@ class Rows(Protocol):
 
     num_rows: int
     fingerprint: int
-    """Changes when rows come, go or change their lengths."""
+    """Changes when rows come, go or change their lengths; of a hub's data set, when anything is another."""
 
     def row(self, index: int) -> Any:
         """Return the parsed row. Raises SFTDataError."""
 
     def where(self, index: int) -> str:
         """File and line of a row, for people."""
+
+
+def former_fingerprint(rows: Rows) -> int:
+    """Return what checkpoints of versions before know the rows by: of a hub's, not yet their content."""
+    former: int = getattr(rows, "former", rows.fingerprint)
+    return former
 
 
 def fingerprint_of(*parts: Any) -> int:
@@ -336,7 +342,9 @@ class HubRows:
             raise SFTDataError(f"{self._name}: {missing_columns(loaded.column_names, source)}")
         self._data = loaded
         self.num_rows = len(loaded)
-        self.fingerprint = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
+        self.former = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
+        content = getattr(loaded, "_fingerprint", None)  # of the rows and all that was done to them
+        self.fingerprint = fingerprint_of(self.former, content or [loaded[i] for i in range(0, len(loaded), 1009)])
 
     def row(self, index: int) -> Any:
         """Return the row as plain Python."""
@@ -355,6 +363,7 @@ class Chain:
         self._ends = np.cumsum([part.num_rows for part in parts])
         self.num_rows = int(self._ends[-1])
         self.fingerprint = fingerprint_of(*(part.fingerprint for part in parts))
+        self.former = fingerprint_of(*map(former_fingerprint, parts))
 
     def _find(self, index: int) -> tuple[Rows, int]:
         part = int(np.searchsorted(self._ends, index, side="right"))

@@ -1,0 +1,60 @@
+"""reasoning-gym's scorers, kept from running what a model writes. Called in a process that can be killed.
+
+Some of them take a right answer in another form for what it is worth by reading it with `eval`, or with sympy's
+`parse_expr`, which is `eval` too. Here `eval` reads literals alone, and sympy gets what consists of numbers, signs and
+known names; any other answer is an unreadable one, for which a scorer has its own score. (So is an `Integral` that is
+not worked out, for which the scorers of integrals would give 1.)
+"""
+
+import ast
+import functools
+import json
+import pickle
+import re
+import sys
+from typing import Any
+
+LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""Generators whose scorers call `eval` on the answer."""
+ARITHMETIC = frozenset({"countdown", "puzzle24"})
+"""Those that hand it to `parse_expr`: numbers and signs, without powers."""
+EXPRESSIONS = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
+"""Those that hand it to `parse_expr`: with variables and functions."""
+MOST_CHARACTERS = 4000
+_NUMBERS = r"(?:\d+(?:\.\d*)?|\.\d+|[-+*/(),\s]"
+_ARITHMETIC = re.compile(rf"(?!.*\*\s*\*){_NUMBERS})*", re.DOTALL)
+_NAMES = r"\b(?:[a-zA-CE-MPRT-Z]|a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|Abs|pi)\b"
+"""Of letters all but those that sympy has for functions of its own."""
+_EXPRESSION = re.compile(rf"{_NUMBERS}|{_NAMES})*")
+
+
+def score(generator: str, parameters: str, entry: bytes, answer: str) -> float:
+    """Return the score of an answer.
+
+    Args:
+        generator: its name.
+        parameters: those that the question was made with, as JSON: some scorers go by them.
+        entry: the question, pickled.
+        answer: anything.
+    """
+    question = pickle.loads(entry)
+    source = question.get("metadata", {}).get("source_dataset", generator)  # of a composite, the one within
+    return float(_scorer(generator, parameters)(answer=readable(source, answer), entry=question))
+
+
+def readable(generator: str, answer: str) -> str:
+    """Return the answer as a scorer may have it: an empty one in place of one that could be a program."""
+    alphabet = _ARITHMETIC if generator in ARITHMETIC else _EXPRESSION if generator in EXPRESSIONS else None
+    if alphabet is None or (len(answer) <= MOST_CHARACTERS and alphabet.fullmatch(answer)):
+        return answer
+    return ""
+
+
+@functools.lru_cache(64)
+def _scorer(generator: str, parameters: str) -> Any:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    for name in LITERALS:
+        vars(sys.modules[DATASETS[name][0].__module__])["eval"] = ast.literal_eval
+    return reasoning_gym.create_dataset(generator, size=1, seed=0, **json.loads(parameters)).score_answer
