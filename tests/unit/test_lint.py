@@ -329,8 +329,14 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}}, {"container": {"image": "/x.sif"}}, "'x'"),
     ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}, SLURM: {"env_pack": "/x.sqsh"}}, {}, "'x'"),
-    ("PH233", "error", {"orchestrator": {"advantage": {"type": "no_such_module:f"}}}, {}, "no module 'no_such_module'"),
-    ("PH233", "error", {"trainer": {"loss": {"type": "prime_hpc.trainer:f"}}}, {}, "defines no 'f'"),
+    (
+        "PH233",
+        "warning",
+        {"orchestrator": {"advantage": {"type": "no_such_module:f"}}},
+        {},
+        "no module 'no_such_module'",
+    ),
+    ("PH233", "warning", {"trainer": {"loss": {"type": "prime_hpc.trainer:f"}}}, {}, "defines no 'f'"),
     ("PH233", "warning", {"trainer": {"loss": {"type": "nowhere:f"}}}, {"container": {"image": "/x.sif"}}, "nowhere"),
     ("PH234", "error", {"output_dir": f"{__file__}/below"}, {}, "is a file"),
     (

@@ -74,3 +74,45 @@ def test_what_the_jobs_own_environment_may_hold_is_left_to_it(tmp_path: Path) ->
     check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, container))
     with pytest.raises(ConfigError, match="'no-such' is not installed"):
         check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, SiteConfig(name="x")))
+
+
+class Editable:
+    """Finds one package by a rule of its own, as what `pip install -e` writes does."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Of the package itself alone."""
+        if name != self._name:
+            return None
+        where = [str(self._folder)]
+        return importlib.util.spec_from_file_location(
+            name, self._folder / "__init__.py", submodule_search_locations=where
+        )
+
+
+def test_code_of_ones_own_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "losses" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "losses" / "mine.py").write_text("from math import *\ndef loss(): ...\n")
+    (tmp_path / "losses" / "other.py").write_text("def loss(): ...\nVALUE = 1\n")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable("my_losses", tmp_path / "losses")])
+
+    def said(name: str, **more: Any) -> list[tuple[str, str]]:
+        tree = {"trainer": {"loss": {"type": name}}, "orchestrator": {"env": [{"id": "reverse-text"}]}, **more}
+        found = lint(Experiment.model_validate(tree), SiteConfig.model_validate({"name": "laptop"}))
+        return [(f.severity, f.message) for f in found if f.code == "PH233"]
+
+    for name in ("my_losses.mine:loss", "my_losses.mine:sin", "my_losses.other:VALUE"):
+        assert said(name, launch="local") == []
+    for name, why in {
+        "my_losses.other:nothing": "other.py defines no 'nothing'",
+        "my_losses.third:loss": "there is no module 'my_losses.third'",
+        "nowhere:loss": "there is no module 'nowhere'",
+    }.items():
+        ((severity, message),) = said(name, launch="local")
+        assert severity == "error" and why in message
+        # what its script does to PYTHONPATH is not known here
+        ((severity, _),) = said(name, slurm={"setup": ["export PYTHONPATH=/x"]})
+        assert severity == "warning"

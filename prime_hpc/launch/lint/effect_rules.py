@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 
 Row = tuple[str, bool, str]
 """Key, whether it is used, and what uses it."""
@@ -116,9 +116,11 @@ def resumed(subject: Subject) -> Iterator[Finding]:
     step = subject.experiment.ckpt.resume_step if subject.experiment.ckpt is not None else None
     if not isinstance(step, Path) or os.path.exists(step) or not os.path.isdir(step.parent):  # noqa: PTH110, PTH112 - EACCES
         return
+    # a job that it waits for may write it
+    severity: Severity = "warning" if subject.is_slurm and subject.experiment.slurm.dependency else "error"
     meant = get_close_matches(step.name.lower(), ["latest"])
     remedy = f"did you mean {meant[0]}?" if meant else "a step, latest, or the path of a run or a checkpoint"
-    yield Finding("PH242", "error", "ckpt.resume_step", f"{step} is not there", remedy)
+    yield Finding("PH242", severity, "ckpt.resume_step", f"{step} is not there", remedy)
 
 
 CHECKS = (unused, by_hand, resumed)

@@ -1,13 +1,12 @@
 """Lint of code that a config names by its import path (`module:function`): found and read, never imported."""
 
 import ast
-import sys
+import importlib.util
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from prime_hpc.config.sections.names import is_import_path
-from prime_hpc.launch.checks import starts_elsewhere
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 
 
@@ -34,14 +33,12 @@ def _named(subject: Subject) -> Iterator[tuple[str, str]]:
 
 def _find(module: str) -> ModuleSpec | None:
     """Return where a module is, looked up without importing the packages above it."""
-    path: list[str] | None = None
-    spec: ModuleSpec | None = None
     parts = module.split(".")
-    for number in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
-        if spec is None:
+    spec = importlib.util.find_spec(parts[0])  # also by the finders of editable installs
+    for number in range(1, len(parts)):
+        if spec is None or not spec.submodule_search_locations:
             return None
-        path = list(spec.submodule_search_locations or [])
+        spec = PathFinder.find_spec(".".join(parts[: number + 1]), list(spec.submodule_search_locations))
     return spec
 
 
@@ -61,9 +58,10 @@ def _defines(tree: ast.Module, name: str) -> bool:
 def _lack(path: str) -> str | None:
     """Say why code cannot be imported; None: it can, as far as its source tells."""
     module, _, attribute = path.partition(":")
-    if module.split(".")[0] in sys.builtin_module_names:
+    try:
+        spec = _find(module)
+    except (ImportError, ValueError):  # a module that is loaded and says nothing of where it is from
         return None
-    spec = _find(module)
     if spec is None:
         here = Path(*module.split(".")).with_suffix(".py")
         aside = (
@@ -82,9 +80,9 @@ def _lack(path: str) -> str | None:
 
 
 def found(subject: Subject) -> Iterator[Finding]:
-    """Code that is not there: an error where the roles run in this Python environment."""
-    elsewhere = subject.is_slurm and starts_elsewhere(subject.experiment, subject.site)
-    severity: Severity = "warning" if elsewhere else "error"
+    """Code that is not there: an error where the roles run on this machine. A job's script may set a path of its own
+    (`setup`, `env`), or start from another Python environment."""
+    severity: Severity = "warning" if subject.is_slurm else "error"
     for key, path in _named(subject):
         if (lack := _lack(path)) is not None:
             remedy = "install the module where the roles run, set PYTHONPATH, or mend the name"
