@@ -10,7 +10,8 @@ version is served; the trainer wakes on the batch. `main` builds the parts and r
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,9 +184,16 @@ class Orchestrator:
         loop = asyncio.get_running_loop()
         ServerNews(self.exp, self.parts, self.table, self.weights, self.dispatcher, self.fail).listen(loop)
         self.next_attempt.listen(loop)
-        try:
+        with self._groups_kept():
             await self._prepare()
-            await self._work_and_watch()
+        await self._work_and_watch()
+
+    @contextmanager
+    def _groups_kept(self) -> Iterator[None]:
+        """Keep what is complete for the next attempt where this one is told to stop: first of all, for whoever told it
+        waits for some seconds only, and episodes may be as long to end."""
+        try:
+            yield
         except asyncio.CancelledError:
             self.carrier.save(self.book.complete)
             raise
@@ -203,10 +211,11 @@ class Orchestrator:
         if self.concurrency is not None:
             beside.append(asyncio.create_task(self.concurrency.run(), name="concurrency"))
         try:
-            await asyncio.wait([*beside, work], return_when=asyncio.FIRST_COMPLETED)
-            for ended in filter(asyncio.Task.done, beside):
-                ended.result()
-            await work
+            with self._groups_kept():
+                await asyncio.wait([*beside, work], return_when=asyncio.FIRST_COMPLETED)
+                for ended in filter(asyncio.Task.done, beside):
+                    ended.result()
+                await work
         finally:
             for task in (*beside, work):
                 task.cancel()

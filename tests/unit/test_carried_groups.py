@@ -155,12 +155,37 @@ def test_a_stop_while_the_servers_get_ready_loses_nothing() -> None:
             await asyncio.Event().wait()
 
         loop: Any = Mock(exp=make_exp(), carrier=kept, book=Mock(complete=["group"]), _prepare=prepare)
+        loop._groups_kept = partial(Orchestrator._groups_kept, loop)
         running = asyncio.create_task(Orchestrator.run(loop))
         await began.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         kept.save.assert_called_once_with(["group"])
+
+    asyncio.run(main())
+
+
+def test_a_stop_keeps_groups_before_it_waits_for_episodes_to_end() -> None:
+    async def main() -> None:
+        began, order = asyncio.Event(), []
+
+        async def work() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        async def close() -> None:
+            order.append("closed")
+
+        loop: Any = Mock(exp=make_exp(), concurrency=None, weights=Mock(run=asyncio.Event().wait), _work=work)
+        loop.carrier.save, loop.dispatcher.close = lambda groups: order.append("saved"), close
+        loop._groups_kept = partial(Orchestrator._groups_kept, loop)
+        running = asyncio.create_task(Orchestrator._work_and_watch(loop))
+        await began.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert order == ["saved", "closed"]
 
     asyncio.run(main())
 
