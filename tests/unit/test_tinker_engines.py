@@ -62,8 +62,8 @@ class Client:
         return {}
 
 
-def saved(number: int) -> Any:
-    run = SimpleNamespace(root=Path(f"/run/tinker/{SESSION}-0"))
+def saved(number: int, session: str = SESSION) -> Any:
+    run = SimpleNamespace(root=Path(f"/run/tinker/{session}-0"))
     return SimpleNamespace(run=run, save=SimpleNamespace(number=number), folder=Path("/x"))
 
 
@@ -71,10 +71,10 @@ def name_of(number: int) -> str:
     return f"{SESSION}-0-{number}"
 
 
-def engines_of(client: Client) -> Engines:
-    engines = Engines(lambda: ["u"], None, ROOM, 100, 5.0)
+def engines_of(client: Client, is_ours: Callable[[str], bool] = lambda adapter: True) -> Engines:
+    engines = Engines(lambda: ["u"], None, ROOM, 100, 5.0, is_ours)
     shared: Any = client
-    engines._servers["u"] = _Server(shared, ROOM)
+    engines._servers["u"] = _Server(shared, ROOM, is_ours)
     return engines
 
 
@@ -96,6 +96,26 @@ def test_requests_without_an_answer_fill_no_servers_places() -> None:
             assert name_of(number) in client.served and len(client.served) <= client.places
             await lose(engines, client, None if number % 2 else 404)
         assert client.served["run_b"] == 3
+
+    asyncio.run(main())
+
+
+def test_services_that_share_a_server_leave_each_other_s_adapters_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = Client(places=2 * ROOM)
+        sessions, services = ["a" * 32, "b" * 32], []
+        for session in sessions:
+            shelf = Shelf(tmp_path / session)
+            shelf.write(f"{session}:train:0", Index(Shape("base", 4, 1)))
+            services.append(engines_of(client, shelf.has))
+        client.served[f"{sessions[1]}-0-9"] = 9  # of the second one's earlier life
+        for engines, session in zip(services, sessions, strict=True):
+            await engines._ask({}, saved(1, session))
+        assert client.served == {f"{session}-0-1": 1 for session in sessions}
+        for engines, session in zip(services, sessions, strict=True):
+            await lose(engines, client)
+            await engines._ask({}, saved(2, session))
+        assert client.served.keys() == {f"{session}-0-{number}" for session in sessions for number in (1, 2)}
 
     asyncio.run(main())
 

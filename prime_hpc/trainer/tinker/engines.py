@@ -4,6 +4,7 @@ Every save is a model of its own for the engines, so a sampler keeps its weights
 holds as many as the service has slots; the one that was asked for longest ago and has no request in flight goes first.
 A server that was started again has none: they are brought in anew. One that gave no answer may be another by then, or
 not: it is asked for what it holds, and what nobody here knows of is unloaded, or its places would fill up for good.
+What another run, which may be a service too, has brought in stays.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from prime_hpc.trainer.tinker.wire import LENGTH, STOP, SampledSequence, write_s
 
 NOT_FOUND = 404
 RETRY_S = 1.0
-_OURS = re.compile(r"[0-9a-f]{32}-\d+-\d+")
-"""Names under which saves are served: a session, the number of its adapter, that of the save."""
+_SERVED = re.compile(r"([0-9a-f]{32}-\d+)-\d+")
+"""Names under which saves are served: an adapter (a session and a number), the number of the save."""
 
 
 @dataclass
@@ -41,8 +42,8 @@ class _Adapter:
 class _Server:
     """One server and the adapters in it."""
 
-    def __init__(self, client: InferenceClient, room: int) -> None:
-        self.client, self._room = client, room
+    def __init__(self, client: InferenceClient, room: int, is_ours: Callable[[str], bool]) -> None:
+        self.client, self._room, self._is_ours = client, room, is_ours
         self.in_flight = 0
         self._adapters: OrderedDict[str, _Adapter] = OrderedDict()
         """The one that was asked for longest ago first."""
@@ -103,7 +104,8 @@ class _Server:
         if self._is_known:
             return 0
         found = await self.client.adapter_versions()
-        strays = [name for name in found if name not in self._adapters and _OURS.fullmatch(name)]
+        others = [match for name in found if name not in self._adapters and (match := _SERVED.fullmatch(name))]
+        strays = [match[0] for match in others if self._is_ours(match[1])]
         for name in strays:
             await self.client.reload_weights(name)
         for name in [name for name in self._adapters if name not in found]:
@@ -121,14 +123,24 @@ class _Server:
 class Engines:
     """All servers. Belongs to one event loop."""
 
-    def __init__(self, urls: Callable[[], list[str]], key: str | None, room: int, max_len: int, wait_s: float) -> None:
+    def __init__(
+        self,
+        urls: Callable[[], list[str]],
+        key: str | None,
+        room: int,
+        max_len: int,
+        wait_s: float,
+        is_ours: Callable[[str], bool],
+    ) -> None:
         """Args:
         urls: of the servers that are known now.
         key: theirs.
         room: adapters at once in one server.
         max_len: longest prompt and completion together.
         wait_s: how long a request waits for a server that does not answer (it starts, or is started again).
+        is_ours: whether an adapter was trained by this run, in an earlier life of the service too.
         """
+        self._is_ours = is_ours
         self._urls, self._key, self._room, self._max_len, self._wait_s = urls, key, room, max_len, wait_s
         self._servers: dict[str, _Server] = {}
 
@@ -165,7 +177,8 @@ class Engines:
     async def _ask(self, body: Mapping[str, Any], saved: Saved | None) -> dict[str, Any]:
         for url in self._urls():
             if url not in self._servers:
-                self._servers[url] = _Server(InferenceClient(url, self._key, timeout_s=self._wait_s), self._room)
+                client = InferenceClient(url, self._key, timeout_s=self._wait_s)
+                self._servers[url] = _Server(client, self._room, self._is_ours)
         known = [self._servers[url] for url in self._urls()]
         if not known:
             raise InferenceError("no engine is ready yet")

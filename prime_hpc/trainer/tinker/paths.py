@@ -133,6 +133,10 @@ class Shelf:
             raise BadRequestError(f"{model_id!r} is no id of an adapter of this service")
         return RunPaths(self._root / f"{match[1]}-{match[2]}")
 
+    def has(self, adapter: str) -> bool:
+        """Return whether a directory `<session>-<number>` is here: an adapter's that ever saved or trained."""
+        return (self._root / adapter).is_dir()
+
     def models(self) -> Iterator[str]:
         """All adapters that ever saved or trained here."""
         for name in sorted(files.list_dir(self._root)):

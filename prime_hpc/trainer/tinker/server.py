@@ -69,7 +69,7 @@ class Server:
             stated = revealed(experiment.inference.api_key) if experiment.inference is not None else None
             wait_s = experiment.inference.ready_timeout_s if experiment.inference is not None else START_S
             room = experiment.trainer.max_concurrent_runs
-            engines = Engines(self._urls.known, key or stated, room, experiment.max_model_len, wait_s)
+            engines = Engines(self._urls.known, key or stated, room, experiment.max_model_len, wait_s, shelf.has)
         self._engines = engines
         self._service = Service(experiment, shelf, engines, str(source.absolute()), vocab_size)
         self._loop: asyncio.AbstractEventLoop | None = None
