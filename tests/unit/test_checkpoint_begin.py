@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.artifact import StoreError, verify_artifact
+from prime_hpc.store.artifact import StoreError, Unreadable, verify_artifact
 from prime_hpc.store.checkpoint import import_checkpoint
-from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint.checkpoints import note_saved, resolve_resume
 from prime_hpc.store.checkpoint.newest import read_pointer
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, list_steps
@@ -296,8 +296,42 @@ def test_a_run_whose_checkpoints_moved_is_found_where_they_are_now(tmp_path: Pat
 def test_checkpoints_that_are_not_mounted_are_not_replaced_by_older_ones(tmp_path: Path) -> None:
     paths = train(experiment(tmp_path, "first"), 10)
     import_checkpoint.point_to_root(RunPaths(paths.root, tmp_path / "mount"))
+    note_saved(paths, 20, 2)
     with pytest.raises(ConfigError, match=r"lie in .*mount, which lists none: is its file system mounted here\?"):
         life(experiment(tmp_path, "mine", ckpt={"resume_step": str(paths.root)}))
+
+
+def test_a_run_that_went_back_inside_and_still_points_elsewhere_is_found_where_it_saved_last(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, "first")
+    inside, outside = RunPaths(exp.run_dir), RunPaths(exp.run_dir, tmp_path / "elsewhere")
+    make_checkpoint(outside, 20, incarnation=1)
+    make_checkpoint(inside, 9, incarnation=2)
+    import_checkpoint.point_to_root(outside)
+    assert import_checkpoint.find_checkpoint(exp.run_dir).path == inside.checkpoint_step(9)  # the later attempt's
+    shutil.rmtree(outside.checkpoints)
+    assert import_checkpoint.find_checkpoint(exp.run_dir).path == inside.checkpoint_step(9)
+    note_saved(inside, 12, 3)  # and that is nowhere
+    with pytest.raises(StoreError, match="which lists none"):
+        import_checkpoint.find_checkpoint(exp.run_dir)
+
+
+@pytest.mark.parametrize(("age_s", "is_taken"), [(0.0, False), (60.0, True)])
+def test_an_owner_that_was_never_written_is_made_up_for_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, is_taken: bool
+) -> None:
+    paths = RunPaths(experiment(tmp_path, "first").run_dir, tmp_path / "elsewhere")
+    paths.checkpoints.mkdir()
+    owner = paths.checkpoints / import_checkpoint.OWNER
+    owner.touch()
+    monkeypatch.setattr(files.os, "link", lambda *_: no_links())
+    monkeypatch.setattr(import_checkpoint, "file_age_s", lambda path: age_s)
+    if is_taken:
+        import_checkpoint.claim_root(paths)
+        assert json.loads(owner.read_text()) == {"run_dir": str(paths.root.resolve())}
+    else:  # another run may just be writing it
+        with pytest.raises(Unreadable, match="does not say whose"):
+            import_checkpoint.claim_root(paths)
+    assert [path.name for path in paths.checkpoints.iterdir()] == [import_checkpoint.OWNER]
 
 
 @pytest.mark.parametrize("links", [True, False])

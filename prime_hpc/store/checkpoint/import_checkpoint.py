@@ -25,22 +25,26 @@ from prime_hpc.store.artifact import (
     prepare_stage,
     verify_artifact,
 )
-from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
-from prime_hpc.store.checkpoint.newest import POINTER, read_pointer
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, newest_first, read_saved, resolve_resume
+from prime_hpc.store.checkpoint.newest import POINTER, expected_step, read_pointer
 from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.run_paths import RunPaths, list_steps, parse_step
 
 OWNER = "owner.json"
 """In a checkpoint directory outside its run directory: whose it is."""
+_WRITTEN_S = 10.0
+"""By when who has made that file has written it, or never will."""
 _COPY_THREADS = 8
 _CHUNK = 8 << 20
 
 
 def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
     """Return the checkpoint that a path means: a run directory's or a `checkpoints` directory's newest, or one
-    `step_<n>`. A run directory says where its newest ones are; what lies inside it may be from before.
+    `step_<n>`. A run directory says where its newest ones are; what lies inside it may be from before, or from after:
+    the word may be an older attempt's.
 
     Args:
         path: absolute.
@@ -55,14 +59,38 @@ def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
     if not path.is_dir():
         raise StoreError(f"{path}: no such directory")
     pointed = read_pointer(RunPaths(path))
-    for root in (pointed or path / "checkpoints", path):
+    if pointed is not None:
+        return _newest_of(RunPaths(path), pointed, deep)
+    for root in (path / "checkpoints", path):
         if list_steps(root, digits=0):
             return resolve_resume(root, "latest", deep=deep)
-    if pointed is not None:
-        raise StoreError(
-            f"{path}: its checkpoints lie in {pointed}, which lists none: is its file system mounted here?"
-        )
     raise StoreError(f"{path}: neither a run directory, nor a directory of checkpoints, nor one step_<n> of it")
+
+
+def _newest_of(paths: RunPaths, pointed: Path, deep: bool) -> CheckpointInfo:
+    """Return the newest checkpoint of a run that says they are in `pointed`, and may have some inside as well."""
+    there = next(newest_first(pointed, deep=deep), None)
+    inside = next(newest_first(paths.checkpoints, deep=deep), None)
+    if there is not None and inside is not None:
+        return max(there, inside, key=lambda info: (info.manifest.incarnation, info.step))
+    if there is not None:
+        return there
+    if inside is not None and _was_saved_last(paths, inside):
+        logger.warning(f"{pointed}, by {paths.root / POINTER}, has no whole checkpoint; the last was saved inside")
+        return inside
+    if list_steps(pointed, digits=0):
+        return resolve_resume(pointed, "latest", deep=deep)  # says why none is whole
+    raise StoreError(
+        f"{paths.root}: its checkpoints lie in {pointed}, which lists none: is its file system mounted here?"
+    )
+
+
+def _was_saved_last(paths: RunPaths, info: CheckpointInfo) -> bool:
+    """Return whether a checkpoint is the last that its run saved and has not given up, by all that is written down."""
+    saved = read_saved(paths)
+    if saved is None or (saved.step, saved.incarnation) != (info.step, info.manifest.incarnation):
+        return False
+    return expected_step(paths) == saved.step
 
 
 def run_of(info: CheckpointInfo) -> Path | None:
@@ -137,6 +165,8 @@ def _own(root: Path, here: Path) -> Path:
                     raise
                 if files.create_exclusive(path):
                     files.write_file(path, [content])
+                elif _read_owner(root) is None and file_age_s(path) > _WRITTEN_S:
+                    files.rename(draft, path)
     finally:
         with contextlib.suppress(OSError):  # never hides the reason
             draft.unlink(missing_ok=True)
