@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from prime_hpc.config.sections.orchestrator import EvalConfig, EvalEnvConfig
+from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner, Job, Lane
 
@@ -81,17 +81,16 @@ class Plan:
 
 def plans(config: EvalConfig, num_sources: int) -> list[Plan]:
     """Of every source: its own settings, else the evaluation's. Sources without a config of their own share these."""
-    own: Sequence[EvalEnvConfig | None] = config.env or [None] * num_sources
     common = Plan(config.interval, config.num_examples, config.rollouts_per_example)
+    if not config.env:
+        return [common] * num_sources
     return [
-        common
-        if env is None
-        else Plan(
-            env.interval or common.interval,
+        Plan(
+            interval,
             env.num_examples or common.num_examples,
             env.rollouts_per_example or common.rollouts_per_example,
         )
-        for env in own
+        for env, interval in zip(config.env, config.intervals, strict=True)
     ]
 
 

@@ -63,7 +63,9 @@ class EvalLoop:
         rows = read_metrics(parts.paths.metrics(ROLE))
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
         self._intervals = [plan.interval for plan in plans(self._config, len(parts.eval_pool.sources))]
-        self.versions = due_versions(self._intervals, exp.max_steps, start_step, list_versions(parts.paths), done)
+        self.versions = due_versions(
+            self._config.intervals, exp.max_steps, start_step, list_versions(parts.paths), done
+        )
         self._table = ServerTable(parts.urls, loop_time())
         self._changed = asyncio.Event()
         self._broken: Exception | None = None
@@ -130,6 +132,8 @@ class EvalLoop:
                 if await asyncio.to_thread(newest_of_attempt, self._parts.paths, version, incarnation) is not None:
                     logger.warning(f"version {version} is not on disk any more: not evaluated")
                     return False
+                if self._broken is not None:
+                    raise self._broken from None
                 limit = self._exp.orchestrator.weights_timeout_s * self._steps_to(version)
                 if loop_time() - waited > limit:
                     raise OrchestratorError(

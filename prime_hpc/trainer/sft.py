@@ -54,7 +54,7 @@ def _is_published(trainer: Trainer, step: int) -> bool:
     """Return whether version `step` is written before the end: on request, or because engines evaluate it."""
     experiment = trainer.experiment
     evaluation = experiment.orchestrator.eval
-    intervals = (experiment.sft.save_interval, evaluation.interval if evaluation is not None else None)
+    intervals = [experiment.sft.save_interval, *(evaluation.intervals if evaluation is not None else ())]
     return not experiment.trainer.bench and any(every and step % every == 0 for every in intervals)
 
 

@@ -13,6 +13,7 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.trainer.sft import _is_published
 from tests.support.checkpoints import make_weights
 from tests.support.policy_servers import Bus, Server
 
@@ -79,6 +80,13 @@ def test_a_version_may_take_as_long_as_its_steps_do(
         asyncio.run(loop._wait_for(version))
 
 
+def test_the_trainer_publishes_just_what_is_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path, {"id": "reverse-text", "interval": 3}, {"id": "calculator"}, last=12)
+    trainer: Any = SimpleNamespace(experiment=world.loop._exp)
+    published = [step for step in range(1, 12) if _is_published(trainer, step)]
+    assert published == world.loop.versions[1:-1] == [2, 3, 4, 6, 8, 9, 10]
+
+
 def test_it_goes_on_with_the_servers_that_are_left_and_finds_the_others_where_they_are_started(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +131,18 @@ def test_servers_that_were_lost_between_evaluations_have_their_time_in_the_next(
         loop._check_servers(began=9_990.0)
 
 
+def test_what_broke_beside_it_ends_the_wait_for_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*args: Any, **kwargs: Any) -> None:
+        raise ArtifactTimeout("not yet")
+
+    monkeypatch.setattr(sft_eval_loop, "wait_for_artifact", wait)
+    monkeypatch.setattr(sft_eval_loop, "newest_of_attempt", lambda *args: None)
+    loop = World(tmp_path, {"id": "reverse-text"}).loop
+    loop._fail(KeyError("index"))
+    with pytest.raises(KeyError):
+        asyncio.run(asyncio.wait_for(loop._wait_for(2), TIMEOUT_S))
+
+
 def test_an_evaluation_takes_no_version_of_a_fenced_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what this attempt makes anew; what was there when it began counts, whoever made it."""
     monkeypatch.setattr(sft_eval_loop, "LOOK_S", 0.05)
@@ -136,6 +156,7 @@ def test_an_evaluation_takes_no_version_of_a_fenced_attempt(tmp_path: Path, monk
         _steps_to=lambda version: 1,
         _parts=SimpleNamespace(paths=paths, bus=None, incarnation=2, status=SimpleNamespace(beat=lambda **_: None)),
         _start_step=60,
+        _broken=None,
     )
 
     def wait_for(version: int) -> bool:

@@ -212,6 +212,11 @@ class EvalConfig(Section):
     """Held-out environments; default: the training ones, on their `eval` split where they have one, else on a tenth of
     the tasks, which is then not trained on."""
 
+    @property
+    def intervals(self) -> list[int]:
+        """Of each environment; of all, where none is stated."""
+        return [env.interval or self.interval for env in self.env] or [self.interval]
+
     @model_validator(mode="after")
     def _names_differ(self) -> "EvalConfig":
         check_labels(self.env)
