@@ -146,6 +146,12 @@ def test_what_an_attempt_has_not_opened_goes_on_to_the_next(tmp_path: Path) -> N
     assert third.num_left == 3 and all(third.take(asked(group)) for group in groups)
 
 
+def test_an_attempt_that_ended_before_it_read_them_loses_none(tmp_path: Path) -> None:
+    paths, group = make_paths(tmp_path), make_group(5, [make_result([4])])
+    carrier(paths, 1).save([group])
+    assert carrier(paths, 3).take(asked(group))
+
+
 def test_a_stop_while_the_servers_get_ready_loses_nothing() -> None:
     async def main() -> None:
         began, kept = asyncio.Event(), Mock()
@@ -221,13 +227,13 @@ OTHER = STATE | {"totals": {"tokens": 100}}
 @pytest.mark.parametrize(
     ("after", "why"),
     [
-        (partial(carrier, incarnation=3), "incarnation 1, this is 3"),
+        (partial(carrier, incarnation=1), "incarnation 1, this is 1"),
         (partial(carrier, incarnation=2, step=3, state=STATE | {"step": 3}), "knew no step 3"),
         (partial(carrier, incarnation=2, state=OTHER), "knew no step 4 as this one has it"),
         (partial(carrier, incarnation=2, exp=make_exp(sampling={"temperature": 0.5})), "has changed"),
         (partial(carrier, incarnation=2, exp=make_exp(env=[{"id": "calculator"}])), "has changed"),
     ],
-    ids=["not the next", "an older step", "another history", "sampling", "environment"],
+    ids=["the same attempt", "an older step", "another history", "sampling", "environment"],
 )
 def test_who_is_not_the_same_history_takes_nothing(
     after: Callable[[RunPaths], GroupCarrier], why: str, tmp_path: Path

@@ -5,9 +5,10 @@ holds yet, those of batches of which no version came, and those that it had from
 so far. The next attempt opens its prompts as ever, and where one of
 them is here takes the rollouts in place of dispatching it.
 
-That is exact only where both attempts are one history. The file is void for any but the very next attempt; where the
-state from which that goes on is none that its writer had; where what is asked of engines and environments has changed;
-and for groups with tokens of versions that the next attempt makes anew. Groups in flight are never kept: of their
+That is exact only where both attempts are one history. The file is void where the state from which the next attempt
+goes on is none that its writer had; where what is asked of engines and environments has changed; and for groups with
+tokens of versions that the next attempt makes anew. An attempt between the two that ended before it had read the file
+changes nothing: one that has read it has removed it. Groups in flight are never kept: of their
 episodes the short ones have ended, and to draw the long ones again would make replies shorter.
 """
 
@@ -212,7 +213,7 @@ class GroupCarrier:
         return exact
 
     def _why_not(self, meta: Mapping[str, Any], start_step: int) -> str:
-        if meta["incarnation"] != self._incarnation - 1:
+        if meta["incarnation"] >= self._incarnation:
             return f"they are of incarnation {meta['incarnation']}, this is {self._incarnation}"
         if meta["config"] != self._config:
             return "what is asked of engines or environments has changed"
