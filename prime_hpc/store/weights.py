@@ -141,11 +141,6 @@ def list_versions(paths: RunPaths) -> list[int]:
     return list_steps(paths.weights)
 
 
-def latest_version(paths: RunPaths) -> int | None:
-    """Return the newest version on disk, None where there is none."""
-    return max(list_versions(paths), default=None)
-
-
 def newest_of_attempt(paths: RunPaths, above: int, incarnation: int) -> int | None:
     """Return the newest version above `above` that this attempt (or a newer one) has made; None where there is none.
 

@@ -20,7 +20,7 @@ from prime_hpc.store.checkpoint.checkpoints import (
 )
 from prime_hpc.store.leases import clear_leases, drop_lease, min_floor, set_floor
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
-from prime_hpc.store.weights import latest_version, list_versions, prune_weights, remove_versions_after
+from prime_hpc.store.weights import list_versions, prune_weights, remove_versions_after
 from prime_hpc.trainer import trainer
 
 
@@ -51,10 +51,8 @@ def checkpoint(paths, step, with_batch=True):
 
 def test_versions_are_listed(paths):
     assert list_versions(paths) == []
-    assert latest_version(paths) is None
     publish(paths, 1, 2, 10)
     assert list_versions(paths) == [1, 2, 10]
-    assert latest_version(paths) == 10
     assert remove_versions_after(paths, 1) == [2, 10]
     assert list_versions(paths) == [1]
 

@@ -71,18 +71,12 @@ class HostStage:
         self._pinned = self._in_memory and _pin(whole)
         self._touched.set()
 
-    def fits(self, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether this room was made for such tensors."""
-        return parts.keys() == self.tensors.keys() and all(
-            t.shape == self.tensors[n].shape and t.dtype == self.tensors[n].dtype for n, t in parts.items()
-        )
-
     @torch.no_grad()
     def copy(self, parts: Mapping[str, torch.Tensor], after: "torch.cuda.Event | None" = None) -> None:
         """Copy the values; returns when they are here. Waits for `touch`, which somebody must have begun.
 
         Args:
-            parts: `fits`.
+            parts: of the names, shapes and types that the room was made for.
             after: on CUDA, what has to be done before the values are right; compute goes on beside the copy.
         """
         self._touched.wait()

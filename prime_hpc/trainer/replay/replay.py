@@ -21,7 +21,7 @@ from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import find_batch, list_batches
+from prime_hpc.store.batches import PastBatch, list_batches
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
@@ -69,7 +69,7 @@ def plain(experiment: Experiment, num_ranks: int) -> Experiment:
 def batches_of(trainer: Trainer, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], Given]]:
     """Step -> this rank's batch and figures; SFT's come in order, from the step after the one `progress` is of."""
     if trainer.experiment.kind == "rl":
-        yield lambda step: (read_local_batch(find_batch(source, step), *trainer.part), {})
+        yield lambda step: (PastBatch(source, step).read(lambda at: read_local_batch(at, *trainer.part)), {})
         return
     data = build_data(trainer)
     data.start(progress)
