@@ -13,14 +13,21 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
+from prime_hpc.kubernetes.manifests import FINAL_CODES
+from prime_hpc.launch import job
+from prime_hpc.launch.pods import COMES_BACK
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.store.attempts import Attempt, read_attempts, write_attempt
-from prime_hpc.store.errors import StoreError
+from prime_hpc.slurm.queue import queue_successor
+from prime_hpc.slurm.submission_record import write_record
+from prime_hpc.store.attempts import Attempt, begin, read_attempts, write_attempt
+from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.run_dirs import IN_PLACE, read_record
 from prime_hpc.supervisor import main
+from prime_hpc.supervisor.attempt import in_place, start
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
@@ -139,8 +146,70 @@ def test_an_attempt_that_a_newer_one_has_overtaken_decides_nothing(run: Run, is_
     write_attempt(run.rows, own)
     write_attempt(run.rows, Attempt(2, 2, time.time() - 60, "resumes", job_id="100", restarts=1, host="n9"))
     before = run.rows.read_bytes()
-    assert run.end(own, 1) == 1
+    assert run.end(own, 1) == EXIT_AGAIN
     assert run.requeued == [] and run.rows.read_bytes() == before
+
+
+def test_pods_are_not_told_that_the_run_is_over_by_an_attempt_that_a_newer_one_has_overtaken(run: Run) -> None:
+    write_attempt(run.rows, own := Attempt(1, 1, time.time() - 600, "first start"))
+    write_attempt(run.rows, Attempt(2, 2, time.time() - 60, "resumes", host="n9"))
+    pod = Allocation("pods", (("p0", "p1"),), "p0", 0, by_slurm=False)
+    code = _apply_restart_policy(load_run(run.dir), run.dir, pod, 1, own)
+    assert code in COMES_BACK and code not in FINAL_CODES
+
+
+def test_the_newer_attempts_successor_outlives_the_job_that_it_has_overtaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, config = use_fake_slurm(tmp_path, monkeypatch), write_config(tmp_path)
+    submit(load(config, "--slurm.restart.how", "successor"))
+    directory = run_dir(config)
+    write_attempt(directory / "attempts.jsonl", own := Attempt(1, 1, time.time() - 600, "first start", job_id="100"))
+    fake.change("100", state="NODE_FAIL")  # for Slurm, from which its node was cut off
+    fake.change("101", state="RUNNING", nodes="n2")
+    write_record(directory, job_id="101", successor=None)
+    assert queue_successor(directory, "101") == "102"
+    write_attempt(directory / "attempts.jsonl", Attempt(2, 2, time.time() - 60, "resumes", job_id="101", host="n2"))
+    monkeypatch.setattr(job, "_queue_successor", lambda run: None)  # long ago
+    monkeypatch.setattr(main, "supervise", lambda run, in_job: _apply_restart_policy(load_run(run), run, JOB, 1, own))
+    assert job.slurm_job([str(directory)]) == EXIT_AGAIN
+    assert fake.calls("scancel") == [] and (read_record(directory) or {})["successor"] == "102"
+
+
+@pytest.mark.parametrize("in_job", [True, False])
+def test_an_attempt_that_is_overtaken_while_it_begins_is_no_wrong_config(
+    run: Run, monkeypatch: pytest.MonkeyPatch, in_job: bool
+) -> None:
+    def overtaken(*_: object) -> None:
+        raise FencedError("incarnation 2 of this run has begun")
+
+    monkeypatch.setattr(start, "check_incarnation", overtaken)
+    monkeypatch.setattr(start, "choose_start", lambda *_: None)
+    monkeypatch.setattr(main, "_prepare", lambda experiment, path, *_: start.begin_attempt(experiment, path))
+    environ = {**os.environ, "SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n1"}
+    assert supervise(run.dir, environ, in_job=in_job) == (EXIT_AGAIN if in_job else 2)
+    assert run.requeued == []
+
+
+def test_the_job_comes_back_where_its_next_attempt_got_no_further_than_its_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ended(run.config, exit_code=1, saved_step=5)
+
+    def fail(attempt: Attempt) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def begin_attempt(*_: object, **__: object) -> Attempt:
+        return begin(run.rows, incarnation=2, why="resumes at step 5", resume_step=5, job_id="100")
+
+    monkeypatch.setattr(in_place, "begin_attempt", begin_attempt)
+    left = SimpleNamespace(end=lambda grace_s: None, hand_over=lambda incarnation: [], held=None, swap={})
+    led: Any = SimpleNamespace(left=left, attempt=before, follow=fail)
+    assert begin_in_place(led, load_run(run.dir), run.dir, Patience(0.0)) is None
+    assert run.end(before, 1) == EXIT_AGAIN and run.requeued == ["100"]
+    first, second = read_attempts(run.rows)
+    assert (first["next"], second["outcome"], second["next"]) == (IN_PLACE, "failed", "requeue")
+    assert second["ended"] is not None and "could not begin" in (second["cause"] or "")
 
 
 @pytest.mark.parametrize("why", ["a newer attempt of the run has begun", "stopped"])
