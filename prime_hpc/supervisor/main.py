@@ -41,7 +41,7 @@ from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
-from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_dirs import AttemptRow, read_record
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.tinker_files import forget_address
 from prime_hpc.supervisor.attempt.bad_nodes import nodes_to_avoid, record_bad_nodes
@@ -193,7 +193,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _apply_restart_policy(experiment, run_dir, allocation, code, supervisor.attempt, controls)
     except (ConfigError, StoreError, OSError) as error:
         logger.error(f"how the run comes back cannot be read: {error}")
-    return _come_back_blindly(experiment, environment, supervisor.attempt.outcome, code, controls)
+    return _come_back_blindly(experiment, run_dir, environment, supervisor.attempt.outcome, code, controls)
 
 
 def _summary(experiment: Experiment, run_dir: Path) -> Iterator[str]:
@@ -225,11 +225,12 @@ def _end_early(
         logger.error(f"that could not be written down: {error}")
     if not in_job:
         return request.code
-    return _come_back_blindly(experiment, environment, request.outcome, request.code, controls)
+    return _come_back_blindly(experiment, run_dir, environment, request.outcome, request.code, controls)
 
 
 def _come_back_blindly(
     experiment: Experiment | None,
+    run_dir: Path,
     environment: dict[str, str],
     outcome: str | None,
     code: int,
@@ -237,12 +238,15 @@ def _come_back_blindly(
 ) -> int:
     """Have the job start again though its policy cannot be read, unless it is known to stay ended. Returns the job's
     exit code."""
-    if outcome in FINAL or (experiment is not None and experiment.slurm.restart.how == "off"):
+    how = experiment.slurm.restart.how if experiment is not None else "auto"
+    if outcome in FINAL or how == "off":
         return code
     if controls is not None and (final := controls.final_request()) is not None:
         return final.code or code
     if job_argument(environment) is None:
         return EXIT_AGAIN  # upon which the Job starts its pod again
+    if how == "successor" or (read_record(run_dir) or {}).get("successor"):
+        return EXIT_AGAIN  # upon which it starts; Slurm requeues no job that has one
     return EXIT_AGAIN if requeue_blindly(environment) else code or 1
 
 

@@ -284,18 +284,28 @@ class Ends:
         return self.attempt.exit_code or 0
 
 
-@pytest.mark.parametrize("outcome", ["failed", "stopped", "off"])
+@pytest.mark.parametrize(
+    ("outcome", "how", "successor", "code"),
+    [
+        ("failed", "requeue", None, EXIT_AGAIN),
+        ("stopped", "requeue", None, 1),
+        ("failed", "off", None, 1),
+        ("failed", "successor", None, EXIT_AGAIN),
+        ("failed", "auto", "101", EXIT_AGAIN),
+    ],
+)
 def test_a_run_that_cannot_be_read_at_its_end_comes_back_all_the_same(
-    run: Run, monkeypatch: pytest.MonkeyPatch, outcome: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, outcome: str, how: str, successor: str | None, code: int
 ) -> None:
-    own = ended(run.config, outcome.replace("off", "failed"), exit_code=1)
+    own = ended(run.config, outcome, exit_code=1)
+    write_record(run.dir, successor=successor)
 
     def stale(*_: object) -> Any:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     def experiment(path: Path) -> Experiment:
         one = load_run(path)
-        restart = one.slurm.restart.model_copy(update={"how": "off" if outcome == "off" else "requeue"})
+        restart = one.slurm.restart.model_copy(update={"how": how})
         waits = one.supervisor.model_copy(update={"read_timeout_s": 0.0})
         slurm = one.slurm.model_copy(update={"restart": restart})
         return one.model_copy(update={"slurm": slurm, "supervisor": waits})
@@ -305,9 +315,8 @@ def test_a_run_that_cannot_be_read_at_its_end_comes_back_all_the_same(
     for name in ("write_report", "read_attempts", "rows_with"):
         monkeypatch.setattr(main, name, stale)
     job = {"SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_END_TIME": f"{time.time() + 9999:.0f}"}
-    code = supervise(run.dir, {**os.environ, **job}, in_job=True)
-    comes_back = outcome == "failed"
-    assert (code, run.requeued) == ((EXIT_AGAIN, ["100"]) if comes_back else (1, []))
+    assert supervise(run.dir, {**os.environ, **job}, in_job=True) == code
+    assert run.requeued == (["100"] if how == "requeue" and code == EXIT_AGAIN else []), "a successor is released"
 
 
 def test_an_early_end_that_cannot_be_written_comes_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
