@@ -124,6 +124,8 @@ def _own_end(row: AttemptRow, step: Any) -> tuple[str, str]:
     """Return outcome and note of a run that ended while it was asked to: it need not have obeyed."""
     if _is_well(row):
         return "stopped", f"saved{_at(step)} and ended"
+    if row.get("next") is not None and row.get("exit_code") == 0:  # at its time limit, or for a preemption
+        return "stopped", f"saved{_at(step)}; taken out of the queue"
     return "over", f"ended by itself: {row.get('outcome')} ({row.get('cause')}){_newest(step)}"
 
 

@@ -187,6 +187,11 @@ def _take(log_dir: Path) -> bool:
     return True
 
 
+def is_same_process(row: AttemptRow, attempt: Attempt) -> bool:
+    """Return whether the process that has an attempt opened this line, too."""
+    return (row["host"], row["pid"], row.get("process")) == (attempt.host, attempt.pid, attempt.process)
+
+
 def is_held(row: AttemptRow) -> bool:
     """Return whether an attempt that wrote no end still runs on this host."""
     from prime_hpc.runtime.process_tree import runs_since

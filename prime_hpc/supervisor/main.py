@@ -1,11 +1,12 @@
 """The job's process: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
-Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 74 something cannot be read now, 75 the job comes
-back, 130 interrupted.
+Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 74 something cannot be read now, 75 of a job: another
+attempt follows, or has begun already; 130 interrupted.
 """
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,14 +34,14 @@ from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.packed_env.facts import SHARED_PYTHON, pack_of, python_words
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, rows_with
-from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
+from prime_hpc.store.attempts import Attempt, is_same_process, read_attempts, rewrite_row, rows_with
+from prime_hpc.store.errors import PROOFS, FencedError, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
-from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_dirs import AttemptRow, read_record
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.tinker_files import forget_address
 from prime_hpc.supervisor.attempt.bad_nodes import nodes_to_avoid, record_bad_nodes
@@ -163,7 +164,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _end_early(run_dir, environment, in_job, end.request, controls)
     except (ConfigError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return EXIT_AGAIN if in_job and isinstance(error, FencedError) else 2
     finally:
         if controls is not None and supervisor is None:
             controls.restore()
@@ -192,7 +193,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _apply_restart_policy(experiment, run_dir, allocation, code, supervisor.attempt, controls)
     except (ConfigError, StoreError, OSError) as error:
         logger.error(f"how the run comes back cannot be read: {error}")
-    return _come_back_blindly(experiment, environment, supervisor.attempt.outcome, code, controls)
+    return _come_back_blindly(experiment, run_dir, environment, supervisor.attempt.outcome, code, controls)
 
 
 def _summary(experiment: Experiment, run_dir: Path) -> Iterator[str]:
@@ -224,11 +225,12 @@ def _end_early(
         logger.error(f"that could not be written down: {error}")
     if not in_job:
         return request.code
-    return _come_back_blindly(experiment, environment, request.outcome, request.code, controls)
+    return _come_back_blindly(experiment, run_dir, environment, request.outcome, request.code, controls)
 
 
 def _come_back_blindly(
     experiment: Experiment | None,
+    run_dir: Path,
     environment: dict[str, str],
     outcome: str | None,
     code: int,
@@ -236,12 +238,15 @@ def _come_back_blindly(
 ) -> int:
     """Have the job start again though its policy cannot be read, unless it is known to stay ended. Returns the job's
     exit code."""
-    if outcome in FINAL or (experiment is not None and experiment.slurm.restart.how == "off"):
+    how = experiment.slurm.restart.how if experiment is not None else "auto"
+    if outcome in FINAL or how == "off":
         return code
     if controls is not None and (final := controls.final_request()) is not None:
         return final.code or code
     if job_argument(environment) is None:
         return EXIT_AGAIN  # upon which the Job starts its pod again
+    if how == "successor" or (read_record(run_dir) or {}).get("successor"):
+        return EXIT_AGAIN  # upon which it starts; Slurm requeues no job that has one
     return EXIT_AGAIN if requeue_blindly(environment) else code or 1
 
 
@@ -369,9 +374,11 @@ def _apply_restart_policy(
     paths = run_paths(experiment, run_dir)
     patience = Patience(_patience_s(experiment, controls))
     rows = [] if own.ended is None else patience(lambda: rows_with(paths.attempts, own))
-    if not rows or rows[-1]["attempt"] != own.attempt:  # one that was fenced has no end of its own
+    if rows and rows[-1]["ended"] is None and is_same_process(rows[-1], own):
+        rows[-1] = _close_unbegun(paths, rows[-1], own)
+    elif not rows or rows[-1]["attempt"] != own.attempt:  # one that was fenced has no end of its own
         logger.warning("a newer attempt of the run has begun: whether the job comes back is for that one to say")
-        return code
+        return EXIT_AGAIN  # no end of the run: pods are not told so, and a successor stays
     last = rows[-1]
     site = patience(lambda: tell_unreadable_apart(lambda: read_site(run_dir)))
     mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
@@ -403,6 +410,14 @@ def _apply_restart_policy(
         _note(paths, {**last, "next": None})
         return code or 1
     return EXIT_AGAIN
+
+
+def _close_unbegun(paths: RunPaths, row: AttemptRow, before: Attempt) -> AttemptRow:
+    """Write down the end of an attempt that was to follow in this job, and got no further than its line."""
+    cause = f"it could not begin in the job of attempt {before.attempt} (see logs/supervisor.log)"
+    closed: AttemptRow = {**row, "ended": time.time(), "outcome": "failed", "exit_code": 1, "cause": cause}
+    _note(paths, closed)
+    return closed
 
 
 def _patience_s(experiment: Experiment, controls: Controls | None) -> float:

@@ -166,7 +166,7 @@ class Controls:
 
     def final_request(self, outcome: str | None = None) -> StopRequest | None:
         """Return an end after which the job does not come back, whatever else the attempt ends of: a scancel, Ctrl-C,
-        or what the file STOP or an alarm has asked for.
+        or what the file STOP, which is looked for, or an alarm has asked for.
 
         Args:
             outcome: as for `cancelled`.
@@ -177,6 +177,7 @@ class Controls:
             return cancel
         if self._allocation is not None and signal.SIGINT in self._signals:
             return self._of_signal(signal.SIGINT)
+        self._look_for_stop(self._names())  # `poll` looks for none once a signal has come, nor at the very end
         return self._of_request()
 
     def stop_or_cancel(self, request: StopRequest, deadline: float, now: float) -> tuple[StopRequest, float]:
@@ -213,23 +214,29 @@ class Controls:
             )
         return self._of_slurm
 
-    def _of_files(self) -> StopRequest | None:
+    def _names(self) -> set[str]:
+        """Names in the run directory: NFS may cache the miss of a lookup."""
         try:
-            names = {path.name for path in self._run_dir.iterdir()}  # NFS may cache the miss of a lookup
+            return {path.name for path in self._run_dir.iterdir()}
         except OSError as error:
             logger.warning(f"{self._run_dir} cannot be listed: {error}")
-            return None
+            return set()
+
+    def _look_for_stop(self, names: set[str]) -> None:
+        if STOP in names:
+            files.remove_file(self._run_dir / STOP)
+            self.ask_to_stop("the file STOP was found")
+
+    def _of_files(self) -> StopRequest | None:
+        names = self._names()
         if SAVE in names:
             files.remove_file(self._run_dir / SAVE)
             self.num_saves += 1
         if WHY in names:
             files.remove_file(self._run_dir / WHY)
             self.is_asked_why = True
-        if STOP in names:
-            files.remove_file(self._run_dir / STOP)
-            self.ask_to_stop("the file STOP was found")
-            return self._of_request()
-        return None
+        self._look_for_stop(names)
+        return self._of_request()
 
     def _of_request(self) -> StopRequest | None:
         """Return what a file that is gone, or this process, has asked for: that holds until the attempt is over."""

@@ -400,10 +400,10 @@ class Supervisor:
 
     def _on_unexpected_exit(self, role: Role, cause: str) -> None:
         """Start a server again that ended and should not have; for other roles end the attempt."""
-        if self._is_done_with(role):
-            return
-        if not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
+        if not self._is_done_with(role) and not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
             self._on_lost_nodes(role, lost)
+        if self._is_done_with(role):  # it may have said so meanwhile
+            return
         if self._replicas.awaiting_recovery(role):
             role.kill()
             self._reaper.forget(role.pid)

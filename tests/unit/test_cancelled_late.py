@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import load_run
-from prime_hpc.config.run_files import STOP
+from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
@@ -95,6 +95,22 @@ def test_a_scancel_while_a_crashed_attempt_is_ended_is_heeded(tmp_path: Path, mo
     assert one._end(Ended(0, "done")).outcome == "completed"
 
 
+@pytest.mark.parametrize("is_warned", [True, False])
+def test_a_stop_file_holds_that_comes_after_the_last_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_warned: bool
+) -> None:
+    asked = controls(tmp_path, monkeypatch, CANCELLED)
+    if is_warned:
+        asked._on_signal(signal.SIGUSR1, None)
+    request = asked.poll()
+    assert (request.outcome if request is not None else None) == ("requeued" if is_warned else None)
+    for name in (STOP, SAVE):
+        (tmp_path / name).touch()
+    final = asked.final_request("requeued")
+    assert final is not None and final.outcome == "stopped"
+    assert not (tmp_path / STOP).exists() and (tmp_path / SAVE).exists(), "that is the next attempt's"
+
+
 @pytest.mark.parametrize("by", ["file", "alarm", "interrupt"])
 def test_a_stop_while_a_crashed_attempt_saves_is_heeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
@@ -140,6 +156,26 @@ def test_a_node_that_is_lost_while_a_stop_saves_brings_nothing_back(
     role.is_server, role.state = True, "ready"
     one._on_lost_nodes(role, ["n3"])
     assert role.state == "done", "nobody asks the servers any more"
+
+
+@pytest.mark.parametrize("lost", [["n2"], []])
+def test_a_worker_that_says_it_is_done_while_its_nodes_are_waited_for_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[str]
+) -> None:
+    one = saving(controls(tmp_path, monkeypatch, CANCELLED, 5000))
+    (tmp_path / STOP).touch()
+    one._handle_requests()
+    said: list[str] = []
+
+    def silent_hosts(wait_s: float) -> list[str]:
+        said.append("done")
+        return lost
+
+    role: Any = SimpleNamespace(spec=SimpleNamespace(label="trainer", name="trainer"), state="ready")
+    role.is_server, role.was_ready, role.silent_hosts = False, True, silent_hosts
+    role.has_reported = said.__contains__
+    one._on_unexpected_exit(role, "trainer ended with exit code 1")
+    assert role.state == "done"
 
 
 def test_slurms_requeue_of_a_run_that_saves_already_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

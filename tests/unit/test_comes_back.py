@@ -13,14 +13,21 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
+from prime_hpc.kubernetes.manifests import FINAL_CODES
+from prime_hpc.launch import job
+from prime_hpc.launch.pods import COMES_BACK
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.store.attempts import Attempt, read_attempts, write_attempt
-from prime_hpc.store.errors import StoreError
+from prime_hpc.slurm.queue import queue_successor
+from prime_hpc.slurm.submission_record import write_record
+from prime_hpc.store.attempts import Attempt, begin, read_attempts, write_attempt
+from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.run_dirs import IN_PLACE, read_record
 from prime_hpc.supervisor import main
+from prime_hpc.supervisor.attempt import in_place, start
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
@@ -139,8 +146,70 @@ def test_an_attempt_that_a_newer_one_has_overtaken_decides_nothing(run: Run, is_
     write_attempt(run.rows, own)
     write_attempt(run.rows, Attempt(2, 2, time.time() - 60, "resumes", job_id="100", restarts=1, host="n9"))
     before = run.rows.read_bytes()
-    assert run.end(own, 1) == 1
+    assert run.end(own, 1) == EXIT_AGAIN
     assert run.requeued == [] and run.rows.read_bytes() == before
+
+
+def test_pods_are_not_told_that_the_run_is_over_by_an_attempt_that_a_newer_one_has_overtaken(run: Run) -> None:
+    write_attempt(run.rows, own := Attempt(1, 1, time.time() - 600, "first start"))
+    write_attempt(run.rows, Attempt(2, 2, time.time() - 60, "resumes", host="n9"))
+    pod = Allocation("pods", (("p0", "p1"),), "p0", 0, by_slurm=False)
+    code = _apply_restart_policy(load_run(run.dir), run.dir, pod, 1, own)
+    assert code in COMES_BACK and code not in FINAL_CODES
+
+
+def test_the_newer_attempts_successor_outlives_the_job_that_it_has_overtaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, config = use_fake_slurm(tmp_path, monkeypatch), write_config(tmp_path)
+    submit(load(config, "--slurm.restart.how", "successor"))
+    directory = run_dir(config)
+    write_attempt(directory / "attempts.jsonl", own := Attempt(1, 1, time.time() - 600, "first start", job_id="100"))
+    fake.change("100", state="NODE_FAIL")  # for Slurm, from which its node was cut off
+    fake.change("101", state="RUNNING", nodes="n2")
+    write_record(directory, job_id="101", successor=None)
+    assert queue_successor(directory, "101") == "102"
+    write_attempt(directory / "attempts.jsonl", Attempt(2, 2, time.time() - 60, "resumes", job_id="101", host="n2"))
+    monkeypatch.setattr(job, "_queue_successor", lambda run: None)  # long ago
+    monkeypatch.setattr(main, "supervise", lambda run, in_job: _apply_restart_policy(load_run(run), run, JOB, 1, own))
+    assert job.slurm_job([str(directory)]) == EXIT_AGAIN
+    assert fake.calls("scancel") == [] and (read_record(directory) or {})["successor"] == "102"
+
+
+@pytest.mark.parametrize("in_job", [True, False])
+def test_an_attempt_that_is_overtaken_while_it_begins_is_no_wrong_config(
+    run: Run, monkeypatch: pytest.MonkeyPatch, in_job: bool
+) -> None:
+    def overtaken(*_: object) -> None:
+        raise FencedError("incarnation 2 of this run has begun")
+
+    monkeypatch.setattr(start, "check_incarnation", overtaken)
+    monkeypatch.setattr(start, "choose_start", lambda *_: None)
+    monkeypatch.setattr(main, "_prepare", lambda experiment, path, *_: start.begin_attempt(experiment, path))
+    environ = {**os.environ, "SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n1"}
+    assert supervise(run.dir, environ, in_job=in_job) == (EXIT_AGAIN if in_job else 2)
+    assert run.requeued == []
+
+
+def test_the_job_comes_back_where_its_next_attempt_got_no_further_than_its_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ended(run.config, exit_code=1, saved_step=5)
+
+    def fail(attempt: Attempt) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def begin_attempt(*_: object, **__: object) -> Attempt:
+        return begin(run.rows, incarnation=2, why="resumes at step 5", resume_step=5, job_id="100")
+
+    monkeypatch.setattr(in_place, "begin_attempt", begin_attempt)
+    left = SimpleNamespace(end=lambda grace_s: None, hand_over=lambda incarnation: [], held=None, swap={})
+    led: Any = SimpleNamespace(left=left, attempt=before, follow=fail)
+    assert begin_in_place(led, load_run(run.dir), run.dir, Patience(0.0)) is None
+    assert run.end(before, 1) == EXIT_AGAIN and run.requeued == ["100"]
+    first, second = read_attempts(run.rows)
+    assert (first["next"], second["outcome"], second["next"]) == (IN_PLACE, "failed", "requeue")
+    assert second["ended"] is not None and "could not begin" in (second["cause"] or "")
 
 
 @pytest.mark.parametrize("why", ["a newer attempt of the run has begun", "stopped"])
@@ -215,18 +284,28 @@ class Ends:
         return self.attempt.exit_code or 0
 
 
-@pytest.mark.parametrize("outcome", ["failed", "stopped", "off"])
+@pytest.mark.parametrize(
+    ("outcome", "how", "successor", "code"),
+    [
+        ("failed", "requeue", None, EXIT_AGAIN),
+        ("stopped", "requeue", None, 1),
+        ("failed", "off", None, 1),
+        ("failed", "successor", None, EXIT_AGAIN),
+        ("failed", "auto", "101", EXIT_AGAIN),
+    ],
+)
 def test_a_run_that_cannot_be_read_at_its_end_comes_back_all_the_same(
-    run: Run, monkeypatch: pytest.MonkeyPatch, outcome: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, outcome: str, how: str, successor: str | None, code: int
 ) -> None:
-    own = ended(run.config, outcome.replace("off", "failed"), exit_code=1)
+    own = ended(run.config, outcome, exit_code=1)
+    write_record(run.dir, successor=successor)
 
     def stale(*_: object) -> Any:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     def experiment(path: Path) -> Experiment:
         one = load_run(path)
-        restart = one.slurm.restart.model_copy(update={"how": "off" if outcome == "off" else "requeue"})
+        restart = one.slurm.restart.model_copy(update={"how": how})
         waits = one.supervisor.model_copy(update={"read_timeout_s": 0.0})
         slurm = one.slurm.model_copy(update={"restart": restart})
         return one.model_copy(update={"slurm": slurm, "supervisor": waits})
@@ -236,9 +315,8 @@ def test_a_run_that_cannot_be_read_at_its_end_comes_back_all_the_same(
     for name in ("write_report", "read_attempts", "rows_with"):
         monkeypatch.setattr(main, name, stale)
     job = {"SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_END_TIME": f"{time.time() + 9999:.0f}"}
-    code = supervise(run.dir, {**os.environ, **job}, in_job=True)
-    comes_back = outcome == "failed"
-    assert (code, run.requeued) == ((EXIT_AGAIN, ["100"]) if comes_back else (1, []))
+    assert supervise(run.dir, {**os.environ, **job}, in_job=True) == code
+    assert run.requeued == (["100"] if how == "requeue" and code == EXIT_AGAIN else []), "a successor is released"
 
 
 def test_an_early_end_that_cannot_be_written_comes_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,15 +159,16 @@ def test_cancel_ends_a_job_in_which_an_attempt_follows_that_does_not_save(fake: 
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "outcome", "said"),
     [
-        ({"outcome": "failed", "cause": "trainer: out of memory"}, "failed (trainer: out of memory)"),
-        ({"outcome": "preempted", "next": "slurm"}, "preempted (a test)"),
-        ({"outcome": "stopped", "exit_code": 1, "cause": "STOP; not saved"}, "stopped (STOP; not saved)"),
+        ({"outcome": "failed", "cause": "trainer: out of memory"}, "over", "failed (trainer: out of memory)"),
+        ({"outcome": "preempted", "next": "slurm"}, "over", "preempted (a test)"),
+        ({"outcome": "stopped", "exit_code": 1, "cause": "STOP; not saved"}, "over", "stopped (STOP; not saved)"),
+        ({"outcome": "requeued", "exit_code": 0, "next": "requeue"}, "stopped", "saved at step 4"),
     ],
 )
 def test_cancel_of_a_job_that_ends_otherwise_meanwhile_says_so(
-    fake: FakeSlurm, config: Path, row: dict[str, Any], said: str
+    fake: FakeSlurm, config: Path, row: dict[str, Any], outcome: str, said: str
 ) -> None:
     submit(load(config))
     fake.change("100", state="RUNNING", nodes="n1")
@@ -181,8 +182,9 @@ def test_cancel_of_a_job_that_ends_otherwise_meanwhile_says_so(
     thread.start()
     result = cancel(config)
     thread.join()
-    assert (result.ended, result.outcome) == (True, "over")
-    assert result.note == f"ended by itself: {said}; the newest checkpoint is step 4"
+    assert (result.ended, result.outcome) == (True, outcome)
+    by_itself = f"ended by itself: {said}; the newest checkpoint is step 4"
+    assert result.note == (by_itself if outcome == "over" else f"{said}; taken out of the queue")
 
 
 def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> None:

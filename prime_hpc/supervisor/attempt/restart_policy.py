@@ -21,7 +21,8 @@ from prime_hpc.slurm.requeue import leave_out, requeue
 from prime_hpc.slurm.script import restart_mode
 
 EXIT_AGAIN = 75
-"""EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
+"""EX_TEMPFAIL (sysexits.h): the job's exit code when another attempt follows (a successor, queued with afternotok, is
+to take over), or when one has begun elsewhere that this job must not disturb."""
 PATIENCE_S = 1800.0
 """So long a controller may be away before the job ends without being requeued."""
 LOOK_S = 5.0

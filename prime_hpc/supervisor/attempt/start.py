@@ -14,7 +14,7 @@ from prime_hpc.store.checkpoint.import_checkpoint import claim_root, point_to_ro
 from prime_hpc.store.checkpoint.newest import expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.child_runs import list_children
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import FencedError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.run_dirs import AttemptRow
@@ -82,6 +82,7 @@ def begin_attempt(
         ConfigError: another process holds the run, it is another user's, or the checkpoint asked for does not exist or
             is broken.
         Unreadable: something could not be read until the deadline; no checkpoint, batch or version was touched.
+        FencedError: a newer attempt of the run has begun meanwhile.
     """
     paths, config = run_paths(experiment, run_dir), experiment.supervisor
     patience = patience or Patience(config.read_timeout_s)
@@ -97,7 +98,7 @@ def begin_attempt(
         patience(lambda: _roll_back(experiment, paths, start, incarnation))
         saved_before = patience(lambda: newest_saved_step(paths) if experiment.trains else num_episodes(run_dir))
         patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
-    except Unreadable:
+    except (Unreadable, FencedError):
         raise
     except StoreError as error:
         raise ConfigError(str(error)) from error
