@@ -13,7 +13,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, discard, verify_artifact
-from prime_hpc.store.batches import RAW, STATE
+from prime_hpc.store.batches import RAW, STATE, is_given
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io import files, zstd
 from prime_hpc.store.run_paths import RunPaths, list_steps
@@ -110,6 +110,8 @@ class RolloutArchiver:
         for step in list_steps(self._paths.rollouts):
             if step > last or self._closing:
                 return
+            if self._incarnation and is_given(self._paths.rollouts_step(step)):
+                continue  # an attempt that goes back trains on it again, and nobody makes it anew
             try:
                 before, after = archive_batch(self._paths, step, self._incarnation)
             except FencedError:

@@ -281,10 +281,11 @@ def list_batches_after(paths: RunPaths, step: int, *, spare_given: bool = False)
         Unreadable: who wrote one cannot be told now.
     """
     after = [n for n in list_batches(paths) if n > step]
-    return [n for n in after if not _is_given(paths.rollouts_step(n))] if spare_given else after
+    return [n for n in after if not is_given(paths.rollouts_step(n))] if spare_given else after
 
 
-def _is_given(directory: Path) -> bool:
+def is_given(directory: Path) -> bool:
+    """Return whether no attempt wrote a batch (incarnation 0): it was put there to be trained on."""
     try:
         return read_manifest(directory).incarnation == 0
     except ArtifactError:

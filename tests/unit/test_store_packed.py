@@ -24,7 +24,7 @@ from prime_hpc.store.batches import (
     write_batch,
 )
 from prime_hpc.store.io import files, zstd
-from prime_hpc.store.run_paths import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from tests.support.tiny_model import random_rank_batch
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -133,6 +133,18 @@ def test_the_packer_leaves_the_newest_and_retention_counts_both(tmp_path: Path) 
         assert_same(paths, step, ranks)
     assert prune_batches(paths, 5, 8) == [1, 2, 3] and list_batches(paths) == [4, 5, 6, 7, 8]
     assert remove_batches_after(paths, 5) == [6, 7, 8] and list_batches(paths) == [4, 5]
+
+
+def test_batches_that_no_attempt_wrote_stay_as_they_are(tmp_path: Path) -> None:
+    """An attempt that goes back trains on them again; archived ones go with the steps that are made anew."""
+    paths = RunPaths(tmp_path)
+    for step in range(1, 7):
+        store(paths, step)
+    packer = RolloutArchiver(paths, claim_incarnation(paths))
+    packer.up_to(6)
+    finish(packer)
+    assert list_steps(paths.archived_rollouts) == []
+    assert remove_batches_after(paths, 0, 1, spare_given=True) == [] and list_batches(paths) == list(range(1, 7))
 
 
 def test_what_cannot_be_packed_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
