@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
 
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 
@@ -88,7 +88,6 @@ def test_integers(tmp_path: Path) -> None:
     refused(["--inference", "--inference-gpu-ids", "0,-1"], "different positions from 0 on")
     refused(["--inference", "--inference-gpu-ids", "0,0"], "different positions from 0 on")
     refused(file_(tmp_path, "trainer_gpu_ids: ['0-3']\n"), "different positions from 0 on")
-    refused(["--seed", str(2**32)], "less than or equal to 4294967295")
 
 
 def test_a_bare_off_of_yaml_is_the_word(tmp_path: Path) -> None:
@@ -215,3 +214,26 @@ def test_a_part_of_a_group_of_engines_is_no_more_than_the_group() -> None:
 )
 def test_figures_that_are_compared_are_finite(flags: list[str], entrypoint: str) -> None:
     refused(flags, "finite number", entrypoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"orchestrator": {"env": [{"id": "a"}, {"id": "a"}], "sampling": {"max_tokens": 9}}}, "two environments"),
+        ({"inference_gpu_ids": [0, 0], "inference": {"data_parallel_size": 2}}, "different positions"),
+        ({"inference": {}, "orchestrator": {"client": {"base_url": "http://a:1/v1"}}}, "attaches to servers"),
+        ({"inference": {"data_parallel_size": 2, "data_parallel_size_local": 4}}, "is more than"),
+        ({"alarms": {"rules": [{"metric": "trainer.kl", "above": float("inf")}]}}, "finite number"),
+        ({"seed": 2**33}, ""),
+    ],
+)
+def test_what_an_earlier_version_took_goes_on(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    orchestrator = {"env": [{"id": "reverse-text"}], **changes.pop("orchestrator", {})}  # type: ignore[dict-item]
+    stated = {"name": "r", "output_dir": tmp_path, "launch": "local", "orchestrator": orchestrator, **changes}
+    experiment = Experiment.model_validate(stated)
+    write_snapshot(experiment, tmp_path / "r", ["rl"])
+    assert load_run(tmp_path / "r") == experiment
+    run_yaml = [str(tmp_path / "r" / "run.yaml")]
+    assert load_experiment(run_yaml, "submit", {}, is_begun=True).experiment.seed == experiment.seed
+    if words:
+        refused(run_yaml, words, "submit")
