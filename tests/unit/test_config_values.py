@@ -102,9 +102,7 @@ def test_a_bare_off_of_yaml_is_the_word(tmp_path: Path) -> None:
         ["--output-dir", ""],
         ["--ckpt.path", ""],
         ["--ckpt.resume-step", ""],
-        ["--orchestrator.client.base-url", ""],
         ["--orchestrator.env.0.id", ""],
-        ["--sft.data.path", ""],
     ],
 )
 def test_the_text_of_a_variable_that_is_not_set_names_nothing(flags: list[str]) -> None:
@@ -114,6 +112,16 @@ def test_the_text_of_a_variable_that_is_not_set_names_nothing(flags: list[str]) 
 def test_an_empty_text_is_a_text_where_it_names_nothing() -> None:
     exp = load(["--slurm.env.name", "", "--alarms.rules", '[{"metric": "trainer.kl", "above": 1, "name": ""}]'])
     assert exp.slurm.env == {"name": ""} and exp.alarms.rules[0].title == "trainer.kl"
+
+
+def test_an_empty_text_counts_where_it_wins_and_is_null_where_that_may_be(tmp_path: Path) -> None:
+    path = file_(tmp_path, f"name: mine\noutput_dir: {tmp_path}\nmodel: {{name: m}}\nwandb: {{name: ''}}\n")
+    environ = {"PRIME_NAME": "", "PRIME_OUTPUT_DIR": "", "PRIME_MODEL__NAME": ""}
+    exp = load(path, environ=environ)
+    assert (exp.name, exp.output_dir, exp.model.name) == ("mine", tmp_path, "m")
+    assert exp.wandb is not None and exp.wandb.name is None
+    assert load(["--orchestrator.client.base-url", ""]).orchestrator.client.base_url is None
+    refused([], "name: .*is empty", environ={"PRIME_NAME": ""})
 
 
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
@@ -153,6 +161,28 @@ def test_the_root_of_a_file_and_its_sections_do_not_disagree(tmp_path: Path) -> 
         assert load([*path, "--max-steps", "5"]).max_steps == 5
     file_(tmp_path, "max_steps: 10\n", "base.yaml")
     assert load(file_(tmp_path, "base: base.yaml\ntrainer: {max_steps: 20}\n")).max_steps == 20
+
+
+def test_what_is_the_same_in_other_words_is_no_conflict(tmp_path: Path) -> None:
+    text = """
+seq_len: 512
+max_steps: 10
+output_dir: outputs
+wandb:
+trainer: {max_steps: '10', output_dir: ./outputs, seq_len: 512.0, wandb: {project: p}}
+orchestrator: {seq_len: "${inference.max_model_len}", max_steps: "${async_level}", sampling: {max_tokens: 24}}
+inference: {max_model_len: 512}
+"""
+    exp = load(file_(tmp_path, f"{text}async_level: 10\n"))
+    assert (exp.seq_len, exp.max_steps) == (512, 10) and exp.wandb is not None and exp.wandb.project == "p"
+    refused(file_(tmp_path, f"{text}async_level: 9\n"), "one experiment has one max_steps")
+
+
+def test_a_shape_decides_over_what_files_say(tmp_path: Path) -> None:
+    text = "seq_len: 512\norchestrator: {max_steps: 9, sampling: {max_tokens: 24}}\nslurm:\n  shapes:\n"
+    text += "    - {name: wide, overrides: {trainer.seq_len: 256, trainer: {max_steps: 5}}}\n"
+    exp = load([*file_(tmp_path, text), "--slurm.shape", "wide"])
+    assert (exp.seq_len, exp.max_steps) == (256, 5)
 
 
 def test_variables_of_others_are_no_key_of_a_server() -> None:

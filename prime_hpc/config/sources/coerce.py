@@ -3,11 +3,16 @@
 import ast
 import json
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from prime_hpc.config.schema import Node, admits, members, resolve, type_text
 from prime_hpc.config.secret import Secret, masked
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
@@ -39,7 +44,7 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
     if is_reference(value) and not is_literal_of(value, node):
         return value
     if isinstance(value, str):
-        _check_text(value, node)
+        _check_text(value)
         value = _from_text(value, node, typed)
     if node.kind == "sections" and isinstance(value, dict):
         raise CoerceError(f"expected a list of mappings: `[[{node.dotted}]]` in TOML, `- key: ...` in YAML")
@@ -51,19 +56,38 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
     return value
 
 
-def _check_text(text: str, node: Node) -> None:
-    """Refuse texts that cannot be meant. Raises CoerceError."""
+def _check_text(text: str) -> None:
+    """Refuse what is no text. Raises CoerceError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a character of a JSON escape, bytes of another encoding in a flag
         raise CoerceError(f"{text!a} is no text: it cannot be written as UTF-8") from error
-    if text:
-        return
-    above = resolve(node.path[:-1])
-    if above is None or above.kind != "section" or node.path[:2] == ("alarms", "rules"):  # a rule need have no name
-        return
-    if node.path[-1] in _NAMING or admits(node.annotation, Path):
-        raise CoerceError("is empty (of a variable that is not set?): state it, or leave the key out")
+
+
+def find_empty(values: Any, path: tuple[str, ...] = ()) -> Iterator[Node]:
+    """Find the keys of a merged tree that name something and are the empty text, and take it back where they may be
+    null; of a path it is refused all the same: a run would begin anew where a checkpoint's was left out.
+
+    Args:
+        values: the tree; changed.
+        path: of `values`.
+
+    Yields:
+        those that cannot be empty.
+    """
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for name, value in list(items):
+        if isinstance(value, dict | list):
+            yield from find_empty(value, (*path, str(name)))
+        elif value == "":
+            node, above = resolve((*path, str(name))), resolve(path)
+            if node is None or above is None or above.kind != "section" or path[:2] == ("alarms", "rules"):
+                continue  # a rule need have no name
+            is_path = admits(node.annotation, Path)
+            if node.path[-1] in _NAMING and node.optional and not is_path:
+                values[name] = None
+            elif node.path[-1] in _NAMING or is_path:
+                yield node
 
 
 def is_reference(value: Any) -> bool:
@@ -178,13 +202,20 @@ def typed_value(value: Any, annotation: Any) -> Any:
     """
     if annotation in (Any, str) or admits(annotation, Secret) or (isinstance(value, str) and admits(annotation, str)):
         return value
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
+    adapter = _adapter(annotation)
     try:
-        adapter = TypeAdapter(annotation)
         return adapter.dump_python(adapter.validate_python(value), mode="json")
     except ValidationError:
         return value
+
+
+@cache
+def _adapter(annotation: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(annotation)
 
 
 def is_flag(node: Node) -> bool:

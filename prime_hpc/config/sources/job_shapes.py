@@ -115,7 +115,7 @@ def _shapes(tree: Tree, stated: list[Any]) -> dict[str, _Shape]:
             continue
         entries = []
         for segments, stated_at, value in _leaves(overrides, (), f"{at}.overrides"):
-            entry = Entry(segments, value, tree.provenance.get(stated_at, origin), literal=True)
+            entry = Entry(segments, value, tree.provenance.get(stated_at, origin), literal=True, decides=True)
             problem = _refusal(entry)
             if problem is None:
                 entries.append(entry)
