@@ -81,6 +81,24 @@ def test_a_shell_line_and_its_arguments_are_cut_at_none_of_their_commas() -> Non
         assert lora is not None and lora.target_modules == modules
 
 
+def test_a_list_whose_quotes_the_shell_took_is_refused() -> None:
+    refused(["--orchestrator.client.base-url", "[http://a/v1,http://b/v1]"], "neither JSON nor Python")
+    for text in ("[q_proj,v_proj]", '["q_proj","v_proj"'):
+        refused(["--model.lora.target-modules", text], "neither JSON nor Python")
+
+
+def test_elements_of_a_list_may_be_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIST_OF_TEST", "a")
+    assert load(["--slurm.setup", r"export X=\${HOME}, y"]).slurm.setup == ["export X=${HOME}, y"]
+    assert load(["--trainer-gpu-ids", "0,${async_level}", "--async-level", "3"]).trainer_gpu_ids == [0, 3]
+    flags = ["--inference-gpu-ids", "${trainer_gpu_ids}", "--trainer-gpu-ids", "0,1"]
+    assert load([*flags, "--inference"]).inference_gpu_ids == [0, 1]
+    url = ["--orchestrator.client.base-url"]
+    assert load([*url, "http://${oc.env:LIST_OF_TEST,b}/v1"]).orchestrator.client.base_url == "http://a/v1"
+    urls = load([*url, "http://${oc.env:LIST_OF_TEST}/v1,http://b/v1"]).orchestrator.client.base_url
+    assert urls == ["http://a/v1", "http://b/v1"]
+
+
 def test_integers(tmp_path: Path) -> None:
     assert load(["--max-steps", "1e3"]).max_steps == 1000
     refused(["--inference", "--inference-gpu-ids", "0-3"], "write 0,1,2,3")
@@ -142,6 +160,8 @@ def test_a_base_of_two_files_lies_below_both(tmp_path: Path) -> None:
     file_(tmp_path, "base: d.yaml\nseed: 200\n", "c.yaml")
     exp = load(file_(tmp_path, "base: [b.yaml, c.yaml]\n", "a.yaml"))
     assert (exp.max_steps, exp.seed) == (20, 200)
+    assert load(file_(tmp_path, "base: [b.yaml, d.yaml]\n", "a.yaml")).max_steps == 10, "named last, it wins"
+    assert load(file_(tmp_path, "base: [d.yaml, b.yaml]\n", "a.yaml")).max_steps == 20
 
 
 def test_what_a_base_says_is_no_conflict_once_it_is_overridden(tmp_path: Path) -> None:

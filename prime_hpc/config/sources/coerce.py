@@ -22,6 +22,10 @@ _SEPARATORS = {"slurm.setup": re.compile(r"(?!)"), "slurm.srun_args": re.compile
 """Lists of texts in which a comma has a meaning of its own -> where a flag's text is cut: a shell line never is."""
 _COMMA = re.compile(r",(?![^{]*\})")
 """All others: not within braces (`*.{gz,zst}`, `\\d{1,2}`)."""
+_PATTERNS = ("model.lora.target_modules", "sft.data.path", "sft.eval.path", "synthesize.prompts")
+"""Lists of patterns, which may begin with a class of characters (`[qk]_proj`)."""
+_BRACKETED = re.compile(r"\[[^\[\]]*\]")
+"""A list whose quotes the shell took."""
 _RANGE = re.compile(r"\s*\d+\s*-\s*\d+\s*")
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 _NAMING = ("name", "id", "model", "path", "base_url")
@@ -41,7 +45,7 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
         typed: True when the source has types (a file), False when all it has is text (a flag, a variable).
     """
     annotation = node.annotation
-    if is_reference(value) and not is_literal_of(value, node):
+    if is_reference(value) and not is_literal_of(value, node) and not _is_list_with_references(value, node):
         return value
     if isinstance(value, str):
         _check_text(value)
@@ -101,6 +105,23 @@ def is_literal_of(text: str, node: Node) -> bool:
     return takes_one and text.lstrip()[:1] in ("{", "[")
 
 
+def _is_list_with_references(text: str, node: Node) -> bool:
+    """Return whether a text is a list in which elements refer to keys (`0,${seed}`), no reference to a whole one."""
+    if node.kind != "leaf" or node.annotation is Any or not _takes_list(node.annotation) or _is_one(text.strip()):
+        return False
+    return not admits(node.annotation, str) or len(_cut(text, node)) > 1
+
+
+def _is_one(text: str) -> bool:
+    """Return whether a text is one `${...}` from its begin to its end."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "}" and depth == 0:
+            return text.startswith("${") and place == len(text) - 1
+    return False
+
+
 def _takes_list(annotation: Any) -> bool:
     return admits(annotation, list) or admits(annotation, tuple)
 
@@ -139,7 +160,8 @@ def _list(text: str, node: Node) -> Any:
     stripped = text.strip()
     if stripped[:1] in ("[", "(", "{"):
         parsed = literal(stripped)
-        if isinstance(parsed, str) and _is_list_of(str, node.annotation):
+        is_pattern = stripped.count("[") == stripped.count("]") and not _BRACKETED.fullmatch(stripped)
+        if isinstance(parsed, str) and (node.dotted in _SEPARATORS or (node.dotted in _PATTERNS and is_pattern)):
             return _cut(text, node)  # a test of the shell, a class of characters
         if isinstance(parsed, str):
             raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python")
