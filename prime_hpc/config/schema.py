@@ -222,6 +222,7 @@ def _is_spelled(above: Node | None, is_plain: bool) -> bool:
     return above.annotation is not Any
 
 
+@cache
 def resolve(path: tuple[str, ...]) -> Node | None:
     """Return the key at a full path from the root, without any lifting."""
     return _descend((), path, None)

@@ -1,6 +1,8 @@
 """The last word on a config: pydantic's errors in our own words, and what each entrypoint cannot do without."""
 
+import math
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
+from prime_hpc.config.sections.orchestrator import EnvConfig, check_labels
 
 _WRONG_TYPE = re.compile(r"(_type|_parsing|_from_float|_error|_size|too_short|too_long)$")
 _MAX_SHOWN = 80
@@ -82,10 +85,26 @@ def _stated_at(message: str, provenance: dict[str, Origin]) -> str:
     return f" ({'; '.join(places)})" if places else ""
 
 
-def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str, Origin]) -> None:
-    """Refuse an experiment that lacks what an entrypoint cannot run without. Raises ConfigError."""
-    if entrypoint in ("rl", "sft", "eval", "synthesize", "submit", "plan"):
-        _check_servers(experiment, provenance)
+def check_complete(
+    experiment: Experiment, entrypoint: str, provenance: dict[str, Origin], *, is_begun: bool = False
+) -> None:
+    """Refuse an experiment that lacks what an entrypoint cannot run without, or that cannot be meant.
+
+    Args:
+        experiment: the whole tree.
+        entrypoint: what it is for.
+        provenance: where its values were stated.
+        is_begun: it was taken before, perhaps by an earlier version: it goes on with what nobody can mean.
+
+    Raises:
+        ConfigError: says what is wrong.
+    """
+    if not is_begun:
+        problems = [Problem(text, key, origin_of(tuple(key.split(".")), provenance)) for key, text in _odd(experiment)]
+        if problems:
+            raise ConfigError(problems)
+        if entrypoint in ("rl", "sft", "eval", "synthesize", "submit", "plan"):
+            _check_servers(experiment, provenance)
     if experiment.trains and entrypoint in ("rl", "sft", "submit", "plan"):
         _check_stages(experiment, provenance)
         _check_connector(experiment, provenance)
@@ -104,6 +123,56 @@ def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str
         if data.type != "fake" and data.path is None and data.name is None:
             message = "no data: state files, or a hub data set (sft.data.name), or `sft.data.type = fake`"
             raise ConfigError(Problem(message, "sft.data.path", origin_of(("sft", "data", "type"), provenance)))
+
+
+def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose values nobody can mean, and why: runs went on with them, to no good."""
+    for key, envs in _environments(experiment).items():
+        try:
+            check_labels(envs)
+        except ValueError as error:
+            yield key, str(error)
+    for key in ("inference_gpu_ids", "teacher_gpu_ids", "trainer_gpu_ids"):
+        ids = getattr(experiment, key)
+        if ids and (min(ids) < 0 or len(set(ids)) < len(ids)):
+            yield key, f"must be different positions from 0 on, got {ids}"
+    for section in ("inference", "teacher_inference"):
+        engines = getattr(experiment, section)
+        size = engines.data_parallel_size if engines is not None else 1
+        if size == 1:  # of a node by hand the size may be left out
+            continue
+        local, first = engines.data_parallel_size_local, engines.data_parallel_start_rank
+        if local is not None and local > size:
+            key = "data_parallel_size_local"
+            yield f"{section}.{key}", f"{key} ({local}) is more than data_parallel_size ({size})"
+        if first is not None and first >= size:
+            key = "data_parallel_start_rank"
+            yield f"{section}.{key}", f"{key} ({first}) is no rank of data_parallel_size ({size})"
+    for key, figure in _compared(experiment):
+        if figure is not None and not math.isfinite(figure):
+            yield key, f"must be a finite number, got {figure}"
+
+
+def _environments(experiment: Experiment) -> dict[str, Sequence[EnvConfig]]:
+    """Return the lists of environments by their keys."""
+    keys = ("orchestrator.env", "orchestrator.eval.env", "eval.env", "synthesize.env")
+    sections = (experiment.orchestrator, experiment.orchestrator.eval, experiment.eval, experiment.synthesize)
+    return {key: section.env for key, section in zip(keys, sections, strict=True) if section is not None}
+
+
+def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
+    """Yield the figures that others are compared with or weighed by, with their keys."""
+    orchestrator, kl = experiment.orchestrator, experiment.trainer.loss.kl
+    yield "orchestrator.advantage.timeout_reward", orchestrator.advantage.timeout_reward
+    yield "trainer.loss.kl.coef", kl.coef if kl is not None else None
+    yield "eval.pass_threshold", experiment.eval.pass_threshold
+    yield "synthesize.min_reward", experiment.synthesize.min_reward
+    for key, envs in _environments(experiment).items():
+        for index, env in enumerate(envs):
+            yield f"{key}.{index}.ratio", env.ratio
+    for index, rule in enumerate(experiment.alarms.rules):
+        yield f"alarms.rules.{index}.below", rule.below
+        yield f"alarms.rules.{index}.above", rule.above
 
 
 def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:

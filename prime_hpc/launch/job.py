@@ -115,7 +115,7 @@ def _prepare(run_dir: Path, argv: list[str]) -> None:
     from prime_hpc.config.site import load_site, write_site
     from prime_hpc.launch.prepare import prepare_run
 
-    loaded = load_experiment(argv, "submit")
+    loaded = load_experiment(argv, "submit", is_begun=True)  # whoever rendered the script has checked it
     if loaded.experiment.run_dir.resolve() != run_dir.resolve():
         raise ConfigError(
             f"the script says {run_dir}, but the experiment says {loaded.experiment.run_dir}: render the script again"

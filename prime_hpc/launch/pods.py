@@ -72,7 +72,7 @@ def _attempt(file: Path, nodes: Allocation, key: str) -> int:
         ConfigError: the experiment is wrong, or pods are missing.
         StoreError, OSError: the run directory cannot be read or written.
     """
-    loaded = load_experiment([str(file)], "submit")
+    loaded = load_experiment([str(file)], "submit", is_begun=True)  # whoever rendered it has checked it
     loaded = replace(loaded, experiment=for_pods(loaded.experiment))
     section = section_of(loaded.experiment)
     run_dir = loaded.experiment.run_dir.resolve()

@@ -307,7 +307,7 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
     # where checkpoints are off, one that a signal asked for may lie there all the same: the supervisor finds it
     switch_on = ["--ckpt.resume-step=latest"] if before.ckpt is not None else []
     home = [f"--output-dir={run_dir.parent}", f"--name={run_dir.name}", "--no-clean"]
-    loaded = load_experiment([str(run_dir / RUN_YAML), *switch_on, *home, *tail], "submit")
+    loaded = load_experiment([str(run_dir / RUN_YAML), *switch_on, *home, *tail], "submit", is_begun=True)
     experiment = loaded.experiment
     if experiment.run_dir.resolve() != run_dir:
         raise ConfigError(

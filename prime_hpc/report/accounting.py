@@ -114,17 +114,32 @@ def account(
 
 
 def charged_hours(spent: Mapping[str, Any]) -> float | None:
-    """Return the device-hours of a run: what Slurm accounted for, and of attempts that it does not know what their jobs
-    held; None: neither is known.
+    """Return the device-hours of a run: what Slurm accounted for, and of attempts that it does not know those of
+    `attempt_hours`; None: nothing says what its jobs held.
 
     Args:
         spent: of `account`.
     """
-    slurm = spent["slurm"]
-    rest = [row["held_hours"] for row in spent["rows"] if slurm is None or not row["by_slurm"]]
-    if any(hours is None for hours in rest) or (slurm is None and not rest):
+    slurm, rows = spent["slurm"], spent["rows"]
+    held = [row["held_hours"] is not None for row in rows]
+    if not (slurm is not None or any(held)) or (spent["unit"] != "GPU" and not all(held)):
         return None
-    return float(sum(rest)) + (slurm["hours"] if slurm is not None else 0.0)
+    hours = zip(rows, attempt_hours(spent), strict=True)
+    rest = sum(own for row, own in hours if slurm is None or not row["by_slurm"])
+    return float(rest) + (slurm["hours"] if slurm is not None else 0.0)
+
+
+def attempt_hours(spent: Mapping[str, Any]) -> list[float]:
+    """Return the hours of each attempt: what its job held, or where that is not known what its roles had. Hours of CPUs
+    are not added to those of processes: there all attempts are counted in one of both.
+
+    Args:
+        spent: of `account`.
+    """
+    rows = spent["rows"]
+    if spent["unit"] != "GPU" and any(row["held_hours"] is None for row in rows):
+        return [row["device_hours"] for row in rows]
+    return [row["device_hours"] if row["held_hours"] is None else row["held_hours"] for row in rows]
 
 
 def _last_sign(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.launch.monitor.status import collect
+from prime_hpc.report.accounting import attempt_hours
 from prime_hpc.report.run_hours import read_config, read_hours
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
@@ -112,15 +113,14 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
     is_gpu = spent["unit"] == "GPU"
     rows = spent["rows"]
     is_held = bool(rows) and all(row["held_hours"] is not None for row in rows)
-    hours_key = "held_hours" if is_held else "device_hours"
     # hours of CPUs are not added to those of processes
     is_by_slurm = spent["slurm"] is not None and (is_gpu or is_held or not rows)
     parts = {"charged": 0.0, "effective": 0.0, "lost": 0.0, "queued": 0.0}
     num_attempts = 0
-    for row in rows:
+    for row, hours_of_row in zip(rows, attempt_hours(spent), strict=True):
         share = _share(row["began"], row["began"] + row["wall"], since)
         parts["queued"] += row["waited"] * _share(row["began"] - row["waited"], row["began"], since) / 3600
-        device_hours = row[hours_key] * share
+        device_hours = hours_of_row * share
         if not (is_by_slurm and row["by_slurm"]):
             parts["charged"] += device_hours
         num_attempts += share > 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
 
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 
@@ -81,6 +81,24 @@ def test_a_shell_line_and_its_arguments_are_cut_at_none_of_their_commas() -> Non
         assert lora is not None and lora.target_modules == modules
 
 
+def test_a_list_whose_quotes_the_shell_took_is_refused() -> None:
+    refused(["--orchestrator.client.base-url", "[http://a/v1,http://b/v1]"], "neither JSON nor Python")
+    for text in ("[q_proj,v_proj]", '["q_proj","v_proj"'):
+        refused(["--model.lora.target-modules", text], "neither JSON nor Python")
+
+
+def test_elements_of_a_list_may_be_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIST_OF_TEST", "a")
+    assert load(["--slurm.setup", r"export X=\${HOME}, y"]).slurm.setup == ["export X=${HOME}, y"]
+    assert load(["--trainer-gpu-ids", "0,${async_level}", "--async-level", "3"]).trainer_gpu_ids == [0, 3]
+    flags = ["--inference-gpu-ids", "${trainer_gpu_ids}", "--trainer-gpu-ids", "0,1"]
+    assert load([*flags, "--inference"]).inference_gpu_ids == [0, 1]
+    url = ["--orchestrator.client.base-url"]
+    assert load([*url, "http://${oc.env:LIST_OF_TEST,b}/v1"]).orchestrator.client.base_url == "http://a/v1"
+    urls = load([*url, "http://${oc.env:LIST_OF_TEST}/v1,http://b/v1"]).orchestrator.client.base_url
+    assert urls == ["http://a/v1", "http://b/v1"]
+
+
 def test_integers(tmp_path: Path) -> None:
     assert load(["--max-steps", "1e3"]).max_steps == 1000
     refused(["--inference", "--inference-gpu-ids", "0-3"], "write 0,1,2,3")
@@ -88,7 +106,6 @@ def test_integers(tmp_path: Path) -> None:
     refused(["--inference", "--inference-gpu-ids", "0,-1"], "different positions from 0 on")
     refused(["--inference", "--inference-gpu-ids", "0,0"], "different positions from 0 on")
     refused(file_(tmp_path, "trainer_gpu_ids: ['0-3']\n"), "different positions from 0 on")
-    refused(["--seed", str(2**32)], "less than or equal to 4294967295")
 
 
 def test_a_bare_off_of_yaml_is_the_word(tmp_path: Path) -> None:
@@ -103,9 +120,7 @@ def test_a_bare_off_of_yaml_is_the_word(tmp_path: Path) -> None:
         ["--output-dir", ""],
         ["--ckpt.path", ""],
         ["--ckpt.resume-step", ""],
-        ["--orchestrator.client.base-url", ""],
         ["--orchestrator.env.0.id", ""],
-        ["--sft.data.path", ""],
     ],
 )
 def test_the_text_of_a_variable_that_is_not_set_names_nothing(flags: list[str]) -> None:
@@ -115,6 +130,16 @@ def test_the_text_of_a_variable_that_is_not_set_names_nothing(flags: list[str]) 
 def test_an_empty_text_is_a_text_where_it_names_nothing() -> None:
     exp = load(["--slurm.env.name", "", "--alarms.rules", '[{"metric": "trainer.kl", "above": 1, "name": ""}]'])
     assert exp.slurm.env == {"name": ""} and exp.alarms.rules[0].title == "trainer.kl"
+
+
+def test_an_empty_text_counts_where_it_wins_and_is_null_where_that_may_be(tmp_path: Path) -> None:
+    path = file_(tmp_path, f"name: mine\noutput_dir: {tmp_path}\nmodel: {{name: m}}\nwandb: {{name: ''}}\n")
+    environ = {"PRIME_NAME": "", "PRIME_OUTPUT_DIR": "", "PRIME_MODEL__NAME": ""}
+    exp = load(path, environ=environ)
+    assert (exp.name, exp.output_dir, exp.model.name) == ("mine", tmp_path, "m")
+    assert exp.wandb is not None and exp.wandb.name is None
+    assert load(["--orchestrator.client.base-url", ""]).orchestrator.client.base_url is None
+    refused([], "name: .*is empty", environ={"PRIME_NAME": ""})
 
 
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
@@ -135,6 +160,8 @@ def test_a_base_of_two_files_lies_below_both(tmp_path: Path) -> None:
     file_(tmp_path, "base: d.yaml\nseed: 200\n", "c.yaml")
     exp = load(file_(tmp_path, "base: [b.yaml, c.yaml]\n", "a.yaml"))
     assert (exp.max_steps, exp.seed) == (20, 200)
+    assert load(file_(tmp_path, "base: [b.yaml, d.yaml]\n", "a.yaml")).max_steps == 10, "named last, it wins"
+    assert load(file_(tmp_path, "base: [d.yaml, b.yaml]\n", "a.yaml")).max_steps == 20
 
 
 def test_what_a_base_says_is_no_conflict_once_it_is_overridden(tmp_path: Path) -> None:
@@ -154,6 +181,28 @@ def test_the_root_of_a_file_and_its_sections_do_not_disagree(tmp_path: Path) -> 
         assert load([*path, "--max-steps", "5"]).max_steps == 5
     file_(tmp_path, "max_steps: 10\n", "base.yaml")
     assert load(file_(tmp_path, "base: base.yaml\ntrainer: {max_steps: 20}\n")).max_steps == 20
+
+
+def test_what_is_the_same_in_other_words_is_no_conflict(tmp_path: Path) -> None:
+    text = """
+seq_len: 512
+max_steps: 10
+output_dir: outputs
+wandb:
+trainer: {max_steps: '10', output_dir: ./outputs, seq_len: 512.0, wandb: {project: p}}
+orchestrator: {seq_len: "${inference.max_model_len}", max_steps: "${async_level}", sampling: {max_tokens: 24}}
+inference: {max_model_len: 512}
+"""
+    exp = load(file_(tmp_path, f"{text}async_level: 10\n"))
+    assert (exp.seq_len, exp.max_steps) == (512, 10) and exp.wandb is not None and exp.wandb.project == "p"
+    refused(file_(tmp_path, f"{text}async_level: 9\n"), "one experiment has one max_steps")
+
+
+def test_a_shape_decides_over_what_files_say(tmp_path: Path) -> None:
+    text = "seq_len: 512\norchestrator: {max_steps: 9, sampling: {max_tokens: 24}}\nslurm:\n  shapes:\n"
+    text += "    - {name: wide, overrides: {trainer.seq_len: 256, trainer: {max_steps: 5}}}\n"
+    exp = load([*file_(tmp_path, text), "--slurm.shape", "wide"])
+    assert (exp.seq_len, exp.max_steps) == (256, 5)
 
 
 def test_variables_of_others_are_no_key_of_a_server() -> None:
@@ -215,3 +264,26 @@ def test_a_part_of_a_group_of_engines_is_no_more_than_the_group() -> None:
 )
 def test_figures_that_are_compared_are_finite(flags: list[str], entrypoint: str) -> None:
     refused(flags, "finite number", entrypoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"orchestrator": {"env": [{"id": "a"}, {"id": "a"}], "sampling": {"max_tokens": 9}}}, "two environments"),
+        ({"inference_gpu_ids": [0, 0], "inference": {"data_parallel_size": 2}}, "different positions"),
+        ({"inference": {}, "orchestrator": {"client": {"base_url": "http://a:1/v1"}}}, "attaches to servers"),
+        ({"inference": {"data_parallel_size": 2, "data_parallel_size_local": 4}}, "is more than"),
+        ({"alarms": {"rules": [{"metric": "trainer.kl", "above": float("inf")}]}}, "finite number"),
+        ({"seed": 2**33}, ""),
+    ],
+)
+def test_what_an_earlier_version_took_goes_on(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    orchestrator = {"env": [{"id": "reverse-text"}], **changes.pop("orchestrator", {})}  # type: ignore[dict-item]
+    stated = {"name": "r", "output_dir": tmp_path, "launch": "local", "orchestrator": orchestrator, **changes}
+    experiment = Experiment.model_validate(stated)
+    write_snapshot(experiment, tmp_path / "r", ["rl"])
+    assert load_run(tmp_path / "r") == experiment
+    run_yaml = [str(tmp_path / "r" / "run.yaml")]
+    assert load_experiment(run_yaml, "submit", {}, is_begun=True).experiment.seed == experiment.seed
+    if words:
+        refused(run_yaml, words, "submit")

@@ -137,6 +137,14 @@ def test_figures_of_a_run_that_slurm_knows_in_part() -> None:
     assert charged_hours(spent) == pytest.approx((95 + 100) * 4 / 3600)
 
 
+def test_an_attempt_that_nobody_accounted_for_counts_by_its_roles() -> None:
+    rows = [attempt(1, 105.0, 200.0, allocated={}), attempt(2, 305.0, 400.0, job_id="8")]
+    spent = hours(rows, [life(300.0, 400.0, "8")])
+    assert spent["rows"][0]["held_hours"] is None
+    assert charged_hours(spent) == pytest.approx(spent["rows"][0]["device_hours"] + 100 * 4 / 3600)
+    assert charged_hours(hours(rows[:1], [])) is None, "nothing says what its job held"
+
+
 def test_what_the_attempts_say_is_held_against_what_slurm_charged() -> None:
     row = attempt(1, 100.0, 200.0, allocated={"nodes": 1.0, "cpus": 8.0, "gpus": 3.0})
     assert hours([row], [life(100.0, 200.0)])["slurm"]["difference"] == pytest.approx(-0.25)

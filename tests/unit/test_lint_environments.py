@@ -1,4 +1,4 @@
-"""Lint of environments that are not installed: in every kind of run, before anything is imported or started."""
+"""Lint of environments that are not installed (in every kind of run, before anything is imported), and of schedules."""
 
 import importlib.util
 import sys
@@ -116,3 +116,19 @@ def test_code_of_ones_own_is_found_without_importing_it(tmp_path: Path, monkeypa
         # what its script does to PYTHONPATH is not known here
         ((severity, _),) = said(name, slurm={"setup": ["export PYTHONPATH=/x"]})
         assert severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"warmup_steps": 40}, None),
+        ({"type": "cosine", "warmup_steps": 40}, None),
+        ({"warmup_steps": 80}, "has 0.5 of the peak learning rate"),
+        ({"type": "cosine", "warmup_steps": 80}, "has 0.5 of the peak learning rate, and none decays"),
+    ],
+)
+def test_a_warm_up_is_told_of_where_the_peak_is_not_reached(schedule: dict[str, Any], words: str | None) -> None:
+    tree = {"name": "x", "model": MODEL, "max_steps": 40, "trainer": {"scheduler": {"type": "constant", **schedule}}}
+    found = lint(Experiment.model_validate(tree), SiteConfig(name="laptop"))
+    said = [f.message for f in found if f.code == "PH220"]
+    assert [message.endswith(words or "") for message in said] == ([True] if words else [])

@@ -284,3 +284,10 @@ def test_sweep_files_and_experiments_are_told_apart(write, tmp_path: Path) -> No
 def test_shipped_sweeps_are_valid(path: Path) -> None:
     found = points(path)
     assert all(point.reason is None for point in found), [point.reason for point in found]
+
+
+def test_an_axis_that_is_named_through_a_section_decides_over_the_experiment(write, tmp_path: Path) -> None:
+    base = load_base(write("axes: {product: {trainer.max_steps: [10, 20]}}\n"), [], {})
+    assert [experiment_of(point).max_steps for point in resolve_points(base)] == [10, 20]
+    (tmp_path / "stored.yaml").write_text(dump_yaml(base.stored()))
+    assert [experiment_of(p).max_steps for p in resolve_points(load_stored(tmp_path / "stored.yaml"))] == [10, 20]

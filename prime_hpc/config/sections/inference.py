@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
@@ -105,15 +105,6 @@ class InferenceConfig(Section):
                     f"{name} decides how many GPUs are taken: state it as inference.pipeline_parallel_size"
                 )
         return value
-
-    @model_validator(mode="after")
-    def _is_a_part(self) -> "InferenceConfig":
-        size, local, first = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
-        if size > 1 and local is not None and local > size:  # of a node by hand the size may be left out
-            raise ValueError(f"data_parallel_size_local ({local}) is more than data_parallel_size ({size})")
-        if size > 1 and first is not None and first >= size:
-            raise ValueError(f"data_parallel_start_rank ({first}) is no rank of data_parallel_size ({size})")
-        return self
 
     @property
     def gpus_per_engine(self) -> int:

@@ -90,7 +90,7 @@ class EnvConfig(Section):
     """Arguments of the taskset, by its own names."""
     env_args: Arguments = {}
     """Arguments of the verifiers environment around the taskset, by its own names."""
-    ratio: float = Field(1.0, gt=0, allow_inf_nan=False)
+    ratio: float = Field(1.0, gt=0)
     """Share of the prompts, relative to the other environments."""
     harness: str | None = None
     """Agent harness; default: prime-hpc's in-process one, or the taskset's own."""
@@ -110,7 +110,7 @@ class EnvConfig(Section):
         return None if workers is None else _checked_workers(workers)
 
 
-def check_labels(envs: Iterable[EnvConfig], key: str = "env") -> None:
+def check_labels(envs: Iterable[EnvConfig]) -> None:
     """Refuse two environments of one label: the figures and results of one would take the other's place.
 
     Raises:
@@ -119,7 +119,7 @@ def check_labels(envs: Iterable[EnvConfig], key: str = "env") -> None:
     names = [env.name or env.id for env in envs]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ValueError(f"{key}: two environments are called {doubled[0]}; give one of them a name")
+        raise ValueError(f"env: two environments are called {doubled[0]}; give one of them a name")
 
 
 class EnvServersConfig(Section):
@@ -216,11 +216,6 @@ class EvalConfig(Section):
     def intervals(self) -> list[int]:
         """Of each environment; of all, where none is stated."""
         return [env.interval or self.interval for env in self.env] or [self.interval]
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> "EvalConfig":
-        check_labels(self.env)
-        return self
 
 
 class ClientConfig(Section):
@@ -330,7 +325,7 @@ class AdvantageConfig(Section):
     """Rollouts that their environment's `timeout_s` cut off; either way `episodes/timeout` counts them. `drop`: as if
     they had not been sampled, so what is left of a group is the quick ones; `penalize`: each is compared with the group
     as a rollout of reward `timeout_reward`. It has no whole reply, so its own tokens do not train."""
-    timeout_reward: float = Field(0.0, allow_inf_nan=False)
+    timeout_reward: float = 0.0
     """`timeout = penalize`: the reward of a rollout that was cut off."""
     soft_overlong: SoftOverlongConfig | None = None
     """Penalty near the token limit; off when absent."""
@@ -445,11 +440,6 @@ class OrchestratorConfig(Section):
     """Compress batches (zstd) in the background once they were trained on; `replay` and `export` read both kinds."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> "OrchestratorConfig":
-        check_labels(self.env)
-        return self
 
     @property
     def most_in_flight(self) -> int:

@@ -110,7 +110,7 @@ class StandaloneEvalConfig(EpisodesConfig):
     """With `weights_dir`: evaluate the base model too."""
     pass_k: list[int] = []
     """k of pass@k; default: powers of two up to `rollouts_per_example`."""
-    pass_threshold: float = Field(1.0, allow_inf_nan=False)
+    pass_threshold: float = 1.0
     """A completion counts as passed from this reward on."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Of the bootstrap intervals."""

@@ -54,9 +54,9 @@ class AlarmRule(Section):
     metric: str = ""
     """A figure of `metrics/<role>.jsonl`, as in trainer.entropy and orchestrator.reward/mean; or one of the run itself:
     `run.stall_s`, `run.free_gib`, `run.free_share`, `run.time_left_s`, `run.no_successor_s`."""
-    below: float | None = Field(None, allow_inf_nan=False)
+    below: float | None = None
     """It fires below this value."""
-    above: float | None = Field(None, allow_inf_nan=False)
+    above: float | None = None
     """It fires above this value."""
     falls_to: float | None = Field(None, gt=0, lt=1)
     """It fires at this share of the best mean of `for_steps` steps so far (0.3: 70 % are lost)."""

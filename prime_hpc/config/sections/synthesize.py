@@ -28,7 +28,7 @@ class SynthesizeConfig(EpisodesConfig):
     `messages`; their other fields are handed on. Each is an environment's task without a score."""
     split: Literal["train", "eval"] = "train"
     """Tasks of the environments; `eval` are those that evaluations play."""
-    min_reward: float | None = Field(None, allow_inf_nan=False)
+    min_reward: float | None = None
     """Drop a conversation with a smaller reward."""
     min_metrics: dict[str, float] = {}
     """Drop a conversation where a metric of its environment is smaller, or missing: `{exact: 1}`."""

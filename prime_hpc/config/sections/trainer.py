@@ -59,7 +59,7 @@ class KLConfig(Section):
     """`reference`: a frozen model that the trainer holds as well; `behaviour`: the policy that sampled the tokens."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per token, d = log pi - log target: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (GRPO's)."""
-    coef: float = Field(1e-3, ge=0, allow_inf_nan=False)
+    coef: float = Field(1e-3, ge=0)
     """Weight of the penalty; 0 only measures it."""
     model: str | None = None
     """The reference: a directory or hub name; default: the model that training began with."""

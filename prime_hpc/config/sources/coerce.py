@@ -3,11 +3,16 @@
 import ast
 import json
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from prime_hpc.config.schema import Node, admits, members, resolve, type_text
 from prime_hpc.config.secret import Secret, masked
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
@@ -17,6 +22,10 @@ _SEPARATORS = {"slurm.setup": re.compile(r"(?!)"), "slurm.srun_args": re.compile
 """Lists of texts in which a comma has a meaning of its own -> where a flag's text is cut: a shell line never is."""
 _COMMA = re.compile(r",(?![^{]*\})")
 """All others: not within braces (`*.{gz,zst}`, `\\d{1,2}`)."""
+_PATTERNS = ("model.lora.target_modules", "sft.data.path", "sft.eval.path", "synthesize.prompts")
+"""Lists of patterns, which may begin with a class of characters (`[qk]_proj`)."""
+_BRACKETED = re.compile(r"\[[^\[\]]*\]")
+"""A list whose quotes the shell took."""
 _RANGE = re.compile(r"\s*\d+\s*-\s*\d+\s*")
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 _NAMING = ("name", "id", "model", "path", "base_url")
@@ -36,10 +45,10 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
         typed: True when the source has types (a file), False when all it has is text (a flag, a variable).
     """
     annotation = node.annotation
-    if is_reference(value) and not is_literal_of(value, node):
+    if is_reference(value) and not is_literal_of(value, node) and not _is_list_with_references(value, node):
         return value
     if isinstance(value, str):
-        _check_text(value, node)
+        _check_text(value)
         value = _from_text(value, node, typed)
     if node.kind == "sections" and isinstance(value, dict):
         raise CoerceError(f"expected a list of mappings: `[[{node.dotted}]]` in TOML, `- key: ...` in YAML")
@@ -51,19 +60,38 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
     return value
 
 
-def _check_text(text: str, node: Node) -> None:
-    """Refuse texts that cannot be meant. Raises CoerceError."""
+def _check_text(text: str) -> None:
+    """Refuse what is no text. Raises CoerceError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a character of a JSON escape, bytes of another encoding in a flag
         raise CoerceError(f"{text!a} is no text: it cannot be written as UTF-8") from error
-    if text:
-        return
-    above = resolve(node.path[:-1])
-    if above is None or above.kind != "section" or node.path[:2] == ("alarms", "rules"):  # a rule need have no name
-        return
-    if node.path[-1] in _NAMING or admits(node.annotation, Path):
-        raise CoerceError("is empty (of a variable that is not set?): state it, or leave the key out")
+
+
+def find_empty(values: Any, path: tuple[str, ...] = ()) -> Iterator[Node]:
+    """Find the keys of a merged tree that name something and are the empty text, and take it back where they may be
+    null; of a path it is refused all the same: a run would begin anew where a checkpoint's was left out.
+
+    Args:
+        values: the tree; changed.
+        path: of `values`.
+
+    Yields:
+        those that cannot be empty.
+    """
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for name, value in list(items):
+        if isinstance(value, dict | list):
+            yield from find_empty(value, (*path, str(name)))
+        elif value == "":
+            node, above = resolve((*path, str(name))), resolve(path)
+            if node is None or above is None or above.kind != "section" or path[:2] == ("alarms", "rules"):
+                continue  # a rule need have no name
+            is_path = admits(node.annotation, Path)
+            if node.path[-1] in _NAMING and node.optional and not is_path:
+                values[name] = None
+            elif node.path[-1] in _NAMING or is_path:
+                yield node
 
 
 def is_reference(value: Any) -> bool:
@@ -75,6 +103,23 @@ def is_literal_of(text: str, node: Node) -> bool:
     """Return whether a text is a whole mapping or list for a key that takes one; references within are its values'."""
     takes_one = node.kind != "leaf" or node.annotation is Any or _takes_list(node.annotation)
     return takes_one and text.lstrip()[:1] in ("{", "[")
+
+
+def _is_list_with_references(text: str, node: Node) -> bool:
+    """Return whether a text is a list in which elements refer to keys (`0,${seed}`), no reference to a whole one."""
+    if node.kind != "leaf" or node.annotation is Any or not _takes_list(node.annotation) or _is_one(text.strip()):
+        return False
+    return not admits(node.annotation, str) or len(_cut(text, node)) > 1
+
+
+def _is_one(text: str) -> bool:
+    """Return whether a text is one `${...}` from its begin to its end."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "}" and depth == 0:
+            return text.startswith("${") and place == len(text) - 1
+    return False
 
 
 def _takes_list(annotation: Any) -> bool:
@@ -115,7 +160,8 @@ def _list(text: str, node: Node) -> Any:
     stripped = text.strip()
     if stripped[:1] in ("[", "(", "{"):
         parsed = literal(stripped)
-        if isinstance(parsed, str) and _is_list_of(str, node.annotation):
+        is_pattern = stripped.count("[") == stripped.count("]") and not _BRACKETED.fullmatch(stripped)
+        if isinstance(parsed, str) and (node.dotted in _SEPARATORS or (node.dotted in _PATTERNS and is_pattern)):
             return _cut(text, node)  # a test of the shell, a class of characters
         if isinstance(parsed, str):
             raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python")
@@ -178,13 +224,20 @@ def typed_value(value: Any, annotation: Any) -> Any:
     """
     if annotation in (Any, str) or admits(annotation, Secret) or (isinstance(value, str) and admits(annotation, str)):
         return value
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
+    adapter = _adapter(annotation)
     try:
-        adapter = TypeAdapter(annotation)
         return adapter.dump_python(adapter.validate_python(value), mode="json")
     except ValidationError:
         return value
+
+
+@cache
+def _adapter(annotation: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(annotation)
 
 
 def is_flag(node: Node) -> bool:

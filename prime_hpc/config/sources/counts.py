@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem
-from prime_hpc.config.sources.interpolate import resolved
+from prime_hpc.config.sources.interpolate import value_at
 
 GPU_FLAGS = {"inference": "--inference-gpus", "teacher_inference": "--teacher-gpus"}
 """Section of engines -> the flag that says how many GPUs its servers have in all."""
@@ -39,11 +39,10 @@ def derive_tensor_parallel(
     engines, key = values.get("inference"), "inference.tensor_parallel_size"
     if not isinstance(engines, dict) or engines.get("tensor_parallel_size") != "auto":
         return
-    known = resolved(values)
-    count = _length(known.get("inference_gpu_ids"))
-    if not count and known.get("device") != "cpu" and gpus is not None:
+    count = _length(value_at(values, ("inference_gpu_ids",)))
+    if not count and value_at(values, ("device",)) != "cpu" and gpus is not None:
         count = gpus()
-    others = [_number(known["inference"].get(name, 1)) or 1 for name in (*_ENGINES, "num_replicas")]
+    others = [_number(value_at(values, ("inference", name))) or 1 for name in (*_ENGINES, "num_replicas")]
     engines["tensor_parallel_size"] = max(1, count // math.prod(others))
     if gpus is None:
         yield Problem(_NO_AUTO, key, provenance.get(key))
@@ -61,27 +60,27 @@ def derive_counts(values: dict[str, Any], provenance: dict[str, Origin]) -> Iter
     Yields:
         what cannot be: GPUs that do not divide among engines.
     """
-    ids = _length(resolved(values).get("trainer_gpu_ids"))
+    ids = _length(value_at(values, ("trainer_gpu_ids",)))
     trainer = values.get("trainer")
     if ids and (trainer is None or (isinstance(trainer, dict) and "num_ranks" not in trainer)):
         values["trainer"] = {**(trainer or {}), "num_ranks": ids}
         provenance["trainer.num_ranks"] = provenance.get("trainer_gpu_ids", Origin("default"))
-    known = resolved(values)  # a size may be another key's: `tensor_parallel_size: ${trainer.num_ranks}`
     for section, flag in GPU_FLAGS.items():
-        engines, stated = values.get(section), known.get(section)
-        if not isinstance(engines, dict) or not isinstance(stated, dict):
+        engines = values.get(section)
+        if not isinstance(engines, dict):
             continue
         key = f"{section}.data_parallel_size"
         origin = provenance.get(key)
-        ids = _length(known.get(_IDS[section]))
+        ids = _length(value_at(values, (_IDS[section],)))
         if origin is not None and origin.source == "command line" and origin.where.replace("_", "-") == flag:
-            count, said = _number(stated.get("data_parallel_size")), flag
+            count, said = _number(value_at(values, (section, "data_parallel_size"))), flag
         elif ids and "data_parallel_size" not in engines:
             count, said, origin = ids, _IDS[section], provenance.get(_IDS[section], Origin("default"))
         else:
             continue
-        tensors, stages = (_number(stated.get(f"{how}_parallel_size", 1)) for how in ("tensor", "pipeline"))
-        replicas = _number(stated.get("num_replicas", 1))
+        # a size may be another key's: `tensor_parallel_size: ${trainer.num_ranks}`
+        sizes = {name: value_at(values, (section, name)) for name in FACTORS}
+        tensors, stages, replicas = (1 if size is None else _number(size) for size in sizes.values())
         if count is None or tensors is None or stages is None or replicas is None or tensors * stages * replicas < 1:
             continue  # the check says what is wrong with them
         width = tensors * stages

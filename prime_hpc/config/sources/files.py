@@ -6,7 +6,6 @@ Nothing here knows the schema.
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +57,17 @@ def read_documents(path: Path) -> list[Document]:
 
     Raises ConfigError for a missing file, a syntax error (with its line), a duplicate key, a circle of bases.
     """
-    documents: dict[Path, Document] = {}
-    for document in _read(path, ()):  # a base of two files lies below both, once
-        documents.setdefault(Path(document.name).resolve(), document)
-    return list(documents.values())
+    return _read(path, ())
 
 
-def _read(path: Path, ancestors: tuple[Path, ...], asked_by: Origin | None = None) -> Iterator[Document]:
+def _read(path: Path, ancestors: tuple[Path, ...], asked_by: Origin | None = None) -> list[Document]:
     if not path.is_file():
         raise ConfigError(Problem(f"{path}: {missing_file_message(path)}", origin=asked_by))
     if path.resolve() in ancestors:
         chain = " -> ".join(p.name for p in (*ancestors, path))
         raise ConfigError(Problem(f"files build on each other in a circle: {chain}", BASE_KEY, asked_by))
     document = _parse(path)
+    documents: list[Document] = []
     bases = document.data.pop(BASE_KEY, None)
     origin = document.origin((BASE_KEY,))
     if bases is not None:
@@ -79,8 +76,12 @@ def _read(path: Path, ancestors: tuple[Path, ...], asked_by: Origin | None = Non
             raise ConfigError(Problem("expected a file name or a list of file names", BASE_KEY, origin))
         for name in names:
             base = Path(name).expanduser()
-            yield from _read(base if base.is_absolute() else path.parent / base, (*ancestors, path.resolve()), origin)
-    yield document
+            base = base if base.is_absolute() else path.parent / base
+            *below, named = _read(base, (*ancestors, path.resolve()), origin)
+            known = {Path(other.name).resolve() for other in documents}
+            # a base of two files lies below both, once; a file that the list itself names keeps its place
+            documents += [*(other for other in below if Path(other.name).resolve() not in known), named]
+    return [*documents, document]
 
 
 def _parse(path: Path) -> Document:

@@ -101,6 +101,8 @@ class Entry:
     """The key's path in that file."""
     literal: bool = False
     """Part of a JSON or Python literal in a flag or variable: it has types, as a file has."""
+    decides: bool = False
+    """Laid over all files on purpose (a shape's, a sweep's): what they say of the key counts no more."""
 
     @property
     def typed(self) -> bool:

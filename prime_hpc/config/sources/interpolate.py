@@ -28,11 +28,11 @@ def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems:
     if not references:
         return values
     tree = fill_defaults(values)
-    _give_types(tree, ())
     # `${seq_len}` alone is by far the commonest form, and importing OmegaConf would double the time of a plan.
     results = {path: _follow(tree, _get(values, path)) for path in references}
     hard = [path for path, result in results.items() if result is _HARD]
     if hard:
+        tree = fill_defaults(_typed(values, ()))
         results |= _through_omegaconf(tree, hard, values, provenance, problems)
     for path, result in results.items():
         parent = _get(values, path[:-1])
@@ -47,25 +47,48 @@ def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems:
     return values
 
 
-def resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the values with every `${...}` that can be resolved; the others are left out."""
-    if not any(is_reference(value) for _, value in _leaves(values, ())):
-        return values
-    return interpolate(copy.deepcopy(values), {}, [])
+def value_at(values: dict[str, Any], path: tuple[str, ...]) -> Any:
+    """Return a key's value with its `${...}` resolved; None where it is not stated or cannot be resolved."""
+    try:
+        value = _get(values, path)
+    except KeyError:
+        return None
+    if not is_reference(value):
+        return value
+    found = _follow(fill_defaults(values), value)
+    if found is not _HARD:
+        return found
+    try:
+        return _get(interpolate(copy.deepcopy(values), {}, []), path)
+    except KeyError:
+        return None
 
 
-def _give_types(tree: Any, path: tuple[str, ...]) -> None:
-    """Turn the texts of flags and variables in a filled tree into what their keys take: whoever refers to one gets the
-    same, wherever it was stated."""
-    items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for name, value in items:
-        node = resolve((*path, str(name)))
-        if node is None:
-            continue
-        if node.kind in ("section", "sections") and isinstance(value, dict | list):
-            _give_types(value, node.path)
-        elif node.kind == "leaf" and isinstance(value, str | list):
-            tree[name] = typed_value(value, node.annotation)
+def settled(values: dict[str, Any], value: Any, path: tuple[str, ...]) -> Any:
+    """Return what a key at `path` would come to if it were stated so: its `${...}` resolved, of the key's type."""
+    if any(is_reference(leaf) for _, leaf in _leaves(value, ())):
+        trial = copy.deepcopy(values)
+        _get(trial, path[:-1])[path[-1]] = copy.deepcopy(value)
+        try:
+            value = _get(interpolate(trial, {}, []), path)
+        except KeyError:  # what cannot be resolved is told elsewhere
+            return value
+    return _typed(value, path)
+
+
+def _typed(value: Any, path: tuple[str, ...]) -> Any:
+    """Return a copy with the texts of flags and variables turned into what their keys take: whoever refers to one gets
+    the same, wherever it was stated."""
+    node = resolve(path)
+    if node is None:
+        return value
+    if node.kind in ("section", "sections") and isinstance(value, dict | list):
+        if isinstance(value, dict):
+            return {name: _typed(inner, (*node.path, name)) for name, inner in value.items()}
+        return [_typed(inner, (*node.path, str(index))) for index, inner in enumerate(value)]
+    if node.kind == "leaf" and isinstance(value, str | list) and not is_reference(value):
+        return typed_value(value, node.annotation)
+    return value
 
 
 def escape(value: Any) -> Any:
@@ -96,15 +119,16 @@ _HARD: Any = object()
 def _follow(tree: Any, text: str) -> Any:
     """Return the value of a whole-text reference such as `${a.b}`, or `_HARD` where it is anything else."""
     value: Any = text
+    names: tuple[str, ...] = ()
     for _ in range(_MAX_CHAIN):
         if not is_reference(value):
             is_nested = any(is_reference(leaf) for _, leaf in _leaves(value, ()))
-            return _HARD if is_nested else copy.deepcopy(value)
+            return _HARD if is_nested else copy.deepcopy(_typed(value, names))
         reference = _WHOLE_REFERENCE.fullmatch(value)
         if reference is None:
             return _HARD
-        value = tree
-        for name in reference[1].split("."):
+        value, names = tree, tuple(reference[1].split("."))
+        for name in names:
             if not isinstance(value, dict) or name not in value:
                 return _HARD
             value = value[name]

@@ -61,12 +61,13 @@ def lay_shape(tree: Tree, last: Sequence[Entry]) -> dict[str, Tree]:
     return {}
 
 
-def check_shapes(trees: Mapping[str, Tree], entrypoint: str) -> None:
+def check_shapes(trees: Mapping[str, Tree], entrypoint: str, *, is_begun: bool) -> None:
     """Check each shape like a whole experiment.
 
     Args:
         trees: of `lay_shape`.
         entrypoint: what they are for.
+        is_begun: see `check_complete`.
 
     Raises:
         ConfigError: a shape is wrong, or two are the same; names them.
@@ -77,7 +78,7 @@ def check_shapes(trees: Mapping[str, Tree], entrypoint: str) -> None:
         try:
             tree.problems += derive_counts(tree.values, tree.provenance)
             experiment = tree.experiment()
-            check_complete(experiment, entrypoint, tree.provenance)
+            check_complete(experiment, entrypoint, tree.provenance, is_begun=is_begun)
         except ConfigError as error:
             problems += [_of_shape(name, problem) for problem in error.problems]
             continue
@@ -114,7 +115,7 @@ def _shapes(tree: Tree, stated: list[Any]) -> dict[str, _Shape]:
             continue
         entries = []
         for segments, stated_at, value in _leaves(overrides, (), f"{at}.overrides"):
-            entry = Entry(segments, value, tree.provenance.get(stated_at, origin), literal=True)
+            entry = Entry(segments, value, tree.provenance.get(stated_at, origin), literal=True, decides=True)
             problem = _refusal(entry)
             if problem is None:
                 entries.append(entry)

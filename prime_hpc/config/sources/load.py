@@ -48,7 +48,9 @@ class Loaded:
     """Config files that were read, bases included, in the order in which they were laid."""
 
 
-def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str] | None = None) -> Loaded:
+def load_experiment(
+    argv: list[str], entrypoint: str, environ: Mapping[str, str] | None = None, *, is_begun: bool = False
+) -> Loaded:
     """Resolve an entrypoint's command line, the files it names and the environment into one experiment.
 
     Args:
@@ -56,6 +58,7 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
         entrypoint: `rl`, `submit` and `plan` take keys from the tree's root; `trainer`, `orchestrator`,
             `inference` and `sft` take those of their own section first.
         environ: the environment; default `os.environ`.
+        is_begun: the files are those of a run that goes on, see `validate.check_complete`.
 
     Raises:
         ConfigError: with every problem of every source.
@@ -87,9 +90,9 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
     tree.problems += derive_tensor_parallel(tree.values, tree.provenance, gpus)
     tree.problems += derive_counts(tree.values, tree.provenance)
     experiment = tree.experiment()
-    check_shapes(shapes, entrypoint)
+    check_shapes(shapes, entrypoint, is_begun=is_begun)
     tree.warnings += check_secrets(experiment, tree.provenance)
-    check_complete(experiment, entrypoint, tree.provenance)
+    check_complete(experiment, entrypoint, tree.provenance, is_begun=is_begun)
     names = list(dict.fromkeys(document.name for _, document in documents))
     return Loaded(experiment, tree.provenance, list(argv), entrypoint, tree.warnings, names)
 

@@ -3,17 +3,36 @@
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.renamed_keys import notice, stated_twice
 from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
 from prime_hpc.config.secret import MASK, anchored, masked, names_secret
-from prime_hpc.config.sources.coerce import CoerceError, coerce, is_literal_of, is_reference, mapping, switch
+from prime_hpc.config.sources.coerce import (
+    CoerceError,
+    coerce,
+    find_empty,
+    is_literal_of,
+    is_reference,
+    mapping,
+    switch,
+)
 from prime_hpc.config.sources.flags import ALIASES, REPLACED, Entry
-from prime_hpc.config.sources.interpolate import interpolate
-from prime_hpc.config.validate import validate
+from prime_hpc.config.sources.interpolate import interpolate, settled
+from prime_hpc.config.validate import origin_of, validate
+
+
+class _Claim(NamedTuple):
+    """One statement of one key."""
+
+    component: str | None
+    """Through whose scope it is stated; None: the root's."""
+    value: Any
+    origin: Origin
+    layer: tuple[int, int]
+    """Of one file as it is laid once."""
 
 
 class Tree:
@@ -24,8 +43,9 @@ class Tree:
         self.provenance: dict[str, Origin] = {}
         self.problems = list(problems)
         self.warnings: list[str] = []
-        self.claims: dict[str, list[tuple[str | None, Any, Origin]]] = {}
-        """Dotted path -> (component, value, origin) of every statement, in order."""
+        self.claims: dict[str, list[_Claim]] = {}
+        """Dotted path -> every statement that counts, in order."""
+        self._num_layers = 0
         self.names: dict[str, dict[bool, Origin]] = {}
         """Dotted path -> where it was stated last under its old name (True), and under its own."""
         self.noticed: set[tuple[str, str, str]] = set()
@@ -38,11 +58,15 @@ class Tree:
         tree.provenance = dict(self.provenance)
         tree.claims = {key: list(rows) for key, rows in self.claims.items()}
         tree.names = {key: dict(names) for key, names in self.names.items()}
-        tree.noticed = self.noticed
+        tree.noticed, tree._num_layers = self.noticed, self._num_layers
         return tree
 
     def place(self, entries: Iterable[Entry]) -> None:
         """Lay statements over what is there."""
+        self._num_layers += 1
+        self._place(entries)
+
+    def _place(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             node = locate(entry.segments, entry.scope)
             if node is None:
@@ -94,7 +118,7 @@ class Tree:
             self._descend(node, entry, value)
         elif node.kind == "sections" and isinstance(value, list):
             self._set(node, [], entry)
-            self.place(entry.child(str(index), element) for index, element in enumerate(value))
+            self._place(entry.child(str(index), element) for index, element in enumerate(value))
         else:
             self._set(node, value, entry)
 
@@ -120,7 +144,7 @@ class Tree:
 
     def _descend(self, node: Node, entry: Entry, value: dict[str, Any]) -> None:
         self._open(node, entry)
-        self.place(entry.child(str(name), inner) for name, inner in value.items())
+        self._place(entry.child(str(name), inner) for name, inner in value.items())
 
     def _open(self, node: Node, entry: Entry) -> None:
         """Make sure that a mapping is there, keeping what it has."""
@@ -141,10 +165,14 @@ class Tree:
         else:
             parent[node.path[-1]] = value
         for record in (self.provenance, self.claims):
-            for below in [key for key in record if key.startswith(node.dotted + ".")]:
-                del record[below]
+            for key in [key for key in record if key.startswith(node.dotted + ".")]:
+                del record[key]
         self.provenance[node.dotted] = entry.origin
-        self.claims.setdefault(node.dotted, []).append((entry.component or node.component, value, entry.origin))
+        layer = (id(entry.document), self._num_layers)
+        below = self.claims.get(node.dotted, [])
+        below = [claim for claim in below if claim.layer == layer] if entry.decides else below
+        claim = _Claim(entry.component or node.component, value, entry.origin, layer)
+        self.claims[node.dotted] = [*below, claim]
 
     def _parent(self, node: Node, entry: Entry) -> dict[str, Any] | list[Any] | None:
         """Return the mapping or list that holds a key; sections above it that are off are switched on."""
@@ -171,28 +199,33 @@ class Tree:
 
     def experiment(self) -> Experiment:
         """Check the tree. Raises ConfigError with everything that is wrong."""
-        self._find_conflicts()
         values = interpolate(self.values, self.provenance, self.problems)
+        self._find_conflicts(values)
+        for node in find_empty(values):
+            message = "is empty (of a variable that is not set?): state it, or leave the key out"
+            self.problems.append(Problem(message, node.dotted, origin_of(node.path, self.provenance)))
         experiment = validate(values, self.provenance, self.problems)
         if experiment is None:
             raise ConfigError(self.problems)
         return experiment
 
-    def _find_conflicts(self) -> None:
+    def _find_conflicts(self, values: dict[str, Any]) -> None:
         """Two components may not state different values of a key they share, unless something above decides.
 
         Of each component its last statement counts; the root of a file is one more where it and a component state a
-        key in the same file.
+        key in the same file. Whether they differ is seen once `values` are resolved: 512 is `${seq_len}`.
         """
         for dotted, claims in self.claims.items():
-            component, value, origin = claims[-1]
-            last = {other: (theirs, at) for other, theirs, at in claims}
-            for other, (other_value, other_origin) in last.items():
+            component, value, origin, layer = claims[-1]
+            for other, other_value, other_origin, other_layer in {claim.component: claim for claim in claims}.values():
                 if other == component or other_value == value or other_origin.source != origin.source:
                     continue
-                is_of_root = None in (other, component)
-                if is_of_root and (origin.source != "file" or other_origin.where != origin.where):
-                    continue  # what is stated later wins: a base's root and the file on it, two flags
+                is_section = isinstance(value, dict) or isinstance(other_value, dict)
+                if None in (other, component) and (origin.source != "file" or other_layer != layer or is_section):
+                    continue  # what is stated later wins: a base's root and the file on it, two flags, a bare `wandb:`
+                path = tuple(dotted.split("."))
+                if settled(values, other_value, path) == settled(values, value, path):
+                    continue
                 theirs, ours = (MASK if names_secret(dotted) else repr(v) for v in (other_value, value))
                 message = (
                     f"{other or 'the root'} states {theirs} ({other_origin}), {component or 'the root'} states {ours} "

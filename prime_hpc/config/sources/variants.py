@@ -18,7 +18,12 @@ class Variants:
     """The base of all variants: statements of every source, laid over each other in order of precedence."""
 
     def __init__(
-        self, entries: Iterable[Entry], problems: Iterable[Problem] = (), warnings: Iterable[str] = ()
+        self,
+        entries: Iterable[Entry],
+        problems: Iterable[Problem] = (),
+        warnings: Iterable[str] = (),
+        *,
+        is_begun: bool = False,
     ) -> None:
         """Lay the base.
 
@@ -26,7 +31,9 @@ class Variants:
             entries: statements of all sources, lowest precedence first.
             problems: what was wrong when they were read.
             warnings: handed on with every variant.
+            is_begun: see `check_complete`.
         """
+        self._is_begun = is_begun
         self._tree = Tree(problems)
         self._tree.warnings += warnings
         entries = list(entries)
@@ -54,5 +61,5 @@ class Variants:
         tree = self._tree.copy()
         tree.place(entries)
         experiment = tree.experiment()
-        check_complete(experiment, ENTRYPOINT, tree.provenance)
+        check_complete(experiment, ENTRYPOINT, tree.provenance, is_begun=self._is_begun)
         return Loaded(experiment, tree.provenance, [], ENTRYPOINT, [*self._tree.warnings, *tree.warnings])

@@ -139,13 +139,13 @@ def _schedule(experiment: Experiment) -> Iterator[Finding]:
             f"warmup_steps ({warmup}) and decay_steps ({decay}) together exceed max_steps ({num_steps})",
             "leave decay_steps out, or fewer steps of either",
         )
-    elif warmup >= num_steps:
+    elif warmup > num_steps:
         yield Finding(
             "PH220",
             "warning",
             "trainer.scheduler.warmup_steps",
             f"the warm-up takes all {num_steps} steps: the last one has {num_steps / warmup:.3g} of the peak learning "
-            "rate, and none decays",
+            f"rate{'' if schedule.type == 'constant' else ', and none decays'}",
             f"some hundredths of the run: {max(1, num_steps // 20)}",
         )
     elif schedule.type in ("linear", "cosine") and decay is not None and schedule.min_lr_ratio == 0:

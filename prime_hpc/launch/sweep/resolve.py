@@ -141,7 +141,7 @@ def load_stored(sweep_yaml: Path, *, enter: bool = False) -> Base:
         return Document(str(sweep_yaml), data[name], {path[1:]: n for path, n in lines.items() if path[0] == name})
 
     spec = make_spec(data["sweep"], part("sweep"), sweep_yaml.parent)
-    variants = Variants(file_entries(FileRef(sweep_yaml), part("config")))
+    variants = Variants(file_entries(FileRef(sweep_yaml), part("config")), is_begun=True)
     if variants.problems:
         raise ConfigError(variants.problems)
     return Base(spec, variants, spec.file.name, sweep_yaml.resolve().parent)

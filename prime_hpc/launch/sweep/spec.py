@@ -124,7 +124,7 @@ class Spec:
     def statement(self, path: tuple[str, ...], key: str, value: Any) -> Entry:
         """Word what the file states at `path`: that `key` (dotted) is `value`."""
         origin = self.document.origin(path)
-        return Entry(tuple(key.split(".")), value, origin, None, None, self.document, path)
+        return Entry(tuple(key.split(".")), value, origin, None, None, self.document, path, decides=True)
 
 
 def is_sweep_file(path: Path) -> bool:
