@@ -14,6 +14,9 @@ import re
 import sys
 from typing import Any
 
+import reasoning_gym  # here: a package that is broken is no answer's fault
+from reasoning_gym.factory import DATASETS
+
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Generators whose scorers call `eval` on the answer."""
 ARITHMETIC = frozenset({"countdown", "puzzle24"})
@@ -52,9 +55,6 @@ def readable(generator: str, answer: str) -> str:
 
 @functools.lru_cache(64)
 def _scorer(generator: str, parameters: str) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
     for name in LITERALS:
         vars(sys.modules[DATASETS[name][0].__module__])["eval"] = ast.literal_eval
     return reasoning_gym.create_dataset(generator, size=1, seed=0, **json.loads(parameters)).score_answer
