@@ -215,6 +215,11 @@ def test_an_answer_of_another_form_is_worth_what_it_was() -> None:
     assert readable("simple_integration", "7*X**10/10 + exp(3*x) - sqrt(x)/2 + C")
     for answer in ("x.diff", "S(1)", "N", "().a", "x if x else y", "lambda: 1", "'a'", "x_", "1.real", "[1]", "éx"):
         assert not readable("simple_integration", answer), answer
+    for answer in ("tan(x) + sec(x)", "csc(x) - cot(x)", "erf(x)", "1e-3*x", "2.5E3"):
+        assert readable("simple_integration", answer), answer
+    assert readable("polynomial_multiplication", "S*theta + 1", ("S", "theta"))
+    assert not readable("polynomial_multiplication", "theta + 1", ("S",))
+    assert not readable("puzzle24", "1" * 3000 + "!")  # in no time
     assert readable("chain_sum", "anything('at all')")
 
 
