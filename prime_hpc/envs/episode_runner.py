@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import verifiers.v1 as vf
 from verifiers.v1.agent import Agent
@@ -52,6 +52,14 @@ class _PlainAgent(Agent):
         return await self._run_once(task, box, tools, on_trace, False)
 
 
+@runtime_checkable
+class OpensScorer(Protocol):
+    """A taskset whose answers are judged by something that has to be started, and may be broken."""
+
+    async def open_scorer(self) -> None:
+        """Start it. Raises EnvError."""
+
+
 class SourceRunner:
     """One environment, ready to run."""
 
@@ -80,6 +88,8 @@ class SourceRunner:
     async def open(self) -> None:
         """Start tool servers and the interception, as `Env.serving()` does, but with our interception in its place."""
         env, stack = self.env, self._stack
+        if isinstance(env.taskset, OpensScorer):
+            await env.taskset.open_scorer()
         if self.source.sandbox is not None:
             (self._sandboxes,) = {seat.runtime.pool for seat in agent_config_fields(self.source.env_config).values()}
             await stack.enter_async_context(open_pool(self._sandboxes, WarmPool(self.source.sandbox)))

@@ -1,13 +1,18 @@
 """Comparison of two answers as mathematics (math-verify), from any thread.
 
-It is made in a process that can be killed: `9^{9^{9}}` and `100000000!` are computed by one call of C, for hours.
+It is made in a process that can be killed: `9^{9^{9}}` and `100000000!` are computed by one call of C, for hours. Where
+no comparison can be made at all, `CallBroken` is raised and the episode fails: no answer is wrong for that.
 """
 
-from prime_hpc.envs.bounded.calls import CallFailed, call, call_elsewhere
+import asyncio
 
-LIMIT_S = 5
-"""Of reading one answer and of one comparison, where it is Python that keeps busy; the whole has `CPU_S` of `calls`."""
-_COMPARE = f"{__name__}:compare"
+from loguru import logger
+
+from prime_hpc.envs.bounded.calls import CallBroken, CallFailed, call, call_elsewhere, prepare
+from prime_hpc.envs.errors import EnvError
+
+_COMPARE = "prime_hpc.envs.bounded.math_comparison:compare"
+_PATIENCE_S = 60.0
 
 
 async def same_answer(gold: str, found: str) -> bool:
@@ -28,13 +33,15 @@ def same_boxed(gold: str, found: str) -> bool:
         return False
 
 
-def compare(gold: str, found: str) -> bool:
-    """Compare here and now, however long it takes: for a process that can be killed."""
-    from math_verify import parse, verify
-    from math_verify.errors import TimeoutException
+async def open_comparison() -> None:
+    """Start what `same_answer` needs, before the first answer; what takes longer than `_PATIENCE_S` that one waits for.
 
+    Raises:
+        EnvError: it cannot be started.
+    """
     try:
-        parsed = [parse(text, parsing_timeout=LIMIT_S) for text in (gold, found)]
-        return bool(verify(*parsed, timeout_seconds=LIMIT_S))
-    except (Exception, TimeoutException):  # noqa: BLE001 - sympy raises anything on what a model writes
-        return False
+        await asyncio.wait_for(prepare(_COMPARE), _PATIENCE_S)
+    except TimeoutError:
+        logger.info("math-verify is still being imported: the first answer waits for it")
+    except CallBroken as error:
+        raise EnvError(f"answers cannot be compared: {error}") from error

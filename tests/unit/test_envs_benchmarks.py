@@ -31,7 +31,6 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, file_of
 from prime_hpc.envs.benchmarks.rows import answer_of, last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
-from prime_hpc.envs.tasksets.choices import letter_in
 from prime_hpc.envs.tasksets.code_problems import _answers
 from prime_hpc.launch.checks import is_installed
 from prime_hpc.launch.fetch.needs import needs_of
@@ -147,34 +146,6 @@ def test_choices_have_an_order_of_their_own(data: Path) -> None:
         score(task, r) for r in (f"\\boxed{{{right}}}", f"\\boxed{{\\text{{({right})}}}}", f"The answer is {right}.")
     ] == [1.0] * 3
     assert [score(task, r) for r in (f"\\boxed{{{other}}}", f"answer: {right}, no, answer: {other}", "?")] == [0.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("reply", "letter"),
-    [
-        ("To answer a question like this we need physics. I cannot decide.", ""),
-        ("The answer is a combination of effects.", ""),
-        ("The correct answer is B.\nThis answer accounts for the shift; without it the answer is a guess.", "B"),
-        ("ANSWER: **C**", "C"),
-        ("**Final answer:** (D)", "D"),
-        ("The answer is:\n\n**B) 5 eV**", "B"),
-        ("The answer is $\\mathbf{A}$.", "A"),
-        ("answer A or B", ""),
-        ("The answer is Deuterium", ""),
-        ("so \\boxed{\\mathbf{C}}", "C"),
-        ("so \\boxed{\\textbf{(b)}}", "B"),
-        ("so \\boxed{\\text{Carbon}}, the answer is D", "D"),
-        ("\\boxed{B) 5 m/s}", "B"),
-        ("\\boxed{10^{-3}\\,C}", ""),
-        ("\\boxed{A, B}", ""),
-        ("Answer: A proton moves, so it is C", "C"),
-        ("the answer is D-glucose", ""),
-        ("The answer is option B.", "B"),
-        ("The correct choice is B because it is so.", "B"),
-    ],
-)
-def test_a_choice_is_a_letter_that_is_called_the_answer(reply: str, letter: str) -> None:
-    assert letter_in(reply) == letter
 
 
 def test_code_is_run_only_where_that_is_allowed(data: Path) -> None:
@@ -385,37 +356,6 @@ def test_replies_become_programs() -> None:
         ("def g(): return 1", False),
     ):
         assert run_program_here(humaneval_program(problem, reply), LIMITS).passed == passed
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "Example:\n\n```text\n3\n```\n\nSolution:\n\n```python\ncode\n```\n\nDone.",
-        "```python\ncode\n```\nRun it:\n```bash\npython a.py\n```\nIt runs in O(1).",
-        "```python\ncode\n```\nIt prints\n```\n3\n```\n",
-        "```Python3\nold\n```\n```{python}\ncode\n```",
-        "Output is ```3```\n```\ncode\n```",
-        "Output is ```3``` here.\n1. So ```py\ncode\n```",
-        "   ```python title=a.py\ncode\n   ```\n```c++\nint x;\n```",
-        "```json\n{}\n```\n```\ncode\n",
-        "```python\ncode```\nDone.",
-        "````python\ncode\n````",
-    ],
-)
-def test_the_program_is_the_last_block_that_is_called_python(reply: str) -> None:
-    assert code_in(reply).strip() == "code"
-
-
-@pytest.mark.parametrize(
-    ("reply", "code"),
-    [
-        ("1. Here:\n\n   ```python\n   def f(x):\n       return x\n   ```\n", "def f(x):\n    return x\n"),
-        ("```python\ns = '''```'''\nx = 1\n```", "s = '''```'''\nx = 1\n"),
-        ("```python\n'''\n    ```\n    f(1)\n    ```\n'''\n```\n", "'''\n    ```\n    f(1)\n    ```\n'''\n"),
-    ],
-)
-def test_a_block_loses_its_own_indentation_and_ends_at_a_fence_alone(reply: str, code: str) -> None:
-    assert code_in(reply) == code
 
 
 def test_a_program_may_end_itself_and_come_from_the_future() -> None:

@@ -14,6 +14,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets import countdown, tic_tac_toe, wordle
 from prime_hpc.envs.tasksets.calculator import CalculatorHarness
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import last_integer
 from prime_hpc.envs.tasksets.long_tail import count_score, draw_count
 from prime_hpc.envs.tasksets.math_questions import answer_in
@@ -111,6 +112,11 @@ def test_every_countdown_can_be_reached_and_nothing_of_a_reply_is_run() -> None:
     assert countdown.score("<answer>2 * 3 * 1</answer>", [2, 3], 6) == 0.0
 
 
+def test_a_draw_that_is_seldom_of_use_is_found() -> None:
+    config, draws = GeneratedConfig(id="rare", num_tasks=2, split=split_of("a")), itertools.count()
+    assert [*drawn("rare", config, lambda _: ("a", n) if (n := next(draws)) % 50_000 == 9 else None)] == [9, 50_009]
+
+
 def test_simple_math_counts_the_last_number() -> None:
     assert last_integer("12 + 3 = 15, so 1,015") == 1015
     assert last_integer("it is -4.") == -4
@@ -122,6 +128,12 @@ def test_simple_math_counts_the_last_number() -> None:
         "x = - 5": -5,
         "9" * 20: int("9" * 20),
         "9" * 20_000: None,
+        "it is _-5_": -5,
+        "it is __-5__.": -5,
+        "a_-5": 5,
+        "\\text{Answer: }-5": -5,
+        "\\mathbf{x}-5": 5,
+        "x_{1}-5": 5,
         "2^{10}=1024.": 1024,
     }
     assert {reply: last_integer(reply) for reply in said} == said

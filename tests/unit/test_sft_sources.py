@@ -106,6 +106,12 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     after = opened(tmp_path / "cache", path=tmp_path / "saved")
     assert before.fingerprint != after.fingerprint and former_fingerprint(before) == former_fingerprint(after)
     assert former_fingerprint(before) != before.fingerprint
+    for commit in ("one", "another"):  # which changes no row
+        loaded = datasets.load_from_disk(tmp_path / "saved")
+        loaded._fingerprint = commit
+        with monkeypatch.context() as patch:
+            patch.setattr(datasets, "load_from_disk", lambda _, loaded=loaded: loaded)
+            assert opened(tmp_path / "cache", path=tmp_path / "saved").fingerprint == after.fingerprint
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
     with pytest.raises(SFTDataError, match="the columns are: text"):
         opened(tmp_path / "cache", path=tmp_path / "other")

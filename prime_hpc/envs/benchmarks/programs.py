@@ -1,10 +1,12 @@
 """From a model's reply to a program with its checks: HumanEval's and LiveCodeBench's."""
 
+import ast
 import base64
 import io
 import json
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from typing import Any
 _OPENS = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^`]*")
 _OPENS_BEHIND_TEXT = re.compile(r"(?P<indent>).*?(?P<fence>`{3,})(?P<language>[^\s`]+)[ \t]*")
 """Behind text, a fence opens only by a language."""
-_CLOSES = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})[^\w`]*")
+_BEGINS = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})")
 MOST_INDENT = 3
 """Of a closing fence beyond the opening one's; one that stands deeper is text, of a docstring perhaps."""
+MOST_TRIED, MOST_COMPILED = 20, 50_000
+"""Fences that may end a block, and characters of a program before one, beyond which the plain rule stands."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 
@@ -71,8 +75,7 @@ def code_in(reply: str) -> str:
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield language and content of all fenced blocks, without an indented fence's own indentation.
 
-    Of every language, for else a closing fence would open a block. A block ends at a fence that stands alone in a line;
-    where none comes, at the end of a line that ends with one, or else at the end of the text.
+    Of every language, for else a closing fence would open a block.
     """
     lines, at = text.split("\n"), 0
     while at < len(lines):
@@ -81,20 +84,51 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         if opens is None or at == len(lines):
             continue
         indent, fence = len(opens["indent"]), opens["fence"]
-        left = range(at, len(lines))
-        end = next((i for i in left if _is_end(lines[i], indent, fence)), None)
-        if end is not None:
-            block = [*lines[at:end], *([""] if end > at else [])]
-        else:
-            end = next((i for i in left if lines[i].rstrip().endswith(fence)), len(lines))
-            block = [*lines[at:end], *(line.rstrip()[: -len(fence)] for line in lines[end : end + 1])]
-        at = end + 1
-        yield opens["language"], "\n".join(_without(line, indent) for line in block)
+        is_python = not opens["language"] or bool(_PYTHON.fullmatch(opens["language"]))
+        block, at = _block(lines, at, indent, fence, is_python=is_python)
+        yield opens["language"], block
 
 
-def _is_end(line: str, indent: int, fence: str) -> bool:
-    closes = _CLOSES.fullmatch(line)
-    return bool(closes and len(closes["indent"]) <= indent + MOST_INDENT and closes["fence"].startswith(fence))
+def _block(lines: list[str], start: int, indent: int, fence: str, *, is_python: bool) -> tuple[str, int]:
+    """Return a block's content without its indentation, and the number of the line behind it.
+
+    A line that begins with a fence ends it, whatever follows; where none does, one that ends with a fence; else the
+    end of the text. But a fence may be a part of a program's text: of Python it is the first one before which a
+    program stands, if there is such a one.
+    """
+    left = range(start, len(lines))
+    begins = [number for number in left if _begins(lines[number], indent, fence)]
+    closes = [number for number in left if number not in begins and lines[number].rstrip().endswith(fence)]
+
+    def until(end: int) -> str:
+        last = [lines[end].rstrip()[: -len(fence)]] if end in closes else [""] if start < end < len(lines) else []
+        return "\n".join(_without(line, indent) for line in [*lines[start:end], *last])
+
+    def is_one(end: int) -> bool:
+        return _is_program(until(end)) and not (end in closes and _is_program(until(end) + "?"))  # a comment's
+
+    plain = next(iter([*begins, *closes]), len(lines))
+    ends = sorted([*begins, *closes])[:MOST_TRIED]
+    end = next((number for number in ends if is_one(number)), plain) if is_python and len(ends) > 1 else plain
+    opens_another = end in begins and _PYTHON.fullmatch(lines[end].strip().lstrip("`").strip())
+    return until(end), end if opens_another else end + 1
+
+
+def _begins(line: str, indent: int, fence: str) -> bool:
+    found = _BEGINS.match(line)
+    return bool(found and len(found["indent"]) <= indent + MOST_INDENT and found["fence"].startswith(fence))
+
+
+def _is_program(code: str) -> bool:
+    """Return whether it can be compiled, and does anything."""
+    if len(code) > MOST_COMPILED:
+        return False
+    begun = "if 1:\n" if code[:1].isspace() else ""  # what goes on where a problem's text ends
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return bool(ast.parse(begun + code).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def _without(line: str, indent: int) -> str:

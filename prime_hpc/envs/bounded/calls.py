@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 from asyncio import wrap_future
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
 from typing import Any
+
+from loguru import logger
 
 CPU_S = 10.0
 """CPU time of a call."""
@@ -29,13 +31,21 @@ START_S = 600.0
 """The same while it imports, on a slow file system."""
 MEMORY_BYTES = 2 << 30
 """Address space of a child."""
+KEPT_BYTES = 200 << 20
+"""Memory that a child may hold beyond what it had before its first call (sympy's caches); with more it is replaced."""
 MOST_CHILDREN = 4
+"""For awaited calls, and as many for those that keep a thread waiting: an event loop perhaps, which must not stand in
+the line of all episodes' answers."""
 _CHILD = "prime_hpc.envs.bounded.child"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class CallFailed(RuntimeError):
     """The function raised, or used up its time or memory; says which."""
+
+
+class CallBroken(RuntimeError):
+    """No call was made, or its process was lost: this says nothing about what the function was called with."""
 
 
 class _Died(Exception):
@@ -55,18 +65,26 @@ class _Child:
         )
         self._said = b""
 
-    def ask(self, function: str, arguments: tuple[Any, ...]) -> Any:
-        """Return what the function returns.
+    def ask(self, function: str, arguments: tuple[Any, ...] | None) -> Any:
+        """Return what the function returns; without arguments it is only imported.
 
         Raises:
             CallFailed: it raised, or met a limit, with which this child is at its end.
+            CallBroken: it cannot be imported, or nothing is heard of it.
             _Died: the child is gone for another reason.
         """
-        request = pickle.dumps((function, arguments, {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}))
+        limits = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "kept_bytes": KEPT_BYTES}
+        request, allowed_s = pickle.dumps((function, arguments, limits)), START_S
         try:
             self._send(len(request).to_bytes(8, "big") + request)
-            self._answer(START_S)  # the function is imported
-            answer = json.loads(self._answer(WALL_S))
+            imported = json.loads(self._answer(allowed_s))
+            if "error" in imported:
+                raise CallBroken(f"{function} cannot be imported: {imported['error']}")
+            allowed_s = WALL_S
+            answer = json.loads(self._answer(allowed_s))
+        except TimeoutError as error:  # an OSError too
+            self.end()
+            raise CallBroken(f"nothing was heard of {function} for {allowed_s:g} s") from error
         except (OSError, EOFError, ValueError) as error:
             code = self.end()
             if code in (-signal.SIGPROF, -signal.SIGXCPU):
@@ -74,9 +92,8 @@ class _Child:
             if code in (-signal.SIGSEGV, -signal.SIGABRT):
                 raise CallFailed(f"it ended its process by signal {-code}") from error
             raise _Died(f"the process ended with exit code {code}: {error}") from error
-        except TimeoutError as error:
+        if answer["is_spent"]:
             self.end()
-            raise CallFailed(f"nothing was heard of it for {WALL_S:g} s") from error
         if "error" in answer:
             raise CallFailed(answer["error"])
         return answer["value"]
@@ -134,40 +151,62 @@ def call(function: str, *arguments: Any) -> Any:
 
     Raises:
         CallFailed: the function raised, or was ended by a limit.
+        CallBroken: it could not be called.
     """
-    return _submit(function, arguments).result()
+    return _threads(is_awaited=False).submit(_ask, function, arguments).result()
 
 
 async def call_elsewhere(function: str, *arguments: Any) -> Any:
     """Wait for `call` without keeping the event loop."""
-    return await wrap_future(_submit(function, arguments))
+    return await wrap_future(_threads(is_awaited=True).submit(_ask, function, arguments))
 
 
-def _submit(function: str, arguments: tuple[Any, ...]) -> "Future[Any]":
-    return _threads().submit(_ask, function, arguments)
+async def prepare(function: str) -> None:
+    """Start a child for `call_elsewhere` and have it import the function.
+
+    Raises:
+        CallBroken: that is not possible.
+    """
+    await wrap_future(_threads(is_awaited=True).submit(_ask, function, None))
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _threads(*, is_awaited: bool) -> ThreadPoolExecutor:
     """One for each child, so that calls wait for a child where they wait for nothing else."""
     atexit.register(_end_all)
     return ThreadPoolExecutor(min(MOST_CHILDREN, os.cpu_count() or 1), "bounded-call")
 
 
-def _ask(function: str, arguments: tuple[Any, ...]) -> Any:
+def _ask(function: str, arguments: tuple[Any, ...] | None) -> Any:
+    try:
+        return _ask_child(function, arguments)
+    except CallBroken as error:
+        _say_once(str(error))
+        raise
+
+
+@lru_cache(64)
+def _say_once(reason: str) -> None:
+    logger.error(f"what models answer cannot be judged, and episodes fail: {reason}")
+
+
+def _ask_child(function: str, arguments: tuple[Any, ...] | None) -> Any:
     """Ask the thread's child; where it was ended from outside, a second one."""
     for is_last in (False, True):
         child = _own.child
         if child is None or not child.is_alive():
             if child is not None:
                 _children.discard(child)
-            child = _own.child = _Child()
+            try:
+                child = _own.child = _Child()
+            except OSError as error:
+                raise CallBroken(f"no process can be started: {error}") from error
             _children.add(child)
         try:
             return child.ask(function, arguments)
         except _Died as error:
             if is_last:
-                raise CallFailed(str(error)) from error
+                raise CallBroken(str(error)) from error
     raise AssertionError
 
 

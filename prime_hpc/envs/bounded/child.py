@@ -11,6 +11,8 @@ import pickle
 import resource
 import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 
@@ -24,20 +26,40 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
     requests = sys.stdin.buffer
+    held: dict[str, int] = {}  # when a function was imported
     while (request := _next(requests)) is not None:
         name, arguments, limits = request
         _limit_memory(limits["memory_bytes"])
         try:
             module, _, function = name.partition(":")
             found = getattr(importlib.import_module(module), function)
-            _say(answers, {})
-            signal.setitimer(signal.ITIMER_PROF, limits["cpu_s"])
-            answer = {"value": found(*arguments)}
-        except Exception as error:  # noqa: BLE001 - it is the caller's to judge
-            answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(answers, answer)
+        except Exception as error:  # noqa: BLE001 - a broken package raises anything
+            _say(answers, _error(error))
+            continue
+        _say(answers, {})
+        most = held.setdefault(name, _resident_bytes()) + limits["kept_bytes"]
+        answer = {"value": None} if arguments is None else _called(found, arguments, limits["cpu_s"])
+        _say(answers, {"is_spent": _resident_bytes() > most} | answer)
+
+
+def _called(function: Callable[..., Any], arguments: tuple[Any, ...], cpu_s: float) -> dict[str, Any]:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        return {"value": function(*arguments)}
+    except MemoryError as error:
+        return _error(error) | {"is_spent": True}
+    except Exception as error:  # noqa: BLE001 - it is the caller's to judge
+        return _error(error)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _next(requests: BinaryIO) -> tuple[str, tuple[Any, ...], dict[str, float]] | None:

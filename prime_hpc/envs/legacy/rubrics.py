@@ -10,6 +10,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await, tool_declaration
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
@@ -71,6 +72,8 @@ class Rubric:
         offered |= {"state": state, **self.class_objects}
         try:
             return float(await maybe_await(func, **accepted(func, offered)))
+        except CallBroken:  # not the function's fault, nor the answer's
+            raise
         except Exception as error:  # noqa: BLE001 - the interface's own rule: the function scores 0
             if name_of(func) not in self._told:
                 self._told.add(name_of(func))

@@ -19,7 +19,8 @@ from prime_hpc.envs.interception import TurnRefused, interception_of
 from prime_hpc.envs.legacy.environments import MultiTurnEnv
 from prime_hpc.envs.legacy.loading import made
 from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, maybe_await, v1_tool, wire
-from prime_hpc.envs.legacy.rubrics import name_of
+from prime_hpc.envs.legacy.rubrics import MathRubric, name_of
+from prime_hpc.envs.math_answers import open_comparison
 
 __all__ = ["LegacyHarness", "LegacyTaskset"]
 
@@ -87,6 +88,17 @@ class LegacyConfig(vf.TasksetConfig):
 
 class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
     """The environment's rows."""
+
+    async def open_scorer(self) -> None:
+        """Start what compares answers, for an environment whose rubric does.
+
+        Raises:
+            EnvError: math-verify cannot be imported.
+        """
+        env = made(self.config.environment)
+        rubrics = [member.rubric for member in (env, *getattr(env, "envs", ()))]
+        if any(isinstance(part, MathRubric) for rubric in rubrics for part, _, _ in rubric.weighted()):
+            await open_comparison()
 
     def load(self) -> Iterable[LegacyTask]:
         """One task a row.

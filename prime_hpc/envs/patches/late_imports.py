@@ -5,6 +5,7 @@ time, which every orchestrator, evaluation and host of environments pays at its 
 shared file system. Each comes when something of it is used. Installed by `import prime_hpc.envs`, before verifiers is.
 """
 
+import functools
 import importlib
 import sys
 import threading
@@ -171,6 +172,10 @@ class _LateObject:
         return getattr(self._made, name)
 
 
+class _Through(BaseException):
+    """Carries an error through verifiers' function, which takes every `Exception` for an answer that cannot be read."""
+
+
 class _ScoreLoader(_Wrapped):
     """Runs verifiers' scoring functions with a math-verify that compares in a process that can be killed."""
 
@@ -178,7 +183,10 @@ class _ScoreLoader(_Wrapped):
         """Run it with a math-verify of two functions and a class, of which only the comparison does anything."""
 
         def verify(gold: str, found: str, **_: Any) -> bool:
-            same: bool = importlib.import_module("prime_hpc.envs.math_answers").same_boxed(gold, found)
+            try:
+                same: bool = importlib.import_module("prime_hpc.envs.math_answers").same_boxed(gold, found)
+            except Exception as error:  # of the machinery: no answer is wrong for that
+                raise _Through from error
             return same
 
         stand_in, errors = ModuleType(MATH), ModuleType(f"{MATH}.errors")
@@ -193,6 +201,18 @@ class _ScoreLoader(_Wrapped):
                 del sys.modules[name]
                 if known is not None:
                     sys.modules[name] = known
+        own = module.verify_boxed_math_answer
+
+        @functools.wraps(own)
+        def verify_boxed_math_answer(*args: Any, **kwargs: Any) -> float:
+            try:
+                score: float = own(*args, **kwargs)
+            except _Through as through:
+                assert through.__cause__ is not None
+                raise through.__cause__ from None
+            return score
+
+        vars(module)["verify_boxed_math_answer"] = verify_boxed_math_answer
 
 
 class _MathLoader(_Wrapped):

@@ -14,6 +14,9 @@ import re
 import sys
 from typing import Any
 
+import reasoning_gym  # here: a package that is broken is no answer's fault
+from reasoning_gym.factory import DATASETS
+
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Generators whose scorers call `eval` on the answer."""
 ARITHMETIC = frozenset({"countdown", "puzzle24"})
@@ -21,11 +24,12 @@ ARITHMETIC = frozenset({"countdown", "puzzle24"})
 EXPRESSIONS = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
 """Those that hand it to `parse_expr`: with variables and functions."""
 MOST_CHARACTERS = 4000
-_NUMBERS = r"(?:\d+(?:\.\d*)?|\.\d+|[-+*/(),\s]"
+_NUMBERS = r"(?:(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d{1,2}\b)?+|[-+*/(),\s]"
 _ARITHMETIC = re.compile(rf"(?!.*\*\s*\*){_NUMBERS})*", re.DOTALL)
-_NAMES = r"\b(?:[a-zA-CE-MPRT-Z]|a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|Abs|pi)\b"
+_NAMES = r"[a-zA-CE-MPRT-Z]|a?(?:sin|cos|tan|sec|csc|cot)h?|erf|exp|log|ln|sqrt|Abs|pi"
 """Of letters all but those that sympy has for functions of its own."""
-_EXPRESSION = re.compile(rf"{_NUMBERS}|{_NAMES})*")
+_OWN = re.compile(r"[A-Za-z]+\d*")
+"""A variable that a question may have of its own."""
 
 
 def score(generator: str, parameters: str, entry: bytes, answer: str) -> float:
@@ -39,22 +43,31 @@ def score(generator: str, parameters: str, entry: bytes, answer: str) -> float:
     """
     question = pickle.loads(entry)
     source = question.get("metadata", {}).get("source_dataset", generator)  # of a composite, the one within
-    return float(_scorer(generator, parameters)(answer=readable(source, answer), entry=question))
+    return float(_scorer(generator, parameters)(answer=readable(source, answer, _variables(question)), entry=question))
 
 
-def readable(generator: str, answer: str) -> str:
+def readable(generator: str, answer: str, variables: tuple[str, ...] = ()) -> str:
     """Return the answer as a scorer may have it: an empty one in place of one that could be a program."""
-    alphabet = _ARITHMETIC if generator in ARITHMETIC else _EXPRESSION if generator in EXPRESSIONS else None
+    alphabet = _ARITHMETIC if generator in ARITHMETIC else _expression(variables) if generator in EXPRESSIONS else None
     if alphabet is None or (len(answer) <= MOST_CHARACTERS and alphabet.fullmatch(answer)):
         return answer
     return ""
 
 
 @functools.lru_cache(64)
-def _scorer(generator: str, parameters: str) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+def _expression(variables: tuple[str, ...]) -> re.Pattern[str]:
+    names = "|".join([_NAMES, *variables])
+    return re.compile(rf"{_NUMBERS}|\b(?:{names})\b)*")
 
+
+def _variables(question: dict[str, Any]) -> tuple[str, ...]:
+    data = question.get("metadata", {})
+    named = [data["variable"]] if "variable" in data else data.get("variables") or ()
+    return tuple(name for name in map(str, named) if _OWN.fullmatch(name))
+
+
+@functools.lru_cache(64)
+def _scorer(generator: str, parameters: str) -> Any:
     for name in LITERALS:
         vars(sys.modules[DATASETS[name][0].__module__])["eval"] = ast.literal_eval
     return reasoning_gym.create_dataset(generator, size=1, seed=0, **json.loads(parameters)).score_answer

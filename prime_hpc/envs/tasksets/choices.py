@@ -14,20 +14,18 @@ __all__ = ["Choices"]
 LETTERS = "ABCD"
 INSTRUCTIONS = "Reason step by step, then give the letter of the right answer within \\boxed{}."
 FIELDS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-_BEFORE = r"(?:[\s*_$(\[{]|\\[a-z]+\b)*+"
-"""Brackets, emphasis and commands that may stand before a letter."""
+_BEFORE = r"(?:[\s*_$(\[{\"'`]|\\[A-Za-z]+\b|\\[ ,;:!])*+"
+"""Brackets, quotation marks, emphasis, spaces and commands that may stand before a letter."""
 _LETTER = (
-    rf"{_BEFORE}([A-D])(?=[)\]}}*_$ \t]*+(?:[.:;,!?\n]|\Z)|[)\]}}*$]|_(?!\w)"
-    r"|\s+(?:because|since|as|which|due|for|with|from|by)\b)"
+    rf"{_BEFORE}([A-D])(?=[)\]}}*_$ \t]*+(?:[.:;,!?\r\n]|\Z)|[)\]}}*$]|_(?!\w)"
+    r"|\s+(?:because|since|as|which|due|for|with|from|by|and\s+not)\b|\s+(?:[-\N{EN DASH}\N{EM DASH}]\s|\(|\d)"
+    r"|[\N{EN DASH}\N{EM DASH}])"
 )
 """As a capital, for `a` is an article; so is the `A` of a sentence, but with nothing behind it that ends the choice."""
-_SAID = re.compile(
-    r"(?i:answer|option|choice)[\s*_]*+(?:(?i:is)\b[\s*_]*+:?|:)"
-    rf"(?:{_BEFORE}(?i:it\s+is|option|choice)\b)?{_LETTER}"
-)
-_IT_IS = re.compile(rf"(?i:\bit\s+is)\b{_LETTER}")
-"""Counts if nothing is called the answer."""
-_BOXED = re.compile(rf"{_BEFORE}([A-Da-d])[)\]}}*_$\s]*(?:[).:].*)?", re.DOTALL)
+_IS = rf"[\s*_]*+(?:(?i:is)\b[\s*_]*+:?|:)(?:{_BEFORE}(?i:it\s+is|option|choice)\b)?{_LETTER}"
+_SAID = tuple(map(re.compile, (rf"(?i:answer){_IS}", rf"(?i:option|choice){_IS}", rf"(?i:\bit\s+is)\b{_LETTER}")))
+"""Each counts if none of those before is there: other options are talked about too."""
+_BOXED = re.compile(rf"{_BEFORE}([A-Da-d])(?:[)\]}}*_$\s\"'`]|\\[ ,;:!])*(?:[).:].*)?", re.DOTALL)
 
 
 class ChoiceData(vf.TaskData):
@@ -38,14 +36,14 @@ class ChoiceData(vf.TaskData):
 
 
 def letter_in(reply: str) -> str:
-    """Return the letter that a reply chooses: the first thing in its box, or after its last `answer is` or `answer:`;
-    empty without."""
+    """Return the letter that a reply chooses: the first thing in its box, or after its last `answer is` or `answer:`,
+    else its last `option is` or `choice:`; empty without."""
     said = reply.rpartition("</think>")[2]
     boxed = _BOXED.fullmatch(vf.extract_boxed_answer(said, strict=True))
     if boxed:
         return boxed[1].upper()
-    found = _SAID.findall(said) or _IT_IS.findall(said)
-    return found[-1] if found else ""
+    found = next(filter(None, (pattern.findall(said) for pattern in _SAID)), [""])
+    return str(found[-1])
 
 
 def shuffled(question: str, answers: list[str]) -> list[str]:

@@ -9,8 +9,9 @@ import verifiers.v1 as vf
 from prime_hpc.envs.tasksets.reverse_text_data import Split, split_of
 
 T = TypeVar("T")
-MOST_MISSES = 10_000
-"""Draws without one that will do, after which there is none: the rarer split has a tenth of what can be drawn."""
+MOST_MISSES = 1_000_000
+"""Draws without one that will do, after which there is none (in half a minute): the rarer split has a tenth of what
+can be drawn, of which perhaps one in ten thousand is of use."""
 
 
 class GeneratedConfig(vf.TasksetConfig):

@@ -6,9 +6,11 @@ from decimal import Decimal
 import verifiers.v1 as vf
 
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}])-|(?<=[=:] )- )?"  # behind a number, a name or a bracket it takes away
+    r"(?P<sign>(?<![^\W_])(?<![^\W_]_)(?<![)\]}])-|(?<=[=:] )- )?"  # behind a number, a name or a bracket it takes away
     r"(?P<digits>\d++(?:,\d++)*+)(?P<rest>(?:\.\d++)?(?:[eE][-+]?\d{1,2}(?!\w))?)"
 )
+_TEXT = re.compile(r"\\(?:text[a-z]*|mbox)\{([^{}]*)\}")
+"""Words within a formula: nothing that a number could be taken from."""
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+")
 _MOST_DIGITS = 10_000
 
@@ -16,6 +18,7 @@ _MOST_DIGITS = 10_000
 def last_number(reply: str) -> Decimal | None:
     """Return the last number of a reply, exactly; commas between groups of three digits are left out."""
     text = re.sub(r"\{,\}|,\\!", ",", reply.replace("\N{MINUS SIGN}", "-"))
+    text = _TEXT.sub(r" \1 ", text)
     found = list(_NUMBER.finditer(text))
     if not found:
         return None

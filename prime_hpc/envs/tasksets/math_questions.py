@@ -6,7 +6,7 @@ import verifiers.v1 as vf
 
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.benchmarks.rows import answer_of, question_of, read_rows
-from prime_hpc.envs.math_answers import same_answer
+from prime_hpc.envs.math_answers import open_comparison, same_answer
 from prime_hpc.envs.tasksets.integers import last_number
 
 __all__ = ["MathQuestions"]
@@ -59,6 +59,14 @@ class MathConfig(vf.TasksetConfig):
 
 class MathQuestions(vf.Taskset[MathTask, MathConfig]):
     """The benchmark's questions, in its order."""
+
+    async def open_scorer(self) -> None:
+        """Start what compares answers, where episodes are about to be played.
+
+        Raises:
+            EnvError: math-verify cannot be imported.
+        """
+        await open_comparison()
 
     def load(self) -> Iterable[MathTask]:
         """One task a row.
