@@ -96,7 +96,8 @@ def evaluation_lines(experiment: Experiment) -> list[str]:
     if evaluation is None:
         return []
     envs = ", ".join(env.name or env.id for env in evaluation.env)
-    every = f"every {evaluation.interval} steps, {evaluation.num_examples} tasks each"
+    intervals = " or ".join(map(str, sorted(set(evaluation.intervals))))
+    every = f"every {intervals} steps, {evaluation.num_examples} tasks each"
     return [f"orchestrator  evaluates on {envs} {every}"]
 
 
