@@ -13,6 +13,7 @@ from typing import Any
 
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions
+from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE
 from tests.faults.inject import ROLES, Plan
 from tests.faults.oracle import Oracle
 from tests.faults.verdict import Rollouts, Verdict, judge, most_masked, rollouts_of
@@ -187,7 +188,8 @@ def first_end(point: Point, life: Life, code: int) -> list[str]:
         )
     kind = point.how.removeprefix("once:")
     text = life.log.read_text(errors="replace")
-    if code not in (0, 1, 2):
+    # what cannot be read at the start may be readable for the next attempt: the job comes back
+    if code not in (0, 1, 2) and (code, kind) != (EXIT_UNREADABLE, "EIO"):
         return [f"the attempt ended with code {code} on {kind}"]
     if code and WORDS[kind] not in text:
         return [f"the attempt ended with code {code} and does not say {WORDS[kind]!r}"]

@@ -109,17 +109,21 @@ def begin_attempt(
         why = "goes on with its runs" if experiment.trainer.tinker is None else "serves again"
     if start is not None and start.is_foreign:
         why = f"starts from {start.info.path}"
-    return patience(
-        lambda: begin(
-            paths.attempts,
-            incarnation=incarnation,
-            why=why,
-            resume_step=step,
-            saved_before=saved_before,
-            job_id=job_id,
-            restarts=restarts,
+    try:
+        return patience(
+            lambda: begin(
+                paths.attempts,
+                incarnation=incarnation,
+                why=why,
+                resume_step=step,
+                saved_before=saved_before,
+                job_id=job_id,
+                restarts=restarts,
+            )
         )
-    )
+    except (StoreError, FileNotFoundError):
+        check_incarnation(paths, incarnation)  # a newer attempt sweeps up what it finds unfinished
+        raise
 
 
 def _earlier(paths: RunPaths) -> list[AttemptRow]:
