@@ -12,6 +12,8 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.termination import field
 
 LOOK_S = 150.0
+FIRST_LOOK_S = 15.0
+"""Longest wait before the first one."""
 _LIMIT = re.compile(r"\bTimeLimit=(\S+)")
 SLACK_S = 10.0
 """Slurm's own rounding of an end."""
@@ -45,9 +47,12 @@ class TimeLimit:
         self._over.set()
 
     def _watch(self) -> None:
-        self.look()  # else a limit that changes before the first look would pass for one that was so all along
-        while not self._over.wait(self._look_s * random.uniform(0.8, 1.2)):  # the jobs of a sweep began together
+        # soon: a limit that changes before the first look would pass for one that was so all along; not at once, nor
+        # in step: the jobs of a sweep began together
+        wait_s = random.uniform(0.0, FIRST_LOOK_S)
+        while not self._over.wait(wait_s):
             self.look()
+            wait_s = self._look_s * random.uniform(0.8, 1.2)
 
     def look(self) -> None:
         """Ask once. Where Slurm does not answer, nothing changes."""

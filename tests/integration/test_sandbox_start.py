@@ -184,6 +184,7 @@ def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypa
     """SIGTERM to every process of the job: this one, what holds the sandbox, and the command in it."""
     monkeypatch.setenv(LED, "1")
     before = signal.getsignal(signal.SIGTERM)
+    others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests: a cluster, say
     slurm_warning.outlive()
 
     async def warn(box: Sandbox, *, us: bool) -> None:
@@ -191,7 +192,7 @@ def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypa
         async with asyncio.timeout(60):
             while len(members(namespace)) < 2:
                 await asyncio.sleep(0.01)
-        ours = [process.pid for process in psutil.Process().children(recursive=True)]
+        ours = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for pid in {*ours, *members(namespace), *([os.getpid()] if us else [])}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

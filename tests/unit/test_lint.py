@@ -9,9 +9,7 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.estimate.step_time import pace
-from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint.lint import CODES, lint, lint_errors
 from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
 
@@ -491,14 +489,3 @@ def test_the_pace_of_an_earlier_life_counts(model: Path, tmp_path: Path) -> None
     found = [f for f in lint(one, SiteConfig.model_validate({**SITE, "scratch": "/"})) if f.code == "PH311"]
     assert [f.severity for f in found] == ["error"]
     assert "median of the last 3 steps" in found[0].message
-
-
-def test_for_slurm_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    plain = Experiment.model_validate({})
-    assert not is_for_slurm(plain, GENERIC)
-    assert is_for_slurm(plain, SiteConfig.model_validate(SITE))
-    assert is_for_slurm(Experiment.model_validate({"slurm": {"time": "60"}}), GENERIC)
-    assert is_for_slurm(Experiment.model_validate({"launch": "slurm"}), GENERIC)
-    assert not is_for_slurm(Experiment.model_validate({"launch": "local", "slurm": {"time": "60"}}), GENERIC)
-    assert not [f for f in lint(plain, GENERIC) if f.code.startswith("PH3")]

@@ -10,6 +10,9 @@ import yaml
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.for_slurm import is_for_slurm
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.local_plan import launcher, resolve_launch
 from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text, slurm_plan
 
@@ -258,6 +261,17 @@ def test_where_a_job_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     sbatch.chmod(0o755)
     assert (launch("auto"), launch("slurm"), launch("local")) == ("slurm", "slurm", "local")
     assert "there is a Slurm here" in launcher()
+
+
+def test_for_slurm_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    plain = Experiment.model_validate({})
+    assert not is_for_slurm(plain, GENERIC)
+    assert is_for_slurm(plain, SiteConfig.model_validate(SITE))
+    assert is_for_slurm(Experiment.model_validate({"slurm": {"time": "60"}}), GENERIC)
+    assert is_for_slurm(Experiment.model_validate({"launch": "slurm"}), GENERIC)
+    assert not is_for_slurm(Experiment.model_validate({"launch": "local", "slurm": {"time": "60"}}), GENERIC)
+    assert not [f for f in lint(plain, GENERIC) if f.code.startswith("PH3")]
 
 
 def _shape(value: Any) -> Any:

@@ -4,6 +4,7 @@ Its limits are the kernel's, for nothing in an interpreter that is kept busy by 
 signal that is not handled, memory by the size of the address space.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,16 +13,15 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO
+
+import psutil
 
 
 def main() -> None:
     """Answer until there are no more requests."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # Slurm's warning: an answer that is lost would be taken for a wrong one
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):  # Slurm's warning, Ctrl-C: the parent ends it in its own time
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
@@ -59,7 +59,7 @@ def _error(error: Exception) -> dict[str, Any]:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(psutil.Process().memory_info().rss)
 
 
 def _next(requests: BinaryIO) -> tuple[str, tuple[Any, ...], dict[str, float]] | None:
@@ -71,7 +71,8 @@ def _next(requests: BinaryIO) -> tuple[str, tuple[Any, ...], dict[str, float]] |
 def _limit_memory(most: float) -> None:
     for limit, value in ((resource.RLIMIT_AS, int(most)), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+        with contextlib.suppress(OSError, ValueError):  # macOS has no such limit of memory
+            resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _say(answers: int, answer: dict[str, Any]) -> None:
