@@ -15,8 +15,9 @@ from prime_hpc.report.accounting import attempt_hours
 from prime_hpc.report.run_hours import read_config, read_hours
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.child_runs import parent_of
-from prime_hpc.store.run_dirs import POINTS, AttemptRow, parse_attempts, run_name
+from prime_hpc.store.run_dirs import POINTS, run_name
 
 By = Literal["run", "sweep", "user"]
 AT_ONCE = 200
@@ -107,7 +108,7 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
     """
     notes: list[str] = []
     config = read_config(path, notes)
-    attempts = _attempts(path)
+    attempts = read_attempts(path / ATTEMPTS_JSONL)
     hours = read_hours(path, config, attempts, is_under_way=is_under_way, lives=lives)
     spent = hours.spent
     is_gpu = spent["unit"] == "GPU"
@@ -146,14 +147,6 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
         attempts=num_attempts,
         by_slurm=int(is_by_slurm and not spent["slurm"]["unknown_attempts"]),
     )
-
-
-def _attempts(path: Path) -> list[AttemptRow]:
-    """Return the attempts of a run; unlike `read_rows` raises OSError where they are there and cannot be read."""
-    try:
-        return parse_attempts((path / ATTEMPTS_JSONL).read_bytes())
-    except FileNotFoundError:
-        return []
 
 
 def _share(begin: float, end: float, since: float | None) -> float:

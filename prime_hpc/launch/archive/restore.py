@@ -77,17 +77,23 @@ def _unpack(archive: Path, part: Path) -> dict[str, str]:
             _refuse_outside(info, archive)
             try:
                 members.extract(info, part, filter="data")
-                _as_it_was(part / info.name, info.linkname)
+                if info.issym() and not _as_it_was(part / info.name, info.linkname, part):
+                    skipped[info.name] = info.linkname
             except (tarfile.AbsoluteLinkError, tarfile.LinkOutsideDestinationError):
                 skipped[info.name] = info.linkname
     return skipped
 
 
-def _as_it_was(path: Path, target: str) -> None:
-    """Write a link's target as the archive has it: newer versions of `tarfile` shorten `a/../b`."""
-    if target and path.is_symlink() and os.readlink(path) != target:  # noqa: PTH115 - as a text
-        path.unlink()
-        path.symlink_to(target)
+def _as_it_was(link: Path, target: str, part: Path) -> bool:
+    """Give a link the target that the archive has: newer versions of `tarfile` shorten `a/../b`. False, and no link is
+    left, where that leads out of the run."""
+    if os.readlink(link) != target:  # noqa: PTH115 - as a text
+        link.unlink()
+        link.symlink_to(target)
+    if stays_within(link, part):
+        return True
+    link.unlink()
+    return False
 
 
 def _refuse_outside(info: tarfile.TarInfo, archive: Path) -> None:
