@@ -171,7 +171,7 @@ def test_a_full_disk_loses_nothing(run_dir: Path, tmp_path: Path) -> None:
     mount.mkdir()
     words = f"{sys.executable} -P -m prime_hpc.cli archive {run_dir} {mount}/a.tar --delete-source"
     script = f"mount -t tmpfs -o size=800k none {mount}; {words}; echo first $?; ls {mount}; "
-    script += f"mount -o remount,size=8m {mount}; {words}; echo second $?; ls {mount}"
+    script += f"mount -t tmpfs -o remount,size=8m none {mount}; {words}; echo second $?; ls {mount}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", script],

@@ -8,7 +8,7 @@ import shutil
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import RUN_YAML
@@ -16,7 +16,7 @@ from prime_hpc.config.sources.files import dump_yaml, parse_yaml
 from prime_hpc.launch.archive.archive import compare, read_folder, read_index
 from prime_hpc.launch.archive.contents import INDEX
 from prime_hpc.launch.archive.links import stays_within
-from prime_hpc.launch.archive.packed_file import SUFFIXES, opened
+from prime_hpc.launch.archive.packed_file import CHUNK, SUFFIXES, opened
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
@@ -70,30 +70,37 @@ def restore(archive: Path, folder: Path) -> Restored:
 
 
 def _unpack(archive: Path, part: Path) -> dict[str, str]:
-    """Unpack it; returns the links that were skipped, with their targets: they lead out of the run."""
-    skipped: dict[str, str] = {}
+    """Unpack it; returns the links that were skipped, with their targets: they lead out of the run.
+
+    Links are made last, so that nothing is ever written through one. `tarfile`'s own filter does too little here and
+    too much: Python 3.11.2 has none, newer ones shorten `a/../b`.
+    """
+    links: dict[str, str] = {}
     with opened(archive, archive.name) as members:
         for info in members:
             _refuse_outside(info, archive)
-            try:
-                members.extract(info, part, filter="data")
-                if info.issym() and not _as_it_was(part / info.name, info.linkname, part):
-                    skipped[info.name] = info.linkname
-            except (tarfile.AbsoluteLinkError, tarfile.LinkOutsideDestinationError):
-                skipped[info.name] = info.linkname
+            content = None if info.issym() else members.extractfile(info)
+            if content is None:
+                links[info.name] = info.linkname
+            else:
+                _write(content, part / info.name, info)
+    skipped = {}
+    for name, target in links.items():
+        link = part / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+        if not stays_within(link, part):
+            link.unlink()
+            skipped[name] = target
     return skipped
 
 
-def _as_it_was(link: Path, target: str, part: Path) -> bool:
-    """Give a link the target that the archive has: newer versions of `tarfile` shorten `a/../b`. False, and no link is
-    left, where that leads out of the run."""
-    if os.readlink(link) != target:  # noqa: PTH115 - as a text
-        link.unlink()
-        link.symlink_to(target)
-    if stays_within(link, part):
-        return True
-    link.unlink()
-    return False
+def _write(content: IO[bytes], path: Path, info: tarfile.TarInfo) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        shutil.copyfileobj(content, file, CHUNK)
+    path.chmod(info.mode & 0o755 | 0o600)
+    os.utime(path, (info.mtime, info.mtime))
 
 
 def _refuse_outside(info: tarfile.TarInfo, archive: Path) -> None:
