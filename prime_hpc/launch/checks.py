@@ -241,8 +241,13 @@ def _environments(experiment: Experiment, starts_elsewhere: bool) -> list[Proble
 
 
 def starts_elsewhere(experiment: Experiment, site: SiteConfig) -> bool:
-    """Return whether a Slurm job of this experiment starts from another Python environment than this one."""
-    return site.container is not None or (experiment.slurm.env_pack or site.env_pack) is not None
+    """Return whether a Slurm job of this experiment starts from another Python environment than this one, or its script
+    gives Python a path of its own."""
+    if site.container is not None or (experiment.slurm.env_pack or site.env_pack) is not None:
+        return True
+    name = "PYTHONPATH"
+    lines = [*site.setup, *experiment.slurm.setup]
+    return name in {**site.env, **experiment.slurm.env} or any(name in line for line in lines)
 
 
 def missing_environments(experiment: Experiment) -> list[Problem]:

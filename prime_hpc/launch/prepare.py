@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.evals.episodes import RESULTS
@@ -56,13 +56,14 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
 
 
 def write(loaded: Loaded, run_dir: Path) -> None:
-    """Write the snapshot and lockfile.
+    """Write the snapshot and lockfile. A STOP that came after the last attempt had ended goes: it would end this one.
 
     Raises:
         ConfigError: the disk is full or not writable.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / STOP).unlink(missing_ok=True)
         write_snapshot(loaded.experiment, run_dir, sys.argv)
     except OSError as error:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error

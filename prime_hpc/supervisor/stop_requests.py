@@ -3,6 +3,7 @@
 The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
 """
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.supervisor.attempt.restart_policy import FINAL
 from prime_hpc.supervisor.stalls.collect import WHY
@@ -182,7 +184,12 @@ class Controls:
 
     def stop_or_cancel(self, request: StopRequest, deadline: float, now: float) -> tuple[StopRequest, float]:
         """Return the end that is under way, and its deadline; a scancel that came since takes its place, and Slurm may
-        have put the job back into the queue meanwhile."""
+        have put the job back into the queue meanwhile. Looks for WHY, as `poll` does no more: people ask about a save
+        that takes long."""
+        if time.time() >= self._next_look:
+            self._next_look = time.time() + LOOK_S
+            with contextlib.suppress(StoreError, OSError):  # nothing that a save should end of
+                self._look_for_why(self._names())
         cancel = self.cancelled(request.outcome)
         if cancel is None:
             is_again = self._of_slurm is not None and self._of_slurm.by_slurm
@@ -227,14 +234,17 @@ class Controls:
             files.remove_file(self._run_dir / STOP)
             self.ask_to_stop("the file STOP was found")
 
+    def _look_for_why(self, names: set[str]) -> None:
+        if WHY in names:
+            files.remove_file(self._run_dir / WHY)
+            self.is_asked_why = True
+
     def _of_files(self) -> StopRequest | None:
         names = self._names()
         if SAVE in names:
             files.remove_file(self._run_dir / SAVE)
             self.num_saves += 1
-        if WHY in names:
-            files.remove_file(self._run_dir / WHY)
-            self.is_asked_why = True
+        self._look_for_why(names)
         self._look_for_stop(names)
         return self._of_request()
 

@@ -3,6 +3,8 @@
 import http.server
 import json
 import math
+import os
+import signal
 import socketserver
 import threading
 import time
@@ -193,6 +195,15 @@ def test_a_command_gets_the_facts_and_none_of_the_runs_keys(tmp_path: Path, monk
     assert lines["PRIMEHPC_ALARM_TEXT"] == ALARM.text
     with pytest.raises(ActionError, match="exit status 3: no"):
         run_command(config(command="echo no; exit 3"), ALARM, tmp_path)
+
+
+def test_what_a_command_leaves_in_the_background_is_no_failure(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    run_command(config(command=f"sleep 600 & echo $! > {pid}", timeout_s=30.0), ALARM, tmp_path)
+    os.kill(int(pid.read_text()), signal.SIGKILL)  # it lives
+    with pytest.raises(ActionError, match="exit status 3: no"):
+        run_command(config(command=f"sleep 600 & echo $! > {pid}; echo no; exit 3", timeout_s=30.0), ALARM, tmp_path)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 class MailServer(socketserver.StreamRequestHandler):

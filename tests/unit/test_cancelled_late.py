@@ -19,6 +19,7 @@ from prime_hpc.slurm.termination import Verdict
 from prime_hpc.store.attempts import Ended, read_attempts
 from prime_hpc.supervisor import main, stop_requests, supervisor
 from prime_hpc.supervisor.main import _apply_restart_policy
+from prime_hpc.supervisor.stalls.collect import WHY
 from prime_hpc.supervisor.stop_requests import CANCELLED_BUDGET_S, Controls
 from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.submissions import ended, load, run_dir, use_fake_slurm, write_config
@@ -109,6 +110,20 @@ def test_a_stop_file_holds_that_comes_after_the_last_look(
     final = asked.final_request("requeued")
     assert final is not None and final.outcome == "stopped"
     assert not (tmp_path / STOP).exists() and (tmp_path / SAVE).exists(), "that is the next attempt's"
+
+
+def test_who_holds_it_up_can_be_asked_while_a_stop_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = controls(tmp_path, monkeypatch, CANCELLED, 5000)
+    one, heard = saving(asked), list[str]()
+    one._run_watch = SimpleNamespace(ask_why=lambda: heard.append("why"))
+    asked._on_signal(signal.SIGUSR1, None)
+    one._handle_requests()
+    assert one._stop is not None
+    (tmp_path / WHY).touch()
+    asked._next_look = 0.0
+    one._handle_requests()
+    one._handle_requests()
+    assert heard == ["why"] and not (tmp_path / WHY).exists()
 
 
 @pytest.mark.parametrize("by", ["file", "alarm", "interrupt"])

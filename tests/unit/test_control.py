@@ -195,6 +195,18 @@ def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> No
     assert not (run_dir(config) / "STOP").exists(), "it would stop the next attempt"
 
 
+def test_a_stop_that_came_after_the_end_stops_no_run_that_is_started_again(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    stop = run_dir(config) / "STOP"
+    stop.touch()
+    with pytest.raises(ConfigError, match="PENDING"):
+        submit(load(config))
+    assert stop.exists(), "it is meant for the job in the queue"
+    fake.change("100", state="COMPLETED")
+    submit(load(config))
+    assert len(fake.jobs()) == 2 and not stop.exists()
+
+
 def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     fake.change("100", state="RUNNING", nodes="n1")

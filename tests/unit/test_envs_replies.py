@@ -1,8 +1,13 @@
 """Letters and programs, found in replies."""
 
+import ast
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from prime_hpc.envs.benchmarks.programs import code_in
+from prime_hpc.envs.benchmarks import programs
+from prime_hpc.envs.benchmarks.programs import MOST_COMPILED, code_in
 from prime_hpc.envs.tasksets.choices import letter_in
 
 
@@ -90,3 +95,35 @@ def test_the_program_is_the_last_block_that_is_called_python(reply: str) -> None
 )
 def test_a_block_loses_its_own_indentation_and_ends_where_its_program_does(reply: str, code: str) -> None:
     assert code_in(reply) == code
+
+
+@pytest.mark.parametrize("unit", ["```python\nf(1)\n```\n", "x```py\ny```\n"])
+def test_a_reply_that_repeats_itself_costs_in_proportion_to_its_length(unit: str) -> None:
+    """It is read where all episodes of a process are played."""
+
+    def num_calls(reply: str) -> int:
+        found: list[int] = []
+        sys.setprofile(lambda frame, event, value: found.append(1))
+        try:
+            code_in(reply)
+        finally:
+            sys.setprofile(None)
+        return len(found)
+
+    assert num_calls(unit * 160) < 2.8 * num_calls(unit * 80)
+
+
+def test_programs_that_are_none_are_tried_so_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def parse(code: str) -> ast.Module:
+        read.append(len(code))
+        return ast.parse(code)
+
+    monkeypatch.setattr(programs, "ast", SimpleNamespace(parse=parse))
+    assert code_in("```python\nf(\n```\n" * 300) == "f(\n" and sum(read) <= MOST_COMPILED
+
+
+@pytest.mark.parametrize("line", ["x" + "`" * 200_000 + " y", "```" + "a" * 200_000 + "`", "```" + " " * 200_000 + "`"])
+def test_a_long_line_is_no_fence_in_no_time(line: str) -> None:
+    assert code_in(line) == line

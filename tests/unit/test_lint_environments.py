@@ -72,6 +72,13 @@ def test_what_the_jobs_own_environment_may_hold_is_left_to_it(tmp_path: Path) ->
     loaded = load_experiment(words, "rl", {})
     container = SiteConfig.model_validate({"name": "x", "container": {"image": "/x.sif"}})
     check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, container))
+    for own in ({"env": {"PYTHONPATH": "/x"}}, {"setup": ["export PYTHONPATH=/x:$PYTHONPATH"]}):
+        tree = {"slurm": own, "orchestrator": {"env": [{"id": "no-such"}]}}
+        stated, of_site = Experiment.model_validate(tree), SiteConfig.model_validate({"name": "x", **own})
+        for experiment, site in ((stated, SiteConfig(name="x")), (loaded.experiment, of_site)):
+            assert starts_elsewhere(experiment, site)
+            ((found),) = [f for f in lint(experiment, site) if f.code == "PH232"]
+            assert found.severity == "warning"
     with pytest.raises(ConfigError, match="'no-such' is not installed"):
         check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, SiteConfig(name="x")))
 

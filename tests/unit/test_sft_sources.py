@@ -112,6 +112,14 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(datasets, "load_from_disk", lambda _, loaded=loaded: loaded)
             assert opened(tmp_path / "cache", path=tmp_path / "saved").fingerprint == after.fingerprint
+    image = pytest.importorskip("PIL.Image").new("RGB", (4, 4))
+    features = datasets.Features(
+        {**{name: datasets.Value("string") for name in rows_of(1)[0]}, "seen": datasets.Image()}
+    )
+    pictured = [{**row, "seen": image} for row in rows_of(2)]
+    datasets.Dataset.from_list(pictured, features=features).save_to_disk(tmp_path / "pictured")
+    seen = [opened(tmp_path / "cache", path=tmp_path / "pictured") for _ in range(2)]
+    assert seen[0].fingerprint == seen[1].fingerprint and read(seen[0]) == rows_of(2)
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
     with pytest.raises(SFTDataError, match="the columns are: text"):
         opened(tmp_path / "cache", path=tmp_path / "other")

@@ -73,6 +73,20 @@ def test_a_stand_in_that_nobody_waits_for_any_more_is_ended(world: World) -> Non
     assert len(world.asked) == 1
 
 
+def test_agents_that_outlive_their_srun_are_ended_too(world: World) -> None:
+    role = world.role("trainer", "n1")
+    role._process = subprocess.Popen(["true"])
+    role._process.wait()
+    role.on_message(said("hello", 2, "n1", step=3, job="7"))
+    assert role.running
+    role.kill()
+    assert world.told == [("end/trainer", 2)] and world.asked == ["scancel 7.3"]
+    role.on_message(said("exited", 2, "n1", code=0))
+    world.now += 1e6
+    role.kill()
+    assert len(world.asked) == 1, "it is over"
+
+
 def test_a_stand_in_that_takes_anothers_place_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     role = world.role("inference", "n2")
     role.is_substitute_job = True

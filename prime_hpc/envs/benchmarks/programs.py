@@ -8,19 +8,22 @@ import pickle
 import re
 import warnings
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
-_OPENS = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^`]*")
-_OPENS_BEHIND_TEXT = re.compile(r"(?P<indent>).*?(?P<fence>`{3,})(?P<language>[^\s`]+)[ \t]*")
+_OPENS = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*+(?P<language>[^\s`]*+)[^`]*+")
+_OPENS_BEHIND_TEXT = re.compile(r"(?P<indent>).*?(?<!`)(?P<fence>`{3,}+)(?P<language>[^\s`]++)[ \t]*")
 """Behind text, a fence opens only by a language."""
 _BEGINS = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,})")
 MOST_INDENT = 3
 """Of a closing fence beyond the opening one's; one that stands deeper is text, of a docstring perhaps."""
-MOST_TRIED, MOST_COMPILED = 20, 50_000
-"""Fences that may end a block, and characters of a program before one, beyond which the plain rule stands."""
+MOST_TRIED, MOST_COMPILED = 20, 200_000
+"""Fences that may end a block, and characters of all programs before one in a reply, beyond which the plain rule
+stands."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 
@@ -78,57 +81,92 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     Of every language, for else a closing fence would open a block.
     """
     lines, at = text.split("\n"), 0
+    ends = _Ends(lines)
     while at < len(lines):
         opens = _OPENS.fullmatch(lines[at]) or _OPENS_BEHIND_TEXT.fullmatch(lines[at])
         at += 1
         if opens is None or at == len(lines):
             continue
-        indent, fence = len(opens["indent"]), opens["fence"]
         is_python = not opens["language"] or bool(_PYTHON.fullmatch(opens["language"]))
-        block, at = _block(lines, at, indent, fence, is_python=is_python)
+        block, at = ends.block(at, len(opens["indent"]), len(opens["fence"]), is_python=is_python)
         yield opens["language"], block
 
 
-def _block(lines: list[str], start: int, indent: int, fence: str, *, is_python: bool) -> tuple[str, int]:
-    """Return a block's content without its indentation, and the number of the line behind it.
+class _Ends:
+    """Finds the ends of the blocks of one text, in the order of the text.
 
-    A line that begins with a fence ends it, whatever follows; where none does, one that ends with a fence; else the
-    end of the text. But a fence may be a part of a program's text: of Python it is the first one before which a
-    program stands, if there is such a one.
+    In time that grows with the text alone: some replies are the same block thousands of times.
     """
-    left = range(start, len(lines))
-    begins = [number for number in left if _begins(lines[number], indent, fence)]
-    closes = [number for number in left if number not in begins and lines[number].rstrip().endswith(fence)]
 
-    def until(end: int) -> str:
-        last = [lines[end].rstrip()[: -len(fence)]] if end in closes else [""] if start < end < len(lines) else []
-        return "\n".join(_without(line, indent) for line in [*lines[start:end], *last])
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._fences = [fence for fence in map(_fence, range(len(lines)), lines) if fence.leading or fence.trailing]
+        self._next: dict[tuple[int, int], int] = {}
+        """Indentation and length of a fence -> the next line that begins with such a one."""
+        self._left = MOST_COMPILED
 
-    def is_one(end: int) -> bool:
-        return _is_program(until(end)) and not (end in closes and _is_program(until(end) + "?"))  # a comment's
+    def block(self, start: int, indent: int, length: int, *, is_python: bool) -> tuple[str, int]:
+        """Return a block's content without its indentation, and the number of the line behind it.
 
-    plain = next(iter([*begins, *closes]), len(lines))
-    ends = sorted([*begins, *closes])[:MOST_TRIED]
-    end = next((number for number in ends if is_one(number)), plain) if is_python and len(ends) > 1 else plain
-    opens_another = end in begins and _PYTHON.fullmatch(lines[end].strip().lstrip("`").strip())
-    return until(end), end if opens_another else end + 1
+        A line that begins with a fence ends it, whatever follows; where none does, one that ends with a fence; else the
+        end of the text. But a fence may be a part of a program's text: of Python it is the first one before which a
+        program stands, if there is such a one.
+        """
+        after = range(bisect_left(self._fences, start, key=lambda fence: fence.line), len(self._fences))
+        fences = (self._fences[index] for index in after)
+        ends = [*islice((one for one in fences if one.begins(indent, length) or one.trailing >= length), MOST_TRIED)]
+        closes = {one.line for one in ends if not one.begins(indent, length)}
+        if self._next.get((indent, length), -1) < start:
+            begins = (self._fences[index].line for index in after if self._fences[index].begins(indent, length))
+            self._next[indent, length] = next(begins, len(self._lines))
+        plain = self._next[indent, length]
+        if plain == len(self._lines) and ends:
+            plain = ends[0].line
+
+        def until(end: int) -> str:
+            last = [""] if start < end < len(self._lines) else []
+            last = [self._lines[end].rstrip()[:-length]] if end in closes else last
+            return "\n".join(_without(line, indent) for line in [*self._lines[start:end], *last])
+
+        def is_one(end: int) -> bool:
+            return self._is_program(until(end)) and not (end in closes and self._is_program(until(end) + "?"))
+
+        tried = (one.line for one in ends if is_python and len(ends) > 1 and self._left > 0)
+        end = next((line for line in tried if is_one(line)), plain)
+        behind = self._lines[end].strip().lstrip("`").strip() if end < len(self._lines) and end not in closes else ""
+        return until(end), end if _PYTHON.fullmatch(behind) else end + 1
+
+    def _is_program(self, code: str) -> bool:
+        """Return whether it can be compiled, and does anything."""
+        self._left -= len(code)
+        if self._left < 0:
+            return False
+        begun = "if 1:\n" if code[:1].isspace() else ""  # what goes on where a problem's text ends
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return bool(ast.parse(begun + code).body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
 
 
-def _begins(line: str, indent: int, fence: str) -> bool:
-    found = _BEGINS.match(line)
-    return bool(found and len(found["indent"]) <= indent + MOST_INDENT and found["fence"].startswith(fence))
+class _Fence(NamedTuple):
+    """A line, and how many backticks it begins and ends with, if that is a fence."""
+
+    line: int
+    indent: int
+    leading: int
+    trailing: int
+
+    def begins(self, indent: int, length: int) -> bool:
+        """Return whether it begins with the end of a block whose fence has so many backticks."""
+        return self.leading >= length and self.indent <= indent + MOST_INDENT
 
 
-def _is_program(code: str) -> bool:
-    """Return whether it can be compiled, and does anything."""
-    if len(code) > MOST_COMPILED:
-        return False
-    begun = "if 1:\n" if code[:1].isspace() else ""  # what goes on where a problem's text ends
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return bool(ast.parse(begun + code).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+def _fence(line: int, text: str) -> _Fence:
+    begins, closed = _BEGINS.match(text), text.rstrip()
+    trailing = len(closed) - len(closed.rstrip("`"))
+    leading = len(begins["fence"]) if begins else 0
+    return _Fence(line, len(begins["indent"]) if begins else 0, leading, trailing if trailing >= 3 else 0)
 
 
 def _without(line: str, indent: int) -> str:

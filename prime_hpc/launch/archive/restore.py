@@ -92,6 +92,11 @@ def _unpack(archive: Path, part: Path) -> dict[str, str]:
         if not stays_within(link, part):
             link.unlink()
             skipped[name] = target
+    # again, with all that may be on its way there
+    late = [name for name in links if name not in skipped and not stays_within(part / name, part)]
+    for name in late:
+        (part / name).unlink()
+        skipped[name] = links[name]
     return skipped
 
 

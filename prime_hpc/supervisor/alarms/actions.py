@@ -5,6 +5,7 @@ import os
 import signal
 import smtplib
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from email.message import EmailMessage
@@ -20,6 +21,8 @@ from prime_hpc.supervisor.alarms.rules import Alarm
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
+_READ = 1 << 16
+"""Bytes of a command's output that are looked at."""
 _TOLD = 500
 """Characters of what went wrong that are kept."""
 
@@ -29,26 +32,29 @@ class ActionError(Exception):
 
 
 def run_command(config: AlarmsConfig, alarm: Alarm, run_dir: Path) -> None:
-    """Run `alarms.command`. Raises ActionError where it fails, or does not end in time: then it is killed."""
+    """Run `alarms.command`. Raises ActionError where it fails, or does not end in time: then it is killed. What it
+    leaves in the background is its own affair: it does not keep the end of a pipe that is read here."""
     facts = facts_of(alarm, run_dir)
     names = {"PRIMEHPC_ALARM": alarm.rule.title} | {f"PRIMEHPC_ALARM_{k.upper()}": str(v) for k, v in facts.items()}
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", config.command or ""],
-        env={**_without_secrets(os.environ), **names},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=config.timeout_s)
-    except subprocess.TimeoutExpired as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=5)
-        raise ActionError(f"it did not end within {config.timeout_s:g} s") from error
-    if process.returncode:
-        told = masked(output.decode(errors="replace").strip())[-_TOLD:]
-        raise ActionError(f"exit status {process.returncode}: {told}")
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", config.command or ""],
+            env={**_without_secrets(os.environ), **names},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=config.timeout_s)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=5)
+            raise ActionError(f"it did not end within {config.timeout_s:g} s") from error
+        if process.returncode:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _READ))
+            told = masked(output.read().decode(errors="replace").strip())[-_TOLD:]
+            raise ActionError(f"exit status {process.returncode}: {told}")
 
 
 def call_webhook(config: AlarmsConfig, alarm: Alarm, run_dir: Path) -> None:

@@ -395,9 +395,16 @@ class StepRole(Role):
             self._ending = True
             self._publish(f"end/{self.spec.label}", start_number=self.start_number, grace_s=self._grace_s)
 
+    def _has_beats(self) -> bool:
+        """Return whether an agent is alive, as far as is known: they may outlive their srun."""
+        since = self._clock() - WITHOUT_SRUN_S
+        return any(at > since and key not in self._exits for key, at in list(self._beats.items()))
+
     def kill(self) -> None:
         """End the step through Slurm, then srun itself."""
-        if self._process is None or (self._process.poll() is not None and self._said_before is None):
+        if self._process is None:
+            return
+        if self._process.poll() is not None and self._said_before is None and not self._has_beats():
             return
         self.ask_to_end()
         self._cancel_substitute()  # whether or not its sbatch still waits for it

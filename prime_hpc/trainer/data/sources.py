@@ -343,7 +343,9 @@ class HubRows:
             loaded = loaded[source.split]
         if not has_columns(loaded.column_names, source):
             raise SFTDataError(f"{self._name}: {missing_columns(loaded.column_names, source)}")
-        self._data = loaded
+        used = {source.columns.get(column, column) for column in COLUMNS}
+        # without the others: a picture would be decoded, and be another object at each start
+        self._data = loaded.select_columns([name for name in loaded.column_names if name in used])
         self.num_rows = len(loaded)
         self.former = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
         # The library's own `_fingerprint` is of the commit: an edited card would be other data.
