@@ -112,9 +112,13 @@ class Controls:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def note_warning(self) -> None:
-        """Note a step's SIGTERM: with a grace time Slurm tells the steps of a preemption, the batch process not."""
-        self._warned = True
+    def note_warning(self, number: int = signal.SIGTERM) -> None:
+        """Note a step's signal: with a grace time Slurm tells the steps of a preemption, the batch process not; and
+        `scancel -s USR1` without `--batch` goes to the steps alone."""
+        if number != signal.SIGUSR1:
+            self._warned = True
+        elif number not in self._signals:
+            self._signals.append(number)
 
     def ask_to_stop(self, reason: str) -> None:
         """Somebody of this process wants the run to save and end. Any thread."""
@@ -196,7 +200,8 @@ class Controls:
         if number == signal.SIGUSR1:
             left = self._left()
             if left is not None and left > 3 * self._lead_s + 60:
-                return StopRequest(f"warned by {name} (preemption)", "preempted", 0, True, self._lead_s)
+                reason = f"warned by {name} (a preemption, or scancel -s)"
+                return StopRequest(reason, "preempted", 0, True, self._lead_s)
             words = "" if left is None else f", {left:.0f} s before the time limit"
             return StopRequest(f"warned by {name}{words}", "requeued", 0, True, self._budget())
         if number == signal.SIGINT or self._allocation is None:

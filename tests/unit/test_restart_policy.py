@@ -349,10 +349,12 @@ def test_signals(tmp_path: Path) -> None:
     one._on_signal(signal.SIGUSR1, None)
     request = one.poll()
     assert request is not None and (request.outcome, request.save) == ("requeued", True)
-    far = controls(tmp_path, left_s=10_000)
+    far, by_steps = controls(tmp_path, left_s=10_000), controls(tmp_path, left_s=10_000)
     far._on_signal(signal.SIGUSR1, None)
+    by_steps.note_warning(signal.SIGUSR1)  # of each of its nodes
+    by_steps.note_warning(signal.SIGUSR1)
     request = far.poll()
-    assert request is not None and request.outcome == "preempted"
+    assert request is not None and request.outcome == "preempted" and by_steps.poll() == request
     local = controls(tmp_path)
     local._on_signal(signal.SIGTERM, None)
     request = local.poll()
