@@ -203,6 +203,13 @@ def test_an_attempt_that_wrote_no_end(
         ("failed", {"cause": "OOM"}, [job("PENDING", "13", reason="DependencyNeverSatisfied")], "failed", "OOM"),
         ("preempted", {"next": "requeue"}, [job("PENDING", reason="BeginTime")], "requeued", "BeginTime"),
         ("preempted", {"next": "requeue"}, [job("COMPLETING")], "requeued", "preempted"),
+        (
+            "preempted",
+            {"next": "slurm"},
+            [job("COMPLETING", restarts=1)],
+            "requeued",
+            "still ends the last attempt; ended",
+        ),
         ("requeued", {"next": "requeue"}, [job("RUNNING", restarts=1)], "starting", ""),
         ("failed", {"next": "in_place", "cause": "OOM"}, [job("RUNNING")], "starting", "OOM"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),

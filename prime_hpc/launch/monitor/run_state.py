@@ -273,7 +273,10 @@ def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
         _take_job(status, job, "requeued")
         status.note = "; ".join(filter(None, [_why_pending(job), f"ended by: {status.note}"]))
     elif job is not None and job.is_active and not job.is_pending:
-        if _is_next_attempt(job, last):
+        if _is_next_attempt(job, last) and job.state == "COMPLETING":
+            _take_job(status, job, "requeued")
+            status.note = f"Slurm still ends the last attempt; ended by: {status.note}"
+        elif _is_next_attempt(job, last):
             _take_job(status, job, "starting")
         elif last.get("next") == IN_PLACE:
             status.state = "starting"
