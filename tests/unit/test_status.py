@@ -111,6 +111,10 @@ def test_roles_started_by_hand(tmp_path: Path) -> None:
         ({}, [job("CONFIGURING")], None, "starting", "configuring"),
         ({}, [job("RUNNING")], None, "starting", ""),
         ({}, [job("FAILED")], None, "lost", "ended (FAILED) before an attempt began"),
+        ({}, [job("CANCELLED")], None, "stopped", "cancelled before an attempt began"),
+        ({"cancelled": NOW}, [], None, "stopped", "cancelled before an attempt began"),
+        ({"cancelled": NOW}, [], "no controller", "stopped", "cancelled before an attempt began"),
+        ({"cancelled": 1.0}, [], None, "lost", "began no attempt"),
         ({}, [], None, "lost", "gone from Slurm"),
         ({}, [], "no controller", "pending", "no controller"),
         ({"state": "failed", "error": "sbatch: error: Invalid partition"}, [], None, "failed", "Invalid partition"),
@@ -213,6 +217,7 @@ def test_an_attempt_that_wrote_no_end(
         ("requeued", {"next": "requeue"}, [job("RUNNING", restarts=1)], "starting", ""),
         ("failed", {"next": "in_place", "cause": "OOM"}, [job("RUNNING")], "starting", "OOM"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),
+        ("requeued", {"next": "requeue", "cause": "USR1"}, [job("CANCELLED")], "stopped", "cancelled before it came"),
         ("requeued", {"next": None, "cause": "USR1"}, [], "failed", "USR1"),
     ],
 )
