@@ -14,7 +14,7 @@ from loguru import logger
 
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
-from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
+from prime_hpc.slurm.termination import JobLog, cancelled_component, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.io import files
 from prime_hpc.supervisor.attempt.restart_policy import FINAL
@@ -249,10 +249,16 @@ class Controls:
         return None if reason is None else StopRequest(reason, "stopped", 0, True, self._budget())
 
     def _of_grace(self, now: float) -> StopRequest | None:
-        """Notice a preemption with grace: it moves the end of the job, and says nothing else."""
-        if self._allocation is not None and not self._allocation.by_slurm:
+        """Notice a preemption with grace: it moves the end of the job, and says nothing else. Or the end of one
+        component."""
+        job = self._allocation
+        if job is not None and not job.by_slurm:
             return StopRequest("a pod of the run is told to end", "preempted", 0, True, self._budget())
-        end = granted_until(self._allocation.job_id) if self._allocation else None
+        if job is not None and job.is_het and (self._ends_at is None or now < self._ends_at - LIMIT_MARGIN_S):
+            gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
+            if gone is not None:
+                return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
+        end = granted_until(job.job_id) if job is not None else None
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
             return None
         reason = f"preempted, with {end - now:.0f} s of grace"
