@@ -118,7 +118,8 @@ def _prepare(run_dir: Path, argv: list[str]) -> None:
     loaded = load_experiment(argv, "submit", is_begun=True)  # whoever rendered the script has checked it
     if loaded.experiment.run_dir.resolve() != run_dir.resolve():
         raise ConfigError(
-            f"the script says {run_dir}, but the experiment says {loaded.experiment.run_dir}: render the script again"
+            f"the script says {run_dir}, but the experiment, read in {Path.cwd()}, says {loaded.experiment.run_dir}: "
+            "render the script again"
         )
     site = load_site(loaded.experiment.slurm.site)
     made = prepare_run(loaded, site)

@@ -111,7 +111,7 @@ def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: S
         )
     step = _saved(run_dir, job_id)
     if row is not None:
-        return Ended(str(run_dir), True, *_own_end(row, step), job_id)
+        return Ended(str(run_dir), True, *_own_end(run_dir, row, step), job_id)
     return Ended(str(run_dir), True, "cancelled", f"ended without a new save{_newest(step)}", job_id)
 
 
@@ -120,12 +120,14 @@ def _is_well(row: AttemptRow) -> bool:
     return row.get("outcome") in ("stopped", "completed") and not row.get("exit_code")
 
 
-def _own_end(row: AttemptRow, step: Any) -> tuple[str, str]:
-    """Return outcome and note of a run that ended while it was asked to: it need not have obeyed."""
+def _own_end(run_dir: Path, row: AttemptRow, step: Any) -> tuple[str, str]:
+    """Return outcome and note of a run that ended while it was asked to: it need not have obeyed, nor had anything to
+    save."""
+    saved = f"saved{_at(step)}" if step is not None or not _has_checkpoints(run_dir) else "nothing to save yet"
     if _is_well(row):
-        return "stopped", f"saved{_at(step)} and ended"
+        return "stopped", f"{saved} and ended" if saved.startswith("saved") else f"ended; {saved}"
     if row.get("next") is not None and row.get("exit_code") == 0:  # at its time limit, or for a preemption
-        return "stopped", f"saved{_at(step)}; taken out of the queue"
+        return "stopped", f"{saved}; taken out of the queue"
     return "over", f"ended by itself: {row.get('outcome')} ({row.get('cause')}){_newest(step)}"
 
 
@@ -173,8 +175,8 @@ def _stop_and_wait(
                 and (_is_well(row) or row.get("next") is not None or not lives)
             ):
                 return row
-            if not lives:
-                return None
+            if not lives:  # of a row that stood there before: the run had ended, and its job was on its way out
+                return row if row is not None and row.get("next") is None else None
             if time.monotonic() - told >= _TELL_EVERY_S:
                 told = time.monotonic()
                 word = read_json(run_dir / STATUS_JSON) or {}
@@ -244,7 +246,7 @@ def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> End
             row = _stop_and_wait(run_dir, None, timeout_s, say, open_row)
             if row is not None:
                 _wait_for_process(run_dir, open_row)
-                return Ended(str(run_dir), True, *_own_end(row, _saved(run_dir)))
+                return Ended(str(run_dir), True, *_own_end(run_dir, row, _saved(run_dir)))
         if not is_held(open_row) and local_controller(run_dir) is None:  # it was killed meanwhile
             return Ended(str(run_dir), True, "over", _how_it_ended(run_dir, read_rows(run_dir / ATTEMPTS_JSONL)))
         end_local(run_dir, local_controller(run_dir))
@@ -258,6 +260,17 @@ def _saved(run_dir: Path, job_id: str | None = None) -> Any:
     """Return the step that the last attempt saved; None of a service, whose saves alone are counted."""
     is_service = adapters_root(run_dir).is_dir()
     return None if is_service else (_last_row(run_dir, job_id) or {}).get("saved_step")
+
+
+def _has_checkpoints(run_dir: Path) -> bool:
+    """Return whether what the run saves are steps of training: not episodes, nor what users of a service train."""
+    from prime_hpc.config.snapshot import load_run
+
+    try:
+        experiment = load_run(run_dir)
+    except ConfigError:
+        return False
+    return experiment.trains and not is_parent(experiment) and not adapters_root(run_dir).is_dir()
 
 
 def _how_it_ended(run_dir: Path, rows: list[AttemptRow]) -> str:

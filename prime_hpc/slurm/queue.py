@@ -89,6 +89,7 @@ def render_submission(loaded: Loaded, *, as_rendered: bool = False) -> Submissio
         python=interpreter(),
         command_tail=command_tail(loaded.argv),
         token=None if as_rendered else token,
+        cwd=Path.cwd(),
     )
     how = restart_mode(experiment, site, placement)
     return Submission(experiment, site, placement, how, token, text, other)

@@ -65,8 +65,8 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
         r"node count|node configuration is not available|more processors requested|requested node",
         "slurm",
         "no node set can ever fulfil it: fewer slurm.trainer.nodes or slurm.inference.nodes, fewer "
-        "slurm.gpus_per_node, another slurm.gpu_type, less slurm.mem or slurm.cpus_per_task, another slurm.partition "
-        "(`sinfo -o '%P %D %c %m %G'` shows what there is)",
+        "slurm.gpus_per_node, another slurm.gpu_type, less slurm.mem or slurm.cpus_per_task, another slurm.partition, "
+        "other nodes in slurm.nodelist and slurm.exclude (`sinfo -o '%P %D %c %m %G'` shows what there is)",
     ),
     (
         r"unrecognized option|invalid option|ambiguous",

@@ -50,6 +50,7 @@ def render_job(
     command_tail: list[str],
     token: str | None = None,
     array: ArrayPart | None = None,
+    cwd: Path | None = None,
 ) -> str:
     """Return the batch script.
 
@@ -61,6 +62,8 @@ def render_job(
         command_tail: experiment file and overrides, absolute, from which a script sent by hand prepares the run.
         token: goes into the job's comment, by which a submit whose answer was lost is found again.
         array: for a sweep.
+        cwd: directory from which the experiment's relative paths count, and in which the script starts wherever sbatch
+            is called; None: where sbatch is called.
 
     Raises:
         ConfigError: something that Slurm cannot do, or that no script can say.
@@ -82,7 +85,7 @@ def render_job(
             lines.append("#SBATCH hetjob")
         asked = _explicit(component, carried)
         named = {
-            **_job_options(component, experiment, array, run_dir),
+            **_job_options(component, experiment, array, run_dir, cwd),
             **_component_options(component, asked, placement, experiment, site, token),
         }
         lines += [f"#SBATCH {directive(name, value)}" for name, value in named.items()]
@@ -156,7 +159,9 @@ def _comment(text: str) -> str:
     return " ".join(text.split())
 
 
-def _job_options(component: Component, experiment: Experiment, array: ArrayPart | None, run_dir: Path) -> Options:
+def _job_options(
+    component: Component, experiment: Experiment, array: ArrayPart | None, run_dir: Path, cwd: Path | None
+) -> Options:
     """Return the options of the job as a whole: only component 0 states it, except for the name."""
     options: Options = {"job-name": job_name(experiment)}
     if component.index:
@@ -165,6 +170,8 @@ def _job_options(component: Component, experiment: Experiment, array: ArrayPart 
         options["array"] = index_ranges(array.indices) + (f"%{array.throttle}" if array.throttle else "")
     options["output"] = array.log_pattern if array else f"{escape_pattern(str(run_dir / 'logs'))}/slurm-%j.out"
     options["open-mode"] = "append"
+    if cwd is not None:
+        options["chdir"] = str(cwd)
     return options
 
 
@@ -278,7 +285,7 @@ def interpreter() -> str:
 def command_tail(argv: list[str]) -> list[str]:
     """Return an experiment's command line (without the verb and its own flags) with its config files as absolute paths.
 
-    Values of keys stay as they are: the job starts in the directory in which sbatch was called. A secret is left out:
+    Values of keys stay as they are: the job starts in the directory that the script names. A secret is left out:
     the script, and the job's command line, are read by others (a run that `submit` sends has it in its run directory).
     """
     argv, _ = command_without_secrets(argv)

@@ -81,12 +81,39 @@ def parse_words(added: str) -> str | None:
 
 def granted_until(job_id: str) -> float | None:
     """EndTime of the running job: a preemption with grace moves it. None where it is unknown or the job is ending."""
+    components = [text for text in _of_running(job_id) if not _is_over(text)]
+    return parse_end_time("\n".join(components)) if components else None
+
+
+def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequence[str]) -> str | None:
+    """Return the component of a het job, such as `131+1`, that somebody has cancelled alone; None: none was.
+
+    All that Slurm does by itself (a preemption, a requeue, a lost node) it does to all components.
+
+    Args:
+        job_id: the leader's, which runs.
+        restarts: of this attempt.
+        began: of this attempt, epoch seconds.
+        hosts: of the allocation.
+    """
+    over = [text for text in _of_running(job_id) if _is_over(text) and int(field(text, "Restarts") or 0) <= restarts]
+    if not over or lost_hosts(hosts, began):
+        return None
+    return f"{job_id}+{field(over[0], 'HetJobOffset')}"
+
+
+def _of_running(job_id: str) -> list[str]:
+    """Return what Slurm says of each component of a job, the leader's first; nothing where that does not run."""
     try:
         text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
     except SlurmError as error:
         logger.debug(f"the job's end is unknown: {error}")
-        return None
-    return parse_end_time(text) if field(text, "JobState") == "RUNNING" else None
+        return []
+    return [line for line in text.splitlines() if line.strip()] if field(text, "JobState") == "RUNNING" else []
+
+
+def _is_over(component: str) -> bool:
+    return field(component, "JobState") in ("COMPLETING", "CANCELLED")
 
 
 def why_terminated(

@@ -255,5 +255,7 @@ def _not_found(word: str, names: list[str], folder: Path) -> str:
         hint = f"{folder} holds {len(names)} others (`prime-hpc status {folder}` lists them)"
     else:
         hint = f"there is no run under {folder}; give a directory, or name another folder with {OUTPUTS_VARIABLE}"
-    kind = "run or job" if _JOB_ID.fullmatch(word) else "run"
-    return f"no {kind} {word!r}; {hint}"
+    if _JOB_ID.fullmatch(word):
+        asking = f"`scontrol show job {word}` names the directory of another (StdOut)"
+        return f"no run or job {word!r}: ids are those of the runs under {folder}; {asking}"
+    return f"no run {word!r}; {hint}"

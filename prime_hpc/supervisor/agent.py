@@ -4,9 +4,9 @@
 
 It says hello over the bus (host, free ports, GPUs), is told what to start, starts it, and ends it with everything
 it started: when it is told to, when its supervisor has been silent for `fence_s`, or when a newer attempt of the run
-has begun. So a node that was cut off, or whose batch host died, never works on beside a new attempt. SIGTERM ends
-nothing: Slurm sends it to all processes of the job at once, or (a preemption with grace) to the steps alone, and the
-supervisor, who is told of it, may still want a save.
+has begun. So a node that was cut off, or whose batch host died, never works on beside a new attempt. SIGTERM and
+SIGUSR1 end nothing: Slurm sends them to all processes of the job at once, or (a preemption with grace, `scancel -s
+USR1`) to the steps alone, and the supervisor, who is told of it, may still want a save.
 
     thread "voice"     beats, hears, counts the supervisor's silence; touches no file, so that a file system that
                        hangs on this node (or on all) is no death; stopped processes count nothing
@@ -67,6 +67,8 @@ TICK_S = 0.1
 PORTS = {"trainer": 1, "orchestrator": 0}
 """Ports that the first agent of each node finds for its role; a server's: HTTP, and its data-parallel head."""
 SERVER_PORTS = 2
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of Slurm, or of `scancel -s`, of which the supervisor is told; no process of the step dies of them."""
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
@@ -172,7 +174,7 @@ class Agent:
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         self._told_to_end = False
-        self._warned = False
+        self._warnings: list[int] = []
         self._has_newer_start = False
         self._has_lost_supervisor = False
         self._fenced: str | None = None
@@ -204,7 +206,8 @@ class Agent:
         """Live until the role's process ends or must end; returns the agent's exit code."""
         become_subreaper()
         activity.introduce("agent", self._local, self._paths.root, label=self._label)
-        signal.signal(signal.SIGTERM, self._on_warning)
+        for number in WARNINGS:
+            signal.signal(number, self._on_warning)
         signal.signal(signal.SIGINT, self._on_signal)
         for name, target in (("voice", self._exchange_messages), ("fence", self._look_for_newer_attempt)):
             threading.Thread(target=target, name=name, daemon=True).start()
@@ -258,8 +261,8 @@ class Agent:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._told_to_end = True
 
-    def _on_warning(self, _number: int, _frame: FrameType | None) -> None:
-        self._warned = True
+    def _on_warning(self, number: int, _frame: FrameType | None) -> None:
+        self._warnings.append(number)
 
     def _say(self, event: str, **facts: Any) -> None:
         key = f"{self._host}/{self._local}"
@@ -282,9 +285,8 @@ class Agent:
 
     def _talk(self) -> None:
         """Hello until there is an order, then a beat now and then."""
-        if self._warned:
-            self._warned = False
-            self._say("warned")
+        while self._warnings:
+            self._say("warned", signal=self._warnings.pop(0))
         now = self._clock.now()
         if self._reach is not None and not self._has_order and now >= self._next_hello:
             self._next_hello = now + HELLO_AGAIN_S
@@ -386,10 +388,10 @@ class Agent:
         trains = self._label.split("[")[0] == "trainer"
         environment |= gpu_environment(self._task_gpus(order), environment, trains=trains)
         self._output.write_line(f"[{self._host}] $ {' '.join(command)}")
-        # deaf to Slurm's SIGTERM until it has a handler of its own
-        command = tied(command, environment, deaf_to=[signal.SIGTERM])
+        # deaf to Slurm's signals until it has handlers of its own
+        command = tied(command, environment, deaf_to=WARNINGS)
         reader, writer = os.pipe()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -398,7 +400,7 @@ class Agent:
             env=environment,
             start_new_session=True,
         )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
         os.close(writer)
         self._forwarding = self._output.forward(reader)
         activity.doing("leading its role")

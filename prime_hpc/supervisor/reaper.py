@@ -63,8 +63,12 @@ class Reaper:
 
 def main() -> None:
     """Read process ids until the pipe closes; then end what is left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job; the pipe decides
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # Slurm sends them to every process; the pipe decides
+        signal.signal(number, signal.SIG_IGN)
     watched: dict[int, psutil.Process] = {}  # with their start times: a number alone may be another process's by then
     for raw in sys.stdin:
         line = raw.strip()

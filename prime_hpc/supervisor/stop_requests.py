@@ -15,7 +15,7 @@ from loguru import logger
 
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
-from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
+from prime_hpc.slurm.termination import JobLog, cancelled_component, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
@@ -114,9 +114,13 @@ class Controls:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def note_warning(self) -> None:
-        """Note a step's SIGTERM: with a grace time Slurm tells the steps of a preemption, the batch process not."""
-        self._warned = True
+    def note_warning(self, number: int = signal.SIGTERM) -> None:
+        """Note a step's signal: with a grace time Slurm tells the steps of a preemption, the batch process not; and
+        `scancel -s USR1` without `--batch` goes to the steps alone."""
+        if number != signal.SIGUSR1:
+            self._warned = True
+        elif number not in self._signals:
+            self._signals.append(number)
 
     def ask_to_stop(self, reason: str) -> None:
         """Somebody of this process wants the run to save and end. Any thread."""
@@ -203,7 +207,8 @@ class Controls:
         if number == signal.SIGUSR1:
             left = self._left()
             if left is not None and left > 3 * self._lead_s + 60:
-                return StopRequest(f"warned by {name} (preemption)", "preempted", 0, True, self._lead_s)
+                reason = f"warned by {name} (a preemption, or scancel -s)"
+                return StopRequest(reason, "preempted", 0, True, self._lead_s)
             words = "" if left is None else f", {left:.0f} s before the time limit"
             return StopRequest(f"warned by {name}{words}", "requeued", 0, True, self._budget())
         if number == signal.SIGINT or self._allocation is None:
@@ -254,10 +259,16 @@ class Controls:
         return None if reason is None else StopRequest(reason, "stopped", 0, True, self._budget())
 
     def _of_grace(self, now: float) -> StopRequest | None:
-        """Notice a preemption with grace: it moves the end of the job, and says nothing else."""
-        if self._allocation is not None and not self._allocation.by_slurm:
+        """Notice a preemption with grace: it moves the end of the job, and says nothing else. Or the end of one
+        component."""
+        job = self._allocation
+        if job is not None and not job.by_slurm:
             return StopRequest("a pod of the run is told to end", "preempted", 0, True, self._budget())
-        end = granted_until(self._allocation.job_id) if self._allocation else None
+        if job is not None and job.is_het and (self._ends_at is None or now < self._ends_at - LIMIT_MARGIN_S):
+            gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
+            if gone is not None:
+                return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
+        end = granted_until(job.job_id) if job is not None else None
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
             return None
         reason = f"preempted, with {end - now:.0f} s of grace"

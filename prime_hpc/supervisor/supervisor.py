@@ -319,8 +319,8 @@ class Supervisor:
             for role in self._roles:
                 role.kill()
         for role in [role for role in self._roles if role.warned]:
-            role.warned = False
-            self._controls.note_warning()
+            self._controls.note_warning(role.warned)
+            role.warned = 0
         request = self._controls.poll()
         if self._controls.is_asked_why:
             self._controls.is_asked_why = False

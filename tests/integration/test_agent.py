@@ -145,13 +145,16 @@ def test_told_to_end_it_leaves_nothing(lead: Lead, tmp_path: Path) -> None:
     assert gone(members)
 
 
-def test_sigterm_is_a_warning(lead: Lead, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_slurms_signals_are_warnings_to_all_of_a_step(lead: Lead, tmp_path: Path, number: signal.Signals) -> None:
     lead.hear("hello")
     lead.order(*sleeper(tmp_path / "pids"))
-    pids(lead, tmp_path / "pids")
-    lead.agent.send_signal(signal.SIGTERM)
-    lead.hear("warned")
-    assert lead.agent.poll() is None
+    members = pids(lead, tmp_path / "pids")
+    for pid in [*members, lead.agent.pid]:
+        os.kill(pid, number)
+    assert lead.hear("warned")["signal"] == number
+    lead.hear("beat")
+    assert lead.agent.poll() is None and not gone(members)
 
 
 @pytest.mark.parametrize("lead", [2.5], indirect=True)

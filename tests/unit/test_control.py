@@ -96,6 +96,42 @@ def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> 
     assert fake.calls("scancel") == []
 
 
+@pytest.mark.parametrize(("kind", "note"), [("sft", "ended; nothing to save yet"), ("eval", "saved and ended")])
+def test_cancel_says_saved_of_a_run_that_saved(fake: FakeSlurm, config: Path, kind: str, note: str) -> None:
+    submit(load(config))
+    run_yaml = run_dir(config) / "run.yaml"
+    run_yaml.write_text(run_yaml.read_text().replace("kind: sft", f"kind: {kind}"))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        ended(config, "stopped", exit_code=0)
+        fake.change("100", state="COMPLETED")
+
+    thread = threading.Thread(target=supervisor)
+    thread.start()
+    assert cancel(config).note == note
+    thread.join()
+
+
+def test_cancel_of_a_job_whose_run_has_just_ended(fake: FakeSlurm, config: Path) -> None:
+    """Its attempt is over and its job is not yet: nobody is going to obey, and nobody has to."""
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    ended(config, "completed", exit_code=0, saved_step=50)
+
+    def slurm() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        fake.change("100", state="COMPLETED")
+
+    thread = threading.Thread(target=slurm)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    assert (result.outcome, result.note) == ("stopped", "saved at step 50 and ended")
+    assert fake.calls("scancel") == []
+
+
 def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     fake.change("100", state="RUNNING", nodes="n1")

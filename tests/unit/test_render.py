@@ -210,6 +210,15 @@ def test_every_sweep_renders_as_an_array(path: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("layout", ["packed", "het"])
+def test_a_script_starts_where_relative_paths_count_from(layout: str) -> None:
+    """Wherever sbatch is called."""
+    tree, site = CASES["het" if layout == "het" else "single_node"]
+    script = render(tree, site, cwd=Path("/home/me/my runs"))
+    assert script.splitlines().count('#SBATCH --chdir="/home/me/my runs"') == 1
+    assert script.index("--chdir") < script.index("hetjob" if layout == "het" else "set -euo")
+
+
 def test_the_example_site_is_a_site() -> None:
     site = parse_site(ROOT / "slurm" / "sites" / "example.yaml")
     assert site.partitions["h100"].gpus_per_node == 8

@@ -66,6 +66,28 @@ def test_what_a_sigterm_means() -> None:
     assert verdict() == ("interrupted", False)
 
 
+@pytest.mark.parametrize(
+    ("second", "node", "cancelled", "end"),
+    [
+        ("JobState=COMPLETING Restarts=0 EndTime=2026-11-21T15:00:00", "IDLE", "15+1", "15:28:14"),
+        ("JobState=CANCELLED Restarts=0 EndTime=2026-11-21T15:00:00", "IDLE", "15+1", "15:28:14"),
+        ("JobState=COMPLETING Restarts=0 EndTime=2026-11-21T15:00:00", "DOWN", None, "15:28:14"),
+        ("JobState=COMPLETING Restarts=1 EndTime=2026-11-21T15:00:00", "IDLE", None, "15:28:14"),
+        ("JobState=RUNNING Restarts=0 EndTime=2026-11-21T15:00:00", "IDLE", None, "15:00:00"),
+    ],
+)
+def test_a_component_that_is_cancelled_alone_is_no_grace(
+    monkeypatch: pytest.MonkeyPatch, second: str, node: str, cancelled: str | None, end: str
+) -> None:
+    job = JOB.format(state="RUNNING", reason="None", restarts=0, preempt="None")
+    job += f" HetJobOffset=0\nJobId=16 HetJobId=15 HetJobOffset=1 {second}\n"
+    answers = {"job": job, "node": f"NodeName=n1 State={node} BootTime=None SlurmdStartTime=None\n"}
+    monkeypatch.setattr(termination, "run_slurm", lambda argv, timeout_s: answers[argv[2]])
+    assert termination.cancelled_component("15", 0, 0.0, ["n1"]) == cancelled
+    until = termination.granted_until("15")
+    assert until is not None and time.strftime("%H:%M:%S", time.localtime(until)) == end
+
+
 def test_the_job_log_is_read_from_this_life_on(tmp_path: Path) -> None:
     log = tmp_path / "slurm.out"
     log.write_text("slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-21T14:24:43 DUE TO JOB REQUEUE ***\n")
@@ -349,10 +371,12 @@ def test_signals(tmp_path: Path) -> None:
     one._on_signal(signal.SIGUSR1, None)
     request = one.poll()
     assert request is not None and (request.outcome, request.save) == ("requeued", True)
-    far = controls(tmp_path, left_s=10_000)
+    far, by_steps = controls(tmp_path, left_s=10_000), controls(tmp_path, left_s=10_000)
     far._on_signal(signal.SIGUSR1, None)
+    by_steps.note_warning(signal.SIGUSR1)  # of each of its nodes
+    by_steps.note_warning(signal.SIGUSR1)
     request = far.poll()
-    assert request is not None and request.outcome == "preempted"
+    assert request is not None and request.outcome == "preempted" and by_steps.poll() == request
     local = controls(tmp_path)
     local._on_signal(signal.SIGTERM, None)
     request = local.poll()

@@ -92,7 +92,7 @@ def test_a_directory_needs_no_outputs_folder(outputs: dict[str, str], tmp_path: 
     ("word", "says"),
     [
         ("revers-text", "no run 'revers-text'; did you mean reverse-text"),
-        ("999", "no run or job '999'; "),
+        ("999", "`scontrol show job 999` names the directory of another (StdOut)"),
         ("same", "several runs: a/same, b/same"),
         ("zzz", "holds 5 others"),
     ],

@@ -337,6 +337,13 @@ def test_a_stopped_engine_core_is_named_with_its_call() -> None:
     assert "before it was stopped it was at `serving`, in `step` for 40 s" in found.evidence
 
 
+def test_a_zombie_is_said_unless_it_is_what_srun_leaves_behind() -> None:
+    words = ("python", "srun")
+    dead = [row("", pid=500 + i, state="Z", comm=comm) | {"word": {}} for i, comm in enumerate(words)]
+    found = diagnose([*waiting_trainer(1), orchestrator(), server(), *dead], {}, now=NOW)
+    assert [line.partition("zombie")[2] for line in found.evidence if "zombie" in line] == [" (process 500, python)"]
+
+
 @pytest.mark.parametrize(("role", "text"), [("trainer", "trainer rank 1 on n1"), ("inference", "inference server 1")])
 def test_a_stopped_process_outweighs_what_waits_for_it(role: str, text: str) -> None:
     stopped = row(role, 1, state="T", phase="optim", pid=77)

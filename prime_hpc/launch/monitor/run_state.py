@@ -4,6 +4,7 @@ The run itself is not asked: it may be dead. What it wrote last, whether its job
 exists, and how long it has been silent decide.
 """
 
+import math
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,7 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
         )
     else:
         job = job if state == "sending" else _find(queue, record, record.get("job_id"))
-        _judge_waiting(status, job, queue, age)
+        _judge_waiting(status, job, queue, age, is_cancelled=_was_cancelled(record, job, number(record.get("time"))))
 
 
 def _sent(record: SubmissionRecord, queue: Queue) -> "JobInfo | None":
@@ -161,7 +162,7 @@ def _client_lives(record: SubmissionRecord) -> bool:
     return pid is None or record.get("host") != socket.gethostname() or psutil.pid_exists(pid)
 
 
-def _judge_waiting(status: RunStatus, job: "JobInfo | None", queue: Queue, age: float) -> None:
+def _judge_waiting(status: RunStatus, job: "JobInfo | None", queue: Queue, age: float, *, is_cancelled: bool) -> None:
     """Judge a job that was sent and has not begun an attempt."""
     if job is not None and job.is_pending:
         _take_job(status, job, "pending")
@@ -169,6 +170,8 @@ def _judge_waiting(status: RunStatus, job: "JobInfo | None", queue: Queue, age: 
     elif job is not None and job.is_active:
         _take_job(status, job, "starting")
         status.note = f"its nodes are {job.state.lower()}, no attempt has begun yet" if job.state != "RUNNING" else ""
+    elif is_cancelled:
+        status.state, status.note = "stopped", "cancelled before an attempt began"
     elif job is not None:
         _take_job(status, job, "lost")
         status.note = f"job {job.job_id} ended ({job.state}) before an attempt began"
@@ -273,18 +276,31 @@ def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
         _take_job(status, job, "requeued")
         status.note = "; ".join(filter(None, [_why_pending(job), f"ended by: {status.note}"]))
     elif job is not None and job.is_active and not job.is_pending:
-        if _is_next_attempt(job, last):
+        if _is_next_attempt(job, last) and job.state == "COMPLETING":
+            _take_job(status, job, "requeued")
+            status.note = f"Slurm still ends the last attempt; ended by: {status.note}"
+        elif _is_next_attempt(job, last):
             _take_job(status, job, "starting")
         elif last.get("next") == IN_PLACE:
             status.state = "starting"
         elif outcome != "failed" or _is_to_come_back(last):
             status.state = "requeued"
+    elif _is_to_come_back(last) and _was_cancelled(record, job, number(last.get("ended"))):
+        status.state = "stopped"
+        status.note = f"cancelled before it came back; ended by: {status.note}"
     elif _is_to_come_back(last) and queue.trouble:
         status.state = "requeued"
         status.note += f"; Slurm cannot be asked: {queue.trouble}"
     elif _is_to_come_back(last):
         status.state = "lost"
         status.note = f"it was to come back ({status.note}), but job {status.job_id} is gone: cancelled?"
+
+
+def _was_cancelled(record: SubmissionRecord, job: "JobInfo | None", since: float | None) -> bool:
+    """Return whether a job that is over was taken out of the queue, by `cancel` (after `since`) or by scancel."""
+    if job is not None and not job.is_active and job.state.startswith("CANCELLED"):
+        return True
+    return (number(record.get("cancelled")) or 0.0) > (since or math.inf)
 
 
 def _is_to_come_back(last: AttemptRow) -> bool:

@@ -81,8 +81,8 @@ class Role:
         """Nodes that it is on now."""
         self.url: str | None = None
         """Of a server whose agents were told where to listen."""
-        self.warned = False
-        """Whether one of its nodes got SIGTERM and nobody has looked into it."""
+        self.warned = 0
+        """The signal that one of its nodes got and nobody has looked into; 0: none."""
         self.is_substitute_job = False
         """Whether it runs, or waits for a node, as a job of its own."""
         self.started = 0.0

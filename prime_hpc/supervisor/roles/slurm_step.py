@@ -305,7 +305,7 @@ class StepRole(Role):
         elif event == "adopted":
             self._adopted[key] = int(message["incarnation"])
         elif event == "warned":
-            self.warned = True
+            self.warned = int(message.get("signal", signal.SIGTERM))
         elif event == "replaced":
             code = int(message["code"])
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

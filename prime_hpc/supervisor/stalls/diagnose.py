@@ -99,6 +99,7 @@ class _Scene:
             f"{label(row, rows)} on {row['host']} is a zombie (process {row['pid']}, {row['comm']})"
             for row in rows
             if row["state"] == "Z"
+            and row["comm"] != "srun"  # its second process outlives it: the supervisor has it then
         ]
 
     def of(self, *roles: str) -> list[Row]:

@@ -41,6 +41,7 @@ def run(argv: list[str], program: str) -> int:
         python=interpreter(),
         command_tail=command_tail(loaded.argv),
         array=array,
+        cwd=Path.cwd(),
     )
     _, left_out = command_without_secrets(loaded.argv)
     if left_out:
