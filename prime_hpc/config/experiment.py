@@ -45,7 +45,8 @@ class Experiment(Section):
     output_dir: Path = Path("outputs")
     """Parent of the run directory, on a file system that all nodes share."""
     seed: int = Field(0, ge=0)
-    """Seed of everything random."""
+    """Seed of everything random: weights that are drawn, the order of tasks and rows. Replies of two runs of one seed
+    differ all the same: engines draw them in the order in which requests come (`prime-hpc replay` repeats batches)."""
     max_steps: int = Field(100, ge=1)
     """Optimizer updates in all, also after a resume."""
     async_level: int = Field(2, ge=0)

@@ -7,6 +7,7 @@ prime-hpc ships, and any dotted module path, is therefore entered into `sys.modu
 import difflib
 import importlib
 import sys
+import traceback
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -102,6 +103,10 @@ def resolve_taskset(name: str) -> FoundTaskset:
         raise EnvError(f"taskset {name!r} is installed, but importing it fails: {error}") from error
     except EnvError as error:
         raise EnvError(f"taskset {name!r} cannot be played: {error}") from error
+    except (Exception, SystemExit) as error:  # other people's code
+        raise EnvError(
+            f"taskset {name!r} is installed, but importing it fails: {type(error).__name__}: {error}{_place(error)}"
+        ) from error
     try:
         assert issubclass(taskset_class(ident), Taskset)
     except (AttributeError, TypeError, ValueError) as error:
@@ -129,6 +134,14 @@ def _not_importable(name: str, error: ModuleNotFoundError) -> EnvError:
         "into this Python, e.g. "
         f"`{sys.executable} -m pip install {name.rsplit('/', 1)[-1]}` or `-m pip install -e path/to/it`"
     )
+
+
+def _place(error: BaseException) -> str:
+    """Return where an import failed, for the message."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    if isinstance(error, SyntaxError) or not frames:  # which says it itself
+        return ""
+    return f" (in {frames[-1].filename}, line {frames[-1].lineno})"
 
 
 def _verifiers_tasksets() -> list[str]:

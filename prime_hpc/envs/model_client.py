@@ -185,6 +185,7 @@ class PolicyClient(Client):
 
     async def _prompt(self, messages: list[Message], tools: list[Tool], turn: PendingTurn | None) -> tuple[Any, bool]:
         """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens."""
+        _check_text_alone(messages)
         wire_tools = [tool_to_wire(tool) for tool in tools] or None
         if wire_tools is not None and not self.renderer.reads_tool_calls:
             raise RequestRefusedError(
@@ -276,6 +277,19 @@ def _first_choice(raw: bytes) -> dict[str, Any]:
         raise ProviderError(f"the server's answer is no generation: {raw[:200]!r}") from error
     choice["request_id"] = data.get("request_id")
     return choice
+
+
+def _check_text_alone(messages: list[Message]) -> None:
+    """Raise RequestRefusedError for what a renderer would leave out: a picture's place in the prompt would be empty."""
+    for message in messages:
+        if isinstance(message.content, list):
+            for part in message.content:
+                if part.type != "text":
+                    raise RequestRefusedError(
+                        f"a {message.role} message holds {part.type}: prompts are text here, and the model would "
+                        "answer without having seen it",
+                        status_code=400,
+                    )
 
 
 def _extends_reply(tail: list[Message]) -> bool:

@@ -60,7 +60,8 @@ class Start:
     scratch: Path
     """A folder of its own, with a short name; removed afterwards."""
     sock: socket.socket | None
-    """Bound, not listening; None: its engines belong to another node's head, and nothing listens."""
+    """Bound, not listening; None: its engines belong to another node's head, and nothing listens. Set SO_REUSEADDR when
+    it begins to listen, not before: else this server, killed and started again, does not get its port."""
     key: str
     """Without which a client gets nothing."""
     on_ready: Callable[[dict[str, Any]], None]

@@ -119,6 +119,66 @@ def test_a_group_of_environments_plays_each_row_with_its_own(world: World) -> No
     assert ["reward/turns" in result.metrics for result in results] == [False, False, True, True]
 
 
+def odd(kind: str) -> EnvConfig:
+    return EnvConfig(id="tests.support.hub.legacy_odd", args={"kind": kind})
+
+
+def test_a_hidden_argument_may_be_of_any_type_and_a_tool_s_of_any_name(world: World) -> None:
+    world.script = lambda prompt, number: call("remember", function="f") if number < 2 else "done"
+    (result,) = world.play(odd("session"))
+    assert "1 kept, f the last" in result.completion_text and "2 kept, f the last" in result.completion_text
+    prompt = world.tokenizer.decode(world.server.requests[0]["token_ids"])
+    assert '"function": {"title": "Function", "type": "string"}' in prompt and "session" not in prompt
+    assert '"times": {"anyOf": [{"type": "integer"}, {"type": "null"}]' in prompt
+
+
+def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
+    world.script = lambda prompt, number: "0"
+    right, wrong = world.play(odd("column"), 2)
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+def test_rewards_that_raise_are_counted(world: World) -> None:
+    world.script = lambda prompt, number: "abc"
+    (result,) = world.play(odd("raises"))
+    assert result.reward == 3.0 and result.metrics["reward/raises"] == 0.0 and result.metrics["reward_errors"] == 1.0
+    world.script = lambda prompt, number: "abcd"
+    (result,) = world.play(odd("raises"))
+    assert result.reward == 5.0 and result.metrics["reward_errors"] == 0.0
+    (result,) = world.play(odd("never-metric"))
+    assert result.reward == 4.0 and result.metrics["never"] == 0.0 and result.metrics["reward_errors"] == 1.0
+
+
+def test_a_system_prompt_goes_before_prompts_that_have_none(world: World) -> None:
+    (result,) = world.play(odd("system"))
+    assert result.prompt_text == "[system] Be brief.\n[user] hi"
+
+
+def test_a_picture_is_refused_rather_than_left_out(world: World) -> None:
+    (result,) = world.play(odd("picture"))
+    assert not result.usable and "a user message holds image_url" in result.reason and not world.server.requests
+
+
+def test_a_package_puts_others_together(world: World) -> None:
+    world.script = add
+    first, *_ = world.play(odd("others"), 3)
+    assert first.metrics["reward/correct"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("never", "'never' takes reference_solution, which no rollout has"),
+        ("info", "row 4: its info is a text, but no JSON"),
+        ("splits", "row 0 of its dataset is no mapping of columns, but 'train'"),
+    ],
+)
+def test_what_its_rows_lack_is_said_before_it_is_played(world: World, kind: str, words: str) -> None:
+    with pytest.raises(EnvError) as caught:
+        world.play(odd(kind))
+    assert words in str(caught.value) and "environment 'tests.support.hub.legacy_odd'" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -137,6 +197,9 @@ def test_a_group_of_environments_plays_each_row_with_its_own(world: World) -> No
             "verifiers.GRPOTrainer is not played: training is prime-hpc's",
         ),
         (EnvConfig(id="tests.support.hub.legacy_needs"), "pip install not_a_module_of_anyone"),
+        (odd("scores"), "class ScoresItself has a score_rollout() of its own"),
+        (odd("twice"), "EnvGroup has two environments of one name (a, a)"),
+        (EnvConfig(id="tests.support.hub.legacy_broken"), "KeyError: 'A_KEY_OF_A_JUDGE_THAT_NOBODY_HAS' (in /"),
         (EnvConfig(id="tests.support.env_world"), "has no `load_environment` function either"),
     ],
     ids=lambda value: value.id + str(value.args.get("kind", "")) if isinstance(value, EnvConfig) else "",

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError, parse_choice, parse_scores
@@ -23,7 +25,9 @@ from prime_hpc.inference.transformers.engine import Engine
 from prime_hpc.inference.transformers.limits import model_problem
 from prime_hpc.inference.transformers.model import BatchModel
 from prime_hpc.inference.transformers.requests import Reader
+from prime_hpc.inference.transformers.serve import Server
 from prime_hpc.inference.transformers.weight_updates import BatchPolicy
+from prime_hpc.store.messaging import sockets
 from tests.support.inference_server import VOCAB, ServerProcess, hf_logprobs_of_all, publish, save_model
 
 CLOSE = 5e-5
@@ -252,6 +256,30 @@ def test_what_it_cannot_do_is_refused(world: World, tmp_path: Path) -> None:
         assert "vllm:num_requests_running 0\n" in figures and "prime_hpc_policy_version 0\n" in figures
 
     run(world, talk)
+
+
+def test_the_next_server_has_the_port_while_connections_to_the_last_one_linger() -> None:
+    # as after SIGKILL: the server's side closes first, and the kernel keeps the connection for a minute
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"here"})
+
+    async def serve(sock: socket.socket) -> None:
+        server = Server(uvicorn.Config(answer, log_level="warning", lifespan="off"))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{sock.getsockname()[1]}/")).text == "here"
+            server.should_exit = True
+            await serving
+
+    first = sockets.bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    asyncio.run(serve(first))
+    first.close()
+    with sockets.bind("127.0.0.1", port) as second:
+        asyncio.run(serve(second))
 
 
 @pytest.mark.slow

@@ -38,6 +38,16 @@ def test_a_rank_that_lost_another_is_not_the_cause(
     assert role.cause_of_death() == expected
 
 
+def test_the_only_rank_of_a_trainer_ended_as_it_did_and_not_as_torchrun(tmp_path: Path) -> None:
+    log_dir = RoleContext(role="trainer", run_dir=tmp_path).log_dir
+    role = Role(RoleSpec(name="trainer", command=["false"], start_timeout_s=60.0), log_dir, {"PATH": "/usr/bin:/bin"})
+    role.start()
+    role.reap()
+    assert role.cause_of_death() == "trainer ended with exit code 1"
+    role.log_file.write_text("Root Cause (first observed failure):\n[0]:\n  rank      : 0\n  exitcode  : -9 (pid: 5)\n")
+    assert role.cause_of_death() == "trainer was killed by signal 9"
+
+
 @pytest.mark.parametrize(
     ("words", "became"),
     [

@@ -31,6 +31,12 @@ def test_two_environments_of_one_label_are_refused(section: str) -> None:
     load([f"--orchestrator.{section}", '[{"id": "a"}, {"id": "a", "name": "b"}]'])
 
 
+def test_a_file_is_no_environment_and_the_message_says_how_to_name_it() -> None:
+    words = r"orchestrator\.env\.0\.id: .* write chess, with .* \(PYTHONPATH=envs/mine before .* slurm\.env\.PYTHONPATH"
+    refused(["--orchestrator.env", '[{"id": "envs/mine/chess.py"}]'], words)
+    load(["--orchestrator.env", '[{"id": "games.chess"}]'])
+
+
 def test_a_reference_is_of_its_keys_type_whatever_stated_it(tmp_path: Path) -> None:
     args = 'n: "${seq_len}", d: "${trainer.deterministic}", lr: "${trainer.optim.lr}", ids: "${trainer_gpu_ids}"'
     text = (

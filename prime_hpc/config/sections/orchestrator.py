@@ -104,6 +104,17 @@ class EnvConfig(Section):
     """Run what its episodes run (commands, tools, programs of a model) in sandboxes. An environment that cannot do
     without has them anyhow."""
 
+    @field_validator("id")
+    @classmethod
+    def _is_no_file(cls, ident: str) -> str:
+        if ident.endswith(".py"):
+            folder, _, file = ident.rpartition("/")
+            raise ValueError(
+                f"{ident} is a file, an id the name of a module: write {file.removesuffix('.py')}, with the folder on "
+                f"PYTHONPATH (PYTHONPATH={folder or '.'} before the command; of a job slurm.env.PYTHONPATH, absolute)"
+            )
+        return ident
+
     @field_validator("workers")
     @classmethod
     def _counts(cls, workers: int | Literal["auto"] | None) -> int | Literal["auto"] | None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from loguru import logger
+
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.messages import (
     ChatMessage,
@@ -24,6 +26,8 @@ from prime_hpc.envs.legacy.rubrics import Rubric, RubricGroup
 
 OWN_LOOPS = ("rollout", "get_model_response", "generate", "run_rollout", "run_group")
 """Methods that ask the model; overridden, they would do it without us."""
+NOT_CALLED = ("init_state", "add_trajectory_step", "add_model_response", "render_completion")
+"""Hooks of some releases around a turn, which have no place in the rollout here."""
 
 
 def stop(method: Callable[..., Any] | None = None, priority: int = 0) -> Any:
@@ -138,20 +142,31 @@ class Environment:
             if "question" not in row:
                 raise EnvError(f"row {number} has neither a prompt nor a question, but {', '.join(row)}")
             prompt = [*self.few_shot, {"role": "user", "content": str(row["question"])}]
-            if self.system_prompt:
-                prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        prompt = chat_messages(prompt)
+        if self.system_prompt and prompt and prompt[0]["role"] != "system":
+            prompt = [ChatMessage(role="system", content=self.system_prompt), *prompt]
         info = row.get("info") or {}
+        try:
+            info = json.loads(info) if isinstance(info, str) else info
+        except ValueError as error:
+            raise EnvError(f"row {number}: its info is a text, but no JSON: {error}") from error
         return {
             **row,
-            "prompt": [{k: v for k, v in m.items() if v is not None} for m in chat_messages(prompt)],
+            "prompt": [{k: v for k, v in m.items() if v is not None} for m in prompt],
             "answer": row.get("answer", ""),
             "task": row.get("task") or self.env_id or "default",
-            "info": json.loads(info) if isinstance(info, str) else info,
+            "info": info,
         }
 
     def member(self, example: dict[str, Any]) -> "Environment":
         """Return the environment that plays an example: this environment, or one of a group."""
         return self
+
+    def marked(self, mark: str) -> list[Any]:
+        """Return this object's methods with a mark, by priority and name."""
+        names = {name for cls in type(self).__mro__ for name, value in vars(cls).items() if hasattr(value, mark)}
+        methods = [method for name in names if hasattr(method := getattr(self, name), mark)]
+        return sorted(methods, key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))
 
     def check(self) -> None:
         """Raise EnvError where it cannot be played here: says what and why."""
@@ -162,6 +177,12 @@ class Environment:
                     "tokens, log-probabilities and versions that training needs"
                 )
         self.rubric.check()
+        unused = [name for name in NOT_CALLED if hasattr(type(self), name)]
+        unused += [f"{handler.__name__} (vf.teardown)" for handler in self.marked("teardown")]
+        if unused:
+            logger.warning("{}: these of its methods are not called here: {}", type(self).__name__, ", ".join(unused))
+        if not any(weight for _, _, weight in self.rubric.weighted()):
+            logger.warning("{} has no reward function with a weight: all its rewards are 0", type(self).__name__)
 
 
 class MultiTurnEnv(Environment):
@@ -225,12 +246,6 @@ class MultiTurnEnv(Environment):
         over = await maybe_await(self.is_completed, [*last["prompt"], *last["completion"]], state)
         return bool(over) or await self.max_turns_reached(state)
 
-    def marked(self, mark: str) -> list[Any]:
-        """Return this object's methods with a mark, by priority and name."""
-        names = {name for cls in type(self).__mro__ for name, value in vars(cls).items() if hasattr(value, mark)}
-        methods = [method for name in names if hasattr(method := getattr(self, name), mark)]
-        return sorted(methods, key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))
-
 
 class SingleTurnEnv(MultiTurnEnv):
     """One question, one reply."""
@@ -259,7 +274,9 @@ class ToolEnv(MultiTurnEnv):
 
     def add_tool(self, tool: Callable[..., Any]) -> None:
         """One more function."""
-        declaration = tool_declaration(tool)
+        self._add(tool, tool_declaration(tool))
+
+    def _add(self, tool: Callable[..., Any], declaration: dict[str, Any]) -> None:
         self.tools.append(tool)
         self.tool_map[declaration["function"]["name"]] = tool
         assert self.oai_tools is not None
@@ -316,12 +333,7 @@ class StatefulToolEnv(ToolEnv):
 
     def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
         """One more function, without the arguments that the model is not shown."""
-        super().add_tool(tool)
-        assert self.oai_tools is not None
-        parameters = self.oai_tools[-1]["function"]["parameters"]
-        for name in args_to_skip:
-            parameters.get("properties", {}).pop(name, None)
-        parameters["required"] = [name for name in parameters.get("required", []) if name not in args_to_skip]
+        self._add(tool, tool_declaration(tool, args_to_skip))
 
 
 class EnvGroup(Environment):
@@ -333,6 +345,8 @@ class EnvGroup(Environment):
         names = list(env_names or [f"env_{number}" for number in range(len(envs))])
         if len(names) != len(envs):
             raise ValueError(f"EnvGroup has {len(envs)} environments and {len(names)} names")
+        if len(set(names)) != len(names):
+            raise ValueError(f"EnvGroup has two environments of one name ({', '.join(names)}): whose is a row?")
         if any(isinstance(env, EnvGroup) for env in envs):
             raise EnvError("an EnvGroup holds another one: name all the environments in one group")
         self.envs, self.env_names = list(envs), names

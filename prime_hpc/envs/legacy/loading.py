@@ -5,6 +5,7 @@ session, take it from here.
 """
 
 import difflib
+import importlib
 import inspect
 import json
 import threading
@@ -39,6 +40,19 @@ def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Env
         if key not in _MADE:
             _MADE[key] = _make(module, name, arguments)
         return _MADE[key]
+
+
+def load_environment(env_id: str, **arguments: Any) -> Environment:
+    """Return another package's environment: what a package that puts several together calls (`vf.load_environment`).
+
+    Raises:
+        ModuleNotFoundError: there is no such package.
+        EnvError: it cannot be played.
+    """
+    module = importlib.import_module(env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_"))
+    if not is_legacy(module):
+        raise EnvError(f"environment {env_id!r} has no load_environment(), so that it can join no other")
+    return environment(module, env_id, arguments)
 
 
 def made(key: str) -> Environment:

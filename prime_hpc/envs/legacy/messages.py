@@ -1,8 +1,9 @@
 """Messages, tool calls and rollout state in the shapes that packages for the older verifiers interface read."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter
 from verifiers.v1.types import AssistantMessage, Tool, ToolCall
@@ -33,8 +34,8 @@ RewardFunc = Callable[..., Any]
 TrajectoryStep = dict[str, Any]
 
 
-async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a plain or an async function."""
+async def maybe_await(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a plain or an async function; its own arguments may have any name."""
     result = function(*args, **kwargs)
     return await result if isinstance(result, Awaitable) else result
 
@@ -84,14 +85,35 @@ def wire(message: ChatMessage) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def tool_declaration(function: Callable[..., Any]) -> dict[str, Any]:
-    """OpenAI's declaration of a Python function: its name, its docstring, its annotated parameters."""
-    typed: Any = function
+def tool_declaration(function: Callable[..., Any], without: Sequence[str] = ()) -> dict[str, Any]:
+    """OpenAI's declaration of a Python function: its name, its docstring, its annotated parameters.
+
+    Args:
+        function: the tool.
+        without: parameters that the model is not shown; they may be of any type, also one that JSON has no word for.
+    """
+    typed: Any = _shown(function, without) if without else function
     schema = TypeAdapter(typed).json_schema()
     parameters = {key: value for key, value in schema.items() if key in ("type", "properties", "required", "$defs")}
     name = getattr(function, "__name__", type(function).__name__)
     description = inspect.getdoc(function) or ""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _shown(function: Callable[..., Any], without: Sequence[str]) -> Callable[..., Any]:
+    """Return a stand-in with the parameters that are left; their annotations are evaluated where the function is."""
+    signature = inspect.signature(function)
+    kept = [parameter for name, parameter in signature.parameters.items() if name not in without]
+    inner: Any = inspect.unwrap(getattr(function, "__func__", function))
+    hints = {p.name: p.annotation for p in kept if p.annotation is not p.empty}
+    shown: Any = FunctionType(_nothing.__code__, getattr(inner, "__globals__", {}))
+    shown.__module__, shown.__annotations__ = function.__module__, hints
+    shown.__signature__ = inspect.Signature(kept)
+    return cast(Callable[..., Any], shown)
+
+
+def _nothing() -> None:
+    """Body of stand-ins, which nobody calls."""
 
 
 def v1_tool(declaration: Any) -> Tool:

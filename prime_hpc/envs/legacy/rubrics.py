@@ -1,11 +1,12 @@
 """Rubrics of the older verifiers interface: reward functions with weights, each given the arguments that it names.
 
-A function may take `prompt`, `completion`, `answer`, `state`, `task`, `info`, `parser`, and whatever the rubric's
-`class_objects` hold. One that raises scores 0, as it did there; the log says so once.
+A function may take `prompt`, `completion`, `answer`, `state`, `task`, `info`, `parser`, further columns of its row, and
+whatever the rubric's `class_objects` hold. One that raises scores 0, as it did there; the log says so once, the metric
+`reward_errors` how many did.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from loguru import logger
@@ -15,8 +16,12 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await, tool_declaration
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 
+OFFERED = ("prompt", "completion", "answer", "task", "info")
+"""Arguments of every function that the rollout's state holds."""
 OF_GROUPS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
 """Parameters of a function that scores all rollouts of a group at once."""
+OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_func")
+"""Methods with which a class of the older interface scores otherwise than by the weighted sum of its functions."""
 
 
 class Rubric:
@@ -57,7 +62,8 @@ class Rubric:
         return [(self, func, weight) for func, weight in zip(self.funcs, self.weights, strict=True)]
 
     def check(self) -> None:
-        """Raise EnvError for functions that need what is not here: the other rollouts of the group."""
+        """Raise EnvError for what would score otherwise than it means to: its own scoring, functions of groups."""
+        self._check_class()
         for _, func, _ in self.weighted():
             plural = OF_GROUPS & set(inspect.signature(func).parameters)
             if plural:
@@ -66,19 +72,45 @@ class Rubric:
                     f"{', '.join(sorted(plural))}), which verifiers v1 does not score together"
                 )
 
+    def check_arguments(self, columns: Iterable[str]) -> None:
+        """Raise EnvError for a function with a weight that takes what no rollout has: it would score 0 for ever.
+
+        Args:
+            columns: of the environment's rows; a function may take any.
+        """
+        for rubric, func, weight in self.weighted():
+            known = {*OFFERED, "state", *columns, *rubric.class_objects}
+            parameters = inspect.signature(func).parameters.values()
+            missing = [parameter.name for parameter in parameters if _is_missing(parameter, known)]
+            if missing and weight:
+                raise EnvError(
+                    f"reward function {name_of(func)!r} takes {', '.join(missing)}, which no rollout has, so that it "
+                    f"could never score; there are: {', '.join(sorted(known))}, and what `add_class_object` adds"
+                )
+
+    def _check_class(self) -> None:
+        for name in OWN_SCORING:
+            if hasattr(type(self), name):
+                raise EnvError(
+                    f"class {type(self).__name__} has a {name}() of its own, which is not called here: its rewards "
+                    "would be others. Write the score as a reward function (`funcs`)"
+                )
+
     async def value(self, func: RewardFunc, state: State) -> float:
-        """Compute what one function gives for a finished rollout."""
-        offered = {name: state.get(name) for name in ("prompt", "completion", "answer", "task", "info")}
+        """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise."""
+        offered = {**state.get("input", {}), **{name: state.get(name) for name in OFFERED}}
         offered |= {"state": state, **self.class_objects}
         try:
             return float(await maybe_await(func, **accepted(func, offered)))
         except CallBroken:  # not the function's fault, nor the answer's
             raise
         except Exception as error:  # noqa: BLE001 - the interface's own rule: the function scores 0
+            state["reward_errors"] = state.get("reward_errors", 0) + 1
             if name_of(func) not in self._told:
                 self._told.add(name_of(func))
                 logger.warning(
-                    "reward function {!r} raised {}: {}; it scores 0 wherever it does (said once)",
+                    "reward function {!r} raised {}: {}; it scores 0 wherever it does (said once; the metric "
+                    "reward_errors counts)",
                     name_of(func),
                     type(error).__name__,
                     error,
@@ -102,6 +134,12 @@ class RubricGroup(Rubric):
     def weighted(self) -> list[tuple[Rubric, RewardFunc, float]]:
         """Return every member's functions with their weights."""
         return [entry for rubric in self.rubrics for entry in rubric.weighted()]
+
+    def check(self) -> None:
+        """Check every member."""
+        self._check_class()
+        for rubric in self.rubrics:
+            rubric.check()
 
 
 class MathRubric(Rubric):
@@ -196,6 +234,13 @@ class JudgeRubric(Rubric):
 def name_of(func: RewardFunc) -> str:
     """Return a function's name, also of a callable object."""
     return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _is_missing(parameter: inspect.Parameter, known: Container[str]) -> bool:
+    """Return whether a function cannot be called with the arguments that there are, given by name."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default is not parameter.empty:
+        return False
+    return parameter.kind is parameter.POSITIONAL_ONLY or parameter.name not in known
 
 
 def _called(completion: Messages) -> list[str]:

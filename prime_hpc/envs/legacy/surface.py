@@ -56,6 +56,10 @@ def lookup(name: str, module: str = "verifiers") -> Any:
         from prime_hpc.envs.benchmarks.rows import load_example_dataset
 
         return load_example_dataset
+    if name == "load_environment":
+        from prime_hpc.envs.legacy.loading import load_environment
+
+        return load_environment
     wanted = _OTHER_NAMES.get(name, name)
     for room in _ROOMS:
         if not wanted.startswith("_") and wanted in vars(room):

@@ -5,7 +5,7 @@ state, the conversation so far, a reply, the environment's answer, until a stop 
 finished state with the rubric: each function of a weight is a reward, of weight 0 a metric.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import verifiers.v1 as vf
@@ -16,7 +16,7 @@ from verifiers.v1.types import Message, Request
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.harness import DONE, InProcessHarness
 from prime_hpc.envs.interception import TurnRefused, interception_of
-from prime_hpc.envs.legacy.environments import MultiTurnEnv
+from prime_hpc.envs.legacy.environments import Environment, MultiTurnEnv
 from prime_hpc.envs.legacy.loading import made
 from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, maybe_await, v1_tool, wire
 from prime_hpc.envs.legacy.rubrics import MathRubric, name_of
@@ -64,6 +64,7 @@ class LegacyTask(vf.Task[LegacyData]):
                 trace.record_metric(name, value)
         if not rewards:
             trace.record_reward("none", 0.0, 1.0)
+        trace.record_metric(_free("reward_errors", {**rewards, **trace.metrics}), float(state.get("reward_errors", 0)))
         return {}
 
 
@@ -104,18 +105,34 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
         """One task a row.
 
         Raises:
-            EnvError: a row has no prompt, or holds what is no JSON.
+            EnvError: a row has no prompt, or holds what is no JSON; a reward function takes what the rows do not have.
         """
         config = self.config
         env = made(config.environment)
         rows = env.dataset if config.split == "train" else env.eval_dataset
+        checked: set[int] = set()
         for number, row in enumerate(rows):
-            example = env.example(dict(row), number)
+            try:
+                example = _example(env, row, number)
+                member = env.member(example)
+                if id(member) not in checked:
+                    checked.add(id(member))
+                    member.rubric.check_arguments(example)
+            except EnvError as error:
+                raise EnvError(f"environment {config.module!r}: {error}") from error
             prompt = [parse_message(message) for message in example["prompt"]]
             data = LegacyData(prompt=prompt, environment=config.environment, example=example)
             if number == 0:
                 _check_json(data, config.module)
             yield LegacyTask(data, config.task)
+
+
+def _example(env: Environment, row: Any, number: int) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise EnvError(
+            f"row {number} of its dataset is no mapping of columns, but {row!r:.60} (of a DatasetDict take one split)"
+        )
+    return env.example(dict(row), number)
 
 
 def _check_json(data: LegacyData, module: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Any:
         """Do nothing about them."""
         return contextlib.nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. From then on, and not before, the next server may have the port while connections to this one are
+        being forgotten: one that is killed is started again at its own address."""
+        for sock in sockets or []:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await super().startup(sockets)
 
 
 def _build(start: Start) -> tuple[Engine, BatchPolicy, Reader]:

@@ -284,8 +284,8 @@ class Role:
         """Why the role ended: the first process to fail, in its own words where it left any."""
         rows = {row["index"] - self.spec.index: row for row in self.statuses() if row["state"] == "failed"}
         words = {rank: str(row["error"]) for rank, row in rows.items()}
+        first = self._first_failed_rank()
         if self.spec.num_processes > 1:
-            first = self._first_failed_rank()
             if first is not None and first[0] not in words:
                 return f"{self.spec.label} rank {first[0]} {_ending(first[1])}"
             # Ranks that lost another end within the same second; torchrun may have seen one of them first.
@@ -299,7 +299,7 @@ class Role:
             last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1] if self.is_server else ""
             told = death_reason(self.spec.backend, words[0], last_start) if self.is_server else words[0]
             return f"{self.spec.label}: {told}"
-        code = self.exit_code
+        code = self.exit_code if first is None else first[1]  # torchrun's own code is 1 whatever its only rank died of
         return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
 
     def log_excerpt(self) -> str:
