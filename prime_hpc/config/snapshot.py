@@ -280,7 +280,8 @@ def _git(checkout: Path, *arguments: str) -> str | None:
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         result = subprocess.run(
-            ["git", "-C", str(checkout), *arguments],
+            # another user's, as an image's and a shared installation's are: its code is being run all the same
+            ["git", "-c", f"safe.directory={checkout}", "-C", str(checkout), *arguments],
             capture_output=True,
             timeout=_GIT_TIMEOUT_S,
             env=environ,

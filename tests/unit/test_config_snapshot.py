@@ -1,12 +1,14 @@
 """What is written into the run directory loads back as the same experiment."""
 
 import json
+import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, snapshot, write_snapshot
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE, stated_text
 
 TREE = {
@@ -107,6 +109,22 @@ def test_lock_holds_what_made_the_run_and_no_secret(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "secrets" / "inference.api_key").stat().st_mode) == 0o600
     assert load_run(tmp_path) == experiment
+
+
+def test_lock_names_the_commit_of_a_checkout_that_is_another_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image's, which has no settings of git's, or a shared installation's."""
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    (tmp_path / ".git" / "config").unlink()
+    (tmp_path / "new.py").touch()
+    monkeypatch.setattr(snapshot, "__file__", str(tmp_path / "prime_hpc" / "config" / "snapshot.py"))
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    git = snapshot.gather_lock(["rl"])["git"]
+    assert re.fullmatch("[0-9a-f]{40}", git["sha"])
+    assert (git["status"], git["diff"]) == (["?? new.py"], "")
 
 
 def test_nothing_temporary_stays(tmp_path: Path) -> None:
