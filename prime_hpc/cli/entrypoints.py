@@ -42,6 +42,9 @@ trainer, orchestrator, inference = (partial(_console, role) for role in ROLES)
 
 def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":  # a locale without UTF-8: curves, names in other scripts
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = call()
         sys.stdout.flush()
@@ -103,6 +106,29 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
     except ConfigError as error:
         print(f"{program}: {error.render()}", file=sys.stderr)
         return error.exit_code
+    except (RuntimeError, UnicodeEncodeError) as error:
+        if not (reason := _of_this_machine(error)):
+            raise
+        print(f"{program}: error: {reason}", file=sys.stderr)
+        return USAGE
+
+
+def _of_this_machine(error: Exception) -> str:
+    """Say why a path that was given cannot be one here, where that is what went wrong; else empty."""
+    if isinstance(error, UnicodeEncodeError):
+        if error.reason != "surrogates not allowed":
+            return ""
+        before, after = error.object[: error.start], error.object[error.start :]
+        around = before.rpartition('"')[2][-80:] + after.partition('"')[0][:40]
+        return (
+            f"{around!r} holds bytes that are no text in this locale ({sys.getfilesystemencoding()}): "
+            "export LC_ALL=C.UTF-8, or rename the file or folder"
+        )
+    if str(error) != "Could not determine home directory.":  # pathlib's words
+        return ""
+    if os.environ.get("HOME"):
+        return "a path begins with ~NAME, and this machine knows no user of that name: write the path out"
+    return f"HOME is not set, and this machine knows no user with the id {os.getuid()}: export HOME=FOLDER"
 
 
 def _launch(verb: str, argv: list[str], program: str) -> int:

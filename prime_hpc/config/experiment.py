@@ -113,6 +113,11 @@ class Experiment(Section):
     def _names_a_directory(cls, name: str) -> str:
         return directory_name(name)
 
+    @field_validator("output_dir")
+    @classmethod
+    def _of_home(cls, value: Path) -> Path:
+        return value.expanduser()
+
     @property
     def run_dir(self) -> Path:
         """Directory that holds everything this run writes."""

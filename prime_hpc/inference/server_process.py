@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -36,6 +37,9 @@ def make_scratch() -> Path:
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > MAX_SCRATCH_LEN - 20:
         parent = Path("/tmp")
+    if " " in str(parent):  # torch hands such a path to g++ as two, so what is compiled may not lie there either
+        parent = Path("/tmp")
+        tempfile.tempdir = str(parent)
     for stale in parent.glob(f"{SCRATCH_PREFIX}*"):
         with contextlib.suppress(OSError):
             if stale.stat().st_uid == os.getuid() and not _is_held(stale / LOCK_NAME):
@@ -47,6 +51,21 @@ def make_scratch() -> Path:
     # Renamed once it is held: another server that looks in between would take this folder for a dead one's.
     (scratch / UNLOCKED_NAME).rename(scratch / LOCK_NAME)
     return scratch
+
+
+def require_semaphores() -> None:
+    """Refuse a machine whose processes cannot lock each other out: the C library keeps such locks in /dev/shm.
+
+    Raises:
+        ValueError: /dev/shm is missing, or cannot be written.
+    """
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        raise ValueError(
+            f"no lock between processes can be made ({error.strerror}): /dev/shm is missing, full or cannot be "
+            "written; mount a tmpfs there that all may write (in a container: --shm-size 16g (docker), --ipc host)"
+        ) from error
 
 
 def die_with_parent() -> None:

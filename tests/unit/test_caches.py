@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,24 @@ def test_variables_expand_on_the_node_and_nothing_else(tmp_path: Path) -> None:
     environ = {NODE_LOCAL: f"{tmp_path}/$USER/${{SLURM_JOB_ID}}/$(x)/`id`/$UNKNOWN", "USER": "me", "SLURM_JOB_ID": "12"}
     found = node_caches(environ)["TRITON_CACHE_DIR"]
     assert found.startswith(f"{tmp_path}/me/12/$(x)/`id`/$UNKNOWN/prime-hpc-")
+
+
+def test_a_node_whose_tmp_is_mounted_noexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is loaded from there: vLLM's engines died of it on a CPU."""
+    folders = [tmp_path / name for name in ("missing", "noexec", "other")]
+    for folder in folders[1:]:
+        folder.mkdir()
+    real = os.statvfs
+
+    def statvfs(path: Path) -> object:
+        return SimpleNamespace(f_flag=os.ST_NOEXEC) if path == folders[1] else real(path)
+
+    monkeypatch.setattr(caches, "NODE_LOCALS", tuple(map(str, folders)))
+    monkeypatch.setattr(caches.os, "statvfs", statvfs)
+    assert caches.node_local({}) == folders[2]
+    assert caches.node_local({NODE_LOCAL: str(folders[1])}) == folders[1], "the site knows better"
+    folders[2].rmdir()
+    assert caches.node_local({}) == folders[0]
 
 
 def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from prime_hpc import cli, launch
 from prime_hpc.config import ConfigError, Loaded
+from prime_hpc.config.snapshot import write_snapshot
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
@@ -149,6 +151,46 @@ def test_help_into_a_closed_pipe_is_quiet() -> None:
     process.stderr.close()
     assert process.wait(timeout=280) == 0
     assert error == b""
+
+
+def prime_hpc(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    code = "import sys; from prime_hpc.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, env=environ, capture_output=True, timeout=280, check=False)
+
+
+def test_a_home_directory_that_nobody_knows(tmp_path: Path) -> None:
+    nobody = "~no-such-user-here"
+    for words in (("lint", f"{nobody}/exp.yaml"), ("status", f"{nobody}/run"), ("plan", "--output-dir", f"{nobody}/o")):
+        done = prime_hpc(*words, PYTHONPATH=str(CHECKOUT), HOME=str(tmp_path))
+        assert done.returncode == 2 and b"a path begins with ~NAME" in done.stderr, done.stderr
+    code = "import sys, pwd; pwd.getpwuid = lambda uid: {}[uid]; from prime_hpc.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "plan", *ENV]
+    done = subprocess.run(command, env={"PYTHONPATH": str(CHECKOUT)}, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 2 and b"HOME is not set" in done.stderr, done.stderr
+
+
+def test_a_locale_without_utf_8(tmp_path: Path) -> None:
+    named = (tmp_path / "fr\u00fch").as_posix()
+    words = (*ENV, "--inference", "none", "--launch", "local", "--output-dir")
+    done = prime_hpc("plan", *words, named, HOME="/", PYTHONPATH=str(CHECKOUT), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and b"fr\\xfch" in done.stdout, done.stderr
+
+
+def test_a_folder_whose_name_is_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"fr\xfch")
+    (folder / "model").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+
+    def run(loaded: Loaded) -> int:
+        write_snapshot(loaded.experiment, tmp_path / "run", ["rl"])
+        return 0
+
+    monkeypatch.setattr(launch, "run", run)
+    assert cli.main(["rl", *ENV, "--model.name", "model"]) == 2
+    assert "fr\\udcfch/model' holds bytes that are no text in this locale (utf-8)" in capsys.readouterr().err
 
 
 def test_bench_tool_refuses_an_unknown_benchmark() -> None:

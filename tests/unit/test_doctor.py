@@ -99,6 +99,12 @@ def test_shared_memory_and_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert states(list(check_caches(environ)))["model cache"] == "warn"
 
 
+def test_a_node_where_nothing_that_is_compiled_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert states(list(check_caches({"PRIMEHPC_NODE_LOCAL": "/proc/none"})))["compiled code"] == "warn"
+    monkeypatch.setattr(doctor, "may_execute", lambda _: True)
+    assert states(list(check_caches({})))["compiled code"] == "ok"
+
+
 def test_the_wandb_key_is_never_shown() -> None:
     (finding,) = check_wandb({"WANDB_API_KEY": "hush"})
     assert "hush" not in finding.line()

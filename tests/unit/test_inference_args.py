@@ -1,5 +1,6 @@
 """The experiment tree as vLLM's command line, and what a weight version must look like, without a server."""
 
+import errno
 import json
 import os
 import struct
@@ -219,6 +220,28 @@ print(make_scratch())
         assert len(str(mine)) + 1 + 36 < 107
     finally:
         subprocess.run(["rm", "-r", str(short)], check=True)
+
+
+def test_a_temporary_folder_with_a_space_is_not_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (spaced := tmp_path / "a b").mkdir()
+    monkeypatch.setattr(server_process.tempfile, "tempdir", str(spaced))
+    monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
+    scratch = server_process.make_scratch()
+    scratch.joinpath(server_process.LOCK_NAME).unlink()
+    scratch.rmdir()
+    assert " " not in server_process.tempfile.gettempdir() + str(scratch)
+
+
+def test_no_locks_between_processes_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    server_process.require_semaphores()
+    context = server_process.multiprocessing.get_context("fork")
+
+    def no_lock() -> None:  # as the C library answers where /dev/shm is mounted read-only
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(context, "Lock", no_lock)
+    with pytest.raises(ValueError, match=r"Read-only file system\): /dev/shm is missing"):
+        server_process.require_semaphores()
 
 
 def test_leftovers_that_another_server_removes_and_strange_names_end_no_start(

@@ -1,11 +1,12 @@
-"""libnuma, which vLLM's CPU kernels are linked with: the system's, or the environment's own, or an error in words."""
+"""What vLLM needs on a CPU, libnuma and paths that g++ takes: they are there, or an error in words says what to do."""
 
 import ctypes
+import sys
 from pathlib import Path
 
 import pytest
 
-from prime_hpc.inference.vllm.installed import load_libnuma
+from prime_hpc.inference.vllm.installed import load_libnuma, require_plain_paths
 
 
 @pytest.fixture
@@ -33,3 +34,18 @@ def test_the_environments_own_is_taken_where_the_system_has_none(no_system_libra
 def test_without_any_the_package_is_named(no_system_library: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="apt-get install libnuma1"):
         load_libnuma(tmp_path)
+
+
+def test_a_space_in_the_path_of_what_compiles_is_said_before_an_engine_dies_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    require_plain_paths({"TORCHINDUCTOR_CACHE_DIR": "/tmp/cache"})
+    with pytest.raises(ValueError, match="its cache is in /tmp/a b, whose name holds a space"):
+        require_plain_paths({"TORCHINDUCTOR_CACHE_DIR": "/tmp/a b"})
+    package = tmp_path / "my project" / "torch" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(package.parents[1])
+    with pytest.raises(ValueError, match="torch is in .*my project.*PRIME_HPC_VENV"):
+        require_plain_paths({})

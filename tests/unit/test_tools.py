@@ -23,6 +23,19 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def test_a_checkout_whose_path_holds_a_space_is_refused_where_vllm_would_die_of_it(tmp_path: Path) -> None:
+    checkout = tmp_path / "my project"
+    (checkout / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / "tools" / "setup", checkout / "tools")
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "tools/setup", "cpu"], cwd=checkout, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "my project/.venv holds a space" in done.stderr, done.stderr
+    assert "PRIME_HPC_VENV=FOLDER" in done.stderr and not (checkout / ".venv").exists()
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "engines", "ranks"),
     [(0, 2, 2), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 2, 2), (8, 2, 2)],

