@@ -121,6 +121,7 @@ class RealData:
         )
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
+        self._rank, self._told_at = trainer.rank, 0
         if trainer.rank == 0:
             logger.info(f"{config.label}: {rows.num_rows:,} rows, template: {tokenizer.name}")
 
@@ -167,6 +168,9 @@ class RealData:
             "data/fill": batch.fill,
             "data/num_pad": float(batch.num_pad),
         }
+        if (left_out := _left_out(counts)) and self._rank == 0 and counts.rows >= self._told_at:
+            logger.warning(f"{self._config.label}: of {counts.rows:,} rows so far {left_out}")
+            self._told_at = (counts.rows // self._num_rows + 1) * self._num_rows  # again after each epoch
         return batch.ranked, self._progress(batch.position)
 
     def _progress(self, position: Position) -> Progress:
@@ -184,6 +188,17 @@ class RealData:
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._reader.close()
+
+
+def _left_out(counts: RowCounts) -> str:
+    """Say which rows and samples do not train as they are, and why; empty where all do."""
+    reasons = (
+        (counts.overlong, "samples were longer than seq_len and dropped (sft.data.overlong)"),
+        (counts.truncated, "samples were longer than seq_len and cut (sft.data.overlong)"),
+        (counts.untrained, "samples had nothing to train (sft.data.loss_roles)"),
+        (counts.bad, "were refused and skipped (sft.data.bad_rows)"),
+    )
+    return ", ".join(f"{number:,} {reason}" for number, reason in reasons if number)
 
 
 def position_of(progress: Mapping[str, int]) -> Position:
