@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.report import write_report
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
@@ -70,6 +71,14 @@ def test_the_loss_falls_on_held_out_rows_too(whole: RunPaths) -> None:
     assert rows[1]["data/rows"] >= 16 and rows[12]["data/overlong"] >= 4 and rows[12]["data/untrained"] >= 4
     assert rows[12]["data/epoch"] == pytest.approx((16 * 12) / 40, abs=0.3)
     assert list_versions(whole) == [STEPS]
+
+
+def test_rows_that_do_not_train_are_told_of(whole: RunPaths) -> None:
+    log = (whole.logs(1, "trainer") / "rank_0.log").read_text(encoding="utf-8")
+    words = "longer than seq_len and dropped (sft.data.overlong)"
+    assert log.count(words) > 1
+    [told] = [line for line in write_report(whole.root, "whole", "sft") if words in line]
+    assert "rows so far: 5 longer" in told and "5 without anything to train" in told
 
 
 def test_a_template_of_ones_own_is_published_with_the_weights(folder: Path, whole: RunPaths) -> None:

@@ -15,6 +15,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.observe.report import left_out
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.batching.micro_batches import fake_batch
@@ -168,8 +169,8 @@ class RealData:
             "data/fill": batch.fill,
             "data/num_pad": float(batch.num_pad),
         }
-        if (left_out := _left_out(counts)) and self._rank == 0 and counts.rows >= self._told_at:
-            logger.warning(f"{self._config.label}: of {counts.rows:,} rows so far {left_out}")
+        if (words := left_out(named)) and self._rank == 0 and counts.rows >= self._told_at:
+            logger.warning(f"{self._config.label}: {words}")
             self._told_at = (counts.rows // self._num_rows + 1) * self._num_rows  # again after each epoch
         return batch.ranked, self._progress(batch.position)
 
@@ -188,17 +189,6 @@ class RealData:
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._reader.close()
-
-
-def _left_out(counts: RowCounts) -> str:
-    """Say which rows and samples do not train as they are, and why; empty where all do."""
-    reasons = (
-        (counts.overlong, "samples were longer than seq_len and dropped (sft.data.overlong)"),
-        (counts.truncated, "samples were longer than seq_len and cut (sft.data.overlong)"),
-        (counts.untrained, "samples had nothing to train (sft.data.loss_roles)"),
-        (counts.bad, "were refused and skipped (sft.data.bad_rows)"),
-    )
-    return ", ".join(f"{number:,} {reason}" for number, reason in reasons if number)
 
 
 def position_of(progress: Mapping[str, int]) -> Position:
