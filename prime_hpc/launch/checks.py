@@ -281,8 +281,8 @@ def _data(experiment: Experiment) -> list[Problem]:
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
         except ValueError as error:
             problems.append(Problem(str(error), f"{key}.path"))
-    template = sft.data.chat_template
-    if template not in ("auto", "none") and not Path(template).is_file():
+    template = sft.data.template_file
+    if template is not None and not template.is_file():
         problems.append(Problem(f"{template} does not exist (auto, none, or a file)", "sft.data.chat_template"))
     return problems
 

@@ -1,6 +1,6 @@
 """The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +9,12 @@ from loguru import logger
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 
+_LEFT_OUT = {
+    "overlong": "longer than seq_len and dropped (sft.data.overlong)",
+    "truncated": "longer than seq_len and cut (sft.data.overlong)",
+    "untrained": "without anything to train (sft.data.loss_roles)",
+    "bad": "refused and skipped (sft.data.bad_rows)",
+}
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
@@ -44,12 +50,24 @@ def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "s
         of, held_out = _series(trainer, "eval/loss")
         if held_out:
             lines.append(f"held-out loss {held_out[0]:.4f} (version {of[0]}) -> {held_out[-1]:.4f} (version {of[-1]})")
+        if words := left_out(trainer[-1]):
+            lines.append(words)
         lines += _eval_lines(run_dir)
     try:
         lines.append(f"picture: {draw(run_dir, name, kind, trainer, orchestrator)}")
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         logger.warning(f"the picture could not be drawn: {error}")
     return lines
+
+
+def left_out(figures: Mapping[str, Any]) -> str:
+    """Word what of SFT's rows did not train as it is, and why; empty where all did.
+
+    Args:
+        figures: of a step, `data/...`, which count from the run's beginning.
+    """
+    found = [f"{int(figures[f'data/{k}']):,} {words}" for k, words in _LEFT_OUT.items() if figures.get(f"data/{k}")]
+    return f"of {int(figures['data/rows']):,} rows so far: {', '.join(found)}" if found else ""
 
 
 def _evaluation(run_dir: Path, name: str) -> list[str]:

@@ -101,8 +101,10 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
         for name, source in sources.items():
             for number, text in enumerate(source.paths if source else []):
                 found[f"sft.{name}.path.{number}"] = _fixed(Path(text))
-        if experiment.sft.data.cache_dir:
-            found["sft.data.cache_dir"] = experiment.sft.data.cache_dir
+        data = experiment.sft.data
+        for name, path in (("cache_dir", data.cache_dir), ("chat_template", data.template_file)):
+            if path is not None:
+                found[f"sft.data.{name}"] = path
     if site.node_local and (fixed := fixed_part(site.node_local)):
         found["site.node_local"] = Path(fixed)
     return found

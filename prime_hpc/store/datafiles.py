@@ -15,8 +15,8 @@ from prime_hpc.store.manifest import MANIFEST
 Kind = Literal["jsonl", "parquet", "hub", "fake"]
 _JSONL, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
 _COMPRESSED = (".gz", ".zst")
-SAVED_BY_DATASETS = "state.json"
-"""Marks a directory that `datasets.Dataset.save_to_disk` wrote."""
+_SAVED = "state.json"
+_SAVED_SPLITS = "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
     if source.type == "fake":
         return DataFiles("fake", [])
     if source.name is not None:
+        if (Path(source.name) / _SAVED).exists():  # `datasets` loads it by another function
+            raise ValueError(f"{source.name} is a folder that `datasets` saved: state it as path, not as name")
         return DataFiles("hub", [])
     if not source.paths:
         raise ValueError("names no file; set path (or name, of a hub data set), or use data.type = fake")
@@ -47,10 +49,17 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
         files += found
     if not any(path.is_dir() or path.stat().st_size for path in files):
         raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {path} are empty")
-    if source.type == "hub" or (files[0].is_dir() and (files[0] / SAVED_BY_DATASETS).exists()):
-        return DataFiles("hub", files)
-    kind: Kind = source.type if source.type != "auto" else _kind(files)
-    return DataFiles(kind, files)
+    saved = [path for path in files if is_saved(path)]
+    if not saved and source.type != "hub":
+        return DataFiles(source.type if source.type != "auto" else _kind(files), files)
+    if other := next((path for path in files if path not in saved), None):
+        raise ValueError(f"{other} is no folder that `datasets` saved" + (f", as {saved[0]} is" if saved else ""))
+    return DataFiles("hub", files)
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether `save_to_disk` of `datasets` wrote this directory: one data set, or several splits."""
+    return (path / _SAVED).exists() or (path / _SAVED_SPLITS).exists()
 
 
 def _expand(path: str) -> list[Path]:
@@ -58,7 +67,7 @@ def _expand(path: str) -> list[Path]:
         found = glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         return sorted(Path(p) for p in found if Path(p).is_file())
     here = Path(path)
-    if not here.is_dir() or (here / SAVED_BY_DATASETS).exists():
+    if not here.is_dir() or is_saved(here):
         return [here] if here.exists() else []
     return sorted(p for p in here.rglob("*") if p.is_file() and _holds_rows(p.relative_to(here)))
 
@@ -102,9 +111,12 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
     have = ", ".join(sorted(map(str, names))) or "none"
+    such_as = '{"prompt": "question", "completion": "answer"}'
+    if "conversations" in names:
+        such_as = '{"messages": "conversations"}'
     return (
         f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`; the columns are: {have}. "
-        'Map them with sft.data.columns, such as {"prompt": "question", "completion": "answer"}'
+        f"Map them with sft.data.columns, such as {such_as}"
     )
 
 

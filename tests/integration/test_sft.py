@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.report import write_report
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
@@ -27,13 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows: list[Any] = [{"prompt": f"reverse {w} {i % 3}", "completion": w[::-1]} for i, w in enumerate(words * 8)]
     rows.insert(5, {"prompt": "b" * 100, "completion": "too long"})
     rows.insert(9, {"messages": [{"role": "user", "content": "nothing to train here"}]})
+    own = AutoTokenizer.from_pretrained(folder / "model").chat_template
+    (folder / "own.jinja").write_text("{#- of one's own -#}" + own, encoding="utf-8")
     (folder / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     (folder / "held.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:15]), encoding="utf-8")
     return folder
 
 
 def run(folder: Path, name: str, num_ranks: int = 1, *, data: dict[str, Any] | None = None, **changes: Any) -> RunPaths:
-    sft = {"data": {"path": str(folder / "data.jsonl"), "batch_size": 16} | (data or {})}
+    own = {"path": str(folder / "data.jsonl"), "chat_template": str(folder / "own.jinja"), "batch_size": 16}
+    sft = {"data": own | (data or {})}
     if changes.pop("held_out", False):
         sft["eval"] = {"path": str(folder / "held.jsonl"), "interval": 5}
     changes = {"kind": "sft", "sft": sft, "trainer": TRAINER, "max_steps": STEPS} | changes
@@ -67,6 +71,20 @@ def test_the_loss_falls_on_held_out_rows_too(whole: RunPaths) -> None:
     assert rows[1]["data/rows"] >= 16 and rows[12]["data/overlong"] >= 4 and rows[12]["data/untrained"] >= 4
     assert rows[12]["data/epoch"] == pytest.approx((16 * 12) / 40, abs=0.3)
     assert list_versions(whole) == [STEPS]
+
+
+def test_rows_that_do_not_train_are_told_of(whole: RunPaths) -> None:
+    log = (whole.logs(1, "trainer") / "rank_0.log").read_text(encoding="utf-8")
+    words = "longer than seq_len and dropped (sft.data.overlong)"
+    assert log.count(words) > 1
+    [told] = [line for line in write_report(whole.root, "whole", "sft") if words in line]
+    assert "rows so far: 5 longer" in told and "5 without anything to train" in told
+
+
+def test_a_template_of_ones_own_is_published_with_the_weights(folder: Path, whole: RunPaths) -> None:
+    own = (folder / "own.jinja").read_text(encoding="utf-8")
+    assert AutoTokenizer.from_pretrained(whole.weights_step(STEPS)).chat_template == own
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template != own
 
 
 def test_resumed_equals_uninterrupted_to_the_last_bit(folder: Path, whole: RunPaths, half: RunPaths) -> None:

@@ -242,6 +242,20 @@ def test_a_dry_run_is_told_where_it_is() -> None:
     refused(["--dry-run"], "submit FILE --dry-run")
 
 
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--learning-rate", "it is --trainer.optim.lr"),
+        ("--num-train-epochs", "state --max-steps"),
+        ("--max-length", "is --seq-len"),
+        ("--gradient-accumulation-steps", "--sft.data.batch-size"),
+        ("--data.probabilities", "a file that --sft.data.path names twice"),
+    ],
+)
+def test_flags_of_other_trainers_are_told_what_is_meant(flag: str, words: str) -> None:
+    refused([flag, "2"], words, "sft")
+
+
 def test_servers_that_a_run_would_not_ask_are_refused() -> None:
     url = ["--orchestrator.client.base-url", "http://a:1/v1"]
     refused(["--inference", *url], "orchestrator.client.base_url: attaches to servers that run")

@@ -92,11 +92,12 @@ def test_every_stated_path_is_mounted_where_it_is(tmp_path: Path) -> None:
         kind="sft",
         model={"name": str(model)},
         ckpt={"path": str(tmp_path / "later" / "ckpt")},
-        sft={"data": {"path": f"{data}/part-*.jsonl"}},
+        sft={"data": {"path": f"{data}/part-*.jsonl", "chat_template": f"{data}/own.jinja"}},
     )
     profile = site(**RUNTIMES["pyxis"], mounts=[f"{base}:{base}"]).model_copy(update={"node_local": f"{base}/$USER/x"})
     found = stated_paths(one, profile, one.run_dir)
     assert found["sft.data.path.0"] == data and found["site.node_local"] == base
+    assert found["sft.data.chat_template"] == data / "own.jinja"
     one.run_dir.mkdir()
     cache = tmp_path / "hub"
     cache.mkdir()

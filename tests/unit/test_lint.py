@@ -190,6 +190,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH206", "warning", {"ckpt": {"interval": 100}}, {}, "only the last step"),
     ("PH207", "warning", {"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, {}, "is not there"),
     (
+        "PH207",
+        "warning",
+        {"kind": "sft", "sft": {"data": {"type": "fake", "chat_template": "/nowhere/x"}}},
+        {},
+        "x does",
+    ),
+    (
         "PH209",
         "warning",
         {"orchestrator": {"advantage": {"echo": {}}, "env": [{"id": "reverse-text", "max_turns": 1}]}},

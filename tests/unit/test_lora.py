@@ -352,7 +352,8 @@ def test_weights_that_the_base_holds_a_second_time_are_left_out(model: Path, tmp
     policy = lora_policy(model)
     tensors = fill_randomly(policy, 0, seed=8)
     paths = RunPaths(tmp_path)
-    build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)).publish(1)
+    options: dict[str, Any] = {"dtype": torch.float32, "incarnation": 0, "model_name": str(model), "chat_template": b"own"}
+    build_publisher(policy, model, paths, **options).publish(1)
     base, output = tmp_path / "base", tmp_path / "merged"
     shutil.copytree(model, base)
     weights = load_file(model / "model.safetensors")
@@ -363,6 +364,7 @@ def test_weights_that_the_base_holds_a_second_time_are_left_out(model: Path, tmp
     save_file({"layers.0.attention.wq.weight": torch.ones(2)}, base / "consolidated-00001-of-00001.safetensors")
     (base / "consolidated.safetensors.index.json").write_text("{}")
     assert merge_lora.merge(paths.weights_step(1), base, output) == 14
+    assert (output / "chat_template.jinja").read_text() == "own" != (base / "chat_template.jinja").read_text()
     assert sorted(path.name for path in output.iterdir() if "safetensors" in path.name) == [
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",

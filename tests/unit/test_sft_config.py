@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.site import GENERIC
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.local_plan import data_line
 
 FAKE = {"type": "fake"}
@@ -103,4 +105,11 @@ def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
     assert "matches no file" in refusal("--data.path", str(tmp_path / "*.parquet"))
     said = refusal("--data.path", str(path), *columns, "--eval.path", str(tmp_path / "none.jsonl"))
     assert "sft.eval.path" in said and "does not exist" in said
-    assert "none.jinja" in refusal("--data.path", str(path), *columns, "--data.chat-template", "none.jinja")
+    path.write_text('{"conversations": []}')
+    found = lint(sft(path=str(path)), GENERIC)
+    assert [(f.severity, f.key) for f in found if f.code == "PH207"] == [("error", "sft.data.path")]
+    assert '"messages": "conversations"' in refusal("--data.path", str(path))
+    path.write_text("\n" + json.dumps({"question": "a", "answer": "b"}))
+    assert str(Path("none.jinja").absolute()) in refusal(
+        "--data.path", str(path), *columns, "--data.chat-template", "none.jinja"
+    )

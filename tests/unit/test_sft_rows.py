@@ -165,13 +165,13 @@ def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: An
 
 
 def test_single_messages_can_be_left_out_or_taken_in(chat: ChatTokenizer, tokenizer: Any) -> None:
-    for flag, off, on in (("train", False, True), ("weight", 0, 1.0)):
+    for flag, off, on in (("train", False, True), ("loss", False, True), ("weight", 0, 1.0)):
         messages = [dict(m) for m in CONVERSATION]
         messages[2][flag], messages[1][flag] = off, on
         one = sample({"messages": messages}, chat)
         assert trained_text(one, tokenizer) == ["what is the name<|im_end|>", "add\nmultiply<|im_end|>"]
     messages[2]["weight"] = 0.5
-    assert "message 3: `train` or `weight` is 0.5" in refusal({"messages": messages}, chat)
+    assert "message 3: `weight` is 0.5" in refusal({"messages": messages}, chat)
     one = sample({"messages": CONVERSATION}, chat, loss_turns="last")
     assert trained_text(one, tokenizer) == ["add\nmultiply<|im_end|>"]
 
@@ -218,6 +218,11 @@ def test_a_text_begins_with_one_token_of_beginning(tmp_path: Path, in_template: 
         assert not plain.loss_mask[0]
 
 
+def test_half_a_character_in_plain_text_is_refused(tokenizer: Any) -> None:
+    chat = ChatTokenizer(tokenizer, chat_template="none")
+    assert "half a character" in refusal({"prompt": "my \udc00", "completion": "number"}, chat)
+
+
 def test_template_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}")
@@ -254,6 +259,23 @@ def test_forms_that_data_sets_have(tokenizer: Any) -> None:
     sharegpt = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "name"}]
     one = sample({"conversations": sharegpt}, chat, columns={"messages": "conversations"})
     assert trained_text(one, tokenizer) == ["<think>\n\n</think>\n\nname<|im_end|>"]
+    renamed = [{("reasoning" if k == "reasoning_content" else k): v for k, v in m.items()} for m in calls]
+    same = [sample({"messages": renamed, "tools": [{"type": "function"}]}, chat)]
+    assert same[0].token_ids.tolist() == plain.token_ids.tolist()
+    capitals = [{**m, "role": m["role"].title()} for m in THINKING]
+    assert trained_text(sample({"messages": capitals}, chat), tokenizer) == [THINKING[1]["content"] + "<|im_end|>"]
+
+
+def test_a_message_that_the_template_leaves_out_for_its_role_is_refused(tokenizer: Any) -> None:
+    shown = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
+    known = "{%- if m.role in ('user', 'assistant', 'critic') -%}" + shown + "{%- endif -%}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{known}{{%- endfor -%}}"
+    chat = ChatTokenizer(tokenizer)
+    talk = [{"role": "user", "content": "add"}, {"role": "critic", "content": "name"}]
+    answer = {"role": "assistant", "content": "number"}
+    assert "name" in tokenizer.decode(sample({"messages": [*talk, answer]}, chat).token_ids)
+    said = refusal({"messages": [*talk, {"role": "asistant", "content": "number"}, answer]}, chat)
+    assert said.startswith("message 3: ") and "leaves out messages of the role 'asistant'" in said
 
 
 def test_template_that_rewrites_the_past_is_refused(tokenizer: Any) -> None:
@@ -314,6 +336,8 @@ def test_header_that_is_not_in_the_conversation_is_refused(tokenizer: Any) -> No
         ({"messages": CONVERSATION, "tools": "[{"}, ["`tools`", "JSON"]),
         ([1], ["JSON object"]),
         ({"prompt": 3, "completion": "x"}, ["string or a list of messages"]),
+        ({"messages": []}, ["list of messages is empty"]),
+        ({"prompt": "a", "completion": "my number \ud83d"}, [r"half a character (\ud83d)", "number"]),
     ],
 )
 def test_bad_rows_are_named(chat: ChatTokenizer, row: Any, words: list[str]) -> None:

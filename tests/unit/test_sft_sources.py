@@ -124,8 +124,28 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SFTDataError, match="the columns are: text"):
         opened(tmp_path / "cache", path=tmp_path / "other")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="saved is a folder that `datasets` saved: state it as path"):
+        find_data(SFTDataConfig(name=str(tmp_path / "saved")))
     with pytest.raises(SFTDataError, match=r"sft\.data\.name = nobody/nothing .* is not to be had.*Without network"):
         opened(tmp_path / "cache", name="nobody/nothing")
+
+
+def test_folders_of_the_hub_library_are_read_whole_with_their_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = {"train": rows_of(5), "validation": rows_of(2)}
+    made = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    made["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "several")
+    both = [tmp_path / "one", tmp_path / "several"]
+    assert read(opened(tmp_path / "cache", path=both)) == [*rows_of(5), *rows_of(5)]
+    assert read(opened(tmp_path / "cache", path=tmp_path / "several", split="validation")) == rows_of(2)
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows_of(1)))
+    for path, kind, words in (
+        ([tmp_path / "one", tmp_path / "rows.jsonl"], "auto", r"rows.jsonl is no folder .* as .*one is"),
+        (tmp_path / "rows.jsonl", "hub", "rows.jsonl is no folder that `datasets` saved$"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            find_data(SFTDataConfig(path=path, type=kind))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ class SFTSourceConfig(Section):
     type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
     path: str | list[str] | None = None
-    """Files, patterns (`data/*.jsonl.gz`) or a directory: rows with `prompt` and `completion`, or with `messages` (and
-    `tools`). Files may be compressed (.gz, .zst)."""
+    """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, or with `messages` (and
+    `tools`). Files may be compressed (.gz, .zst). What is named twice is trained on twice an epoch."""
     name: str | None = None
     """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
     subset: str | None = None
     """`name`: which of its configurations."""
     split: str = "train"
-    """`name`: which of its splits."""
+    """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
     """The data's own names of the columns `messages`, `prompt`, `completion`, `tools`: `{prompt: question}`."""
 
@@ -82,14 +82,15 @@ class SFTDataConfig(SFTSourceConfig):
     shuffle: bool = True
     """Shuffle every epoch, by seed."""
     loss_roles: tuple[str, ...] = ("assistant",)
-    """Messages of these roles are trained on; a message's own `train` (or `weight` 0 or 1) goes before it."""
+    """Messages of these roles are trained on; a message's own `train` (or `loss`, `weight`; 0 or 1) goes before it."""
     loss_turns: Literal["all", "last"] = "all"
     """Of the messages of `loss_roles`: all, or the conversation's last one only."""
     split_turns: bool = False
     """Make every trained message a sample of its own, with the history as the template shows it at that turn: for
     templates that rewrite the past (Qwen3's drops earlier think sections)."""
     chat_template: str = "auto"
-    """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file."""
+    """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file, which the published
+    weights hold in the place of the model's."""
     overlong: Literal["error", "drop", "truncate"] = "drop"
     """Treatment of a sample longer than `seq_len`; counted in the metrics."""
     bad_rows: Literal["error", "skip"] = "error"
@@ -105,6 +106,16 @@ class SFTDataConfig(SFTSourceConfig):
 
     _cache_from_here = field_validator("cache_dir")(from_here)
 
+    @field_validator("chat_template")
+    @classmethod
+    def _template_from_here(cls, value: str) -> str:
+        return value if value in ("auto", "none") else str(from_here(Path(value)))
+
+    @property
+    def template_file(self) -> Path | None:
+        """The Jinja file, where there is one."""
+        return None if self.chat_template in ("auto", "none") else Path(self.chat_template)
+
     @model_validator(mode="after")
     def _padding_needs_rows(self) -> "SFTDataConfig":
         if self.pad_multiple is not None and self.pack:
@@ -116,7 +127,7 @@ class SFTEvalConfig(SFTSourceConfig):
     """Loss on held-out rows; without a source of its own, another split of the training data set."""
 
     split: str = "validation"
-    """`name`: which of its splits."""
+    """`name`, or a directory that `datasets` saved: which of its splits."""
     interval: int = Field(50, ge=1)
     """Every so many steps (and before the first and after the last)."""
     num_rows: int | None = Field(None, ge=1)

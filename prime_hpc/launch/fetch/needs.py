@@ -89,6 +89,8 @@ def _rows(experiment: Experiment) -> Iterator[Need]:
             yield Need("dataset", f"{key}.name", source.name, source.subset, source.split)
         for path in source.paths:
             yield Need("files", f"{key}.path", path)
+    if (template := experiment.sft.data.template_file) is not None:
+        yield Need("files", "sft.data.chat_template", str(template))
 
 
 def _environments(experiment: Experiment) -> Iterator[Need]:

@@ -15,6 +15,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.observe.report import left_out
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.batching.micro_batches import fake_batch
@@ -121,6 +122,7 @@ class RealData:
         )
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
+        self._rank, self._told_at = trainer.rank, 0
         if trainer.rank == 0:
             logger.info(f"{config.label}: {rows.num_rows:,} rows, template: {tokenizer.name}")
 
@@ -167,6 +169,9 @@ class RealData:
             "data/fill": batch.fill,
             "data/num_pad": float(batch.num_pad),
         }
+        if (words := left_out(named)) and self._rank == 0 and counts.rows >= self._told_at:
+            logger.warning(f"{self._config.label}: {words}")
+            self._told_at = (counts.rows // self._num_rows + 1) * self._num_rows  # again after each epoch
         return batch.ranked, self._progress(batch.position)
 
     def _progress(self, position: Position) -> Progress:

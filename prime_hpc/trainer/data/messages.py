@@ -5,8 +5,9 @@ completion is trained, or two strings, which become a user and an assistant mess
 template). Accepted besides the plain form, because data sets are written so:
 
 - content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
-- `from`/`value` messages with the roles human, gpt, function;
-- `train: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
+- `from`/`value` messages with the roles human, gpt, function; roles with capitals;
+- `train: false`, `loss: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
+- `reasoning` (servers' newer name) in the place of `reasoning_content`;
 - message keys that are null.
 """
 
@@ -18,8 +19,9 @@ from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.datafiles import has_columns, missing_columns
 
 Message = dict[str, Any]
-_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-_FLAGS = ("train", "weight")
+COMMON_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
+_FLAGS = ("train", "loss", "weight")
 
 
 class SFTDataError(ValueError):
@@ -62,7 +64,7 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         raise SFTDataError(missing_columns(list(row), source))
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "prompt", "completion")}
     tools = _tools(row.get(source.columns.get("tools", "tools")))
-    if value["messages"]:
+    if value["messages"] or (value["messages"] is not None and value["prompt"] is None):
         messages = _messages(value["messages"], "user")
         first = 0
     else:
@@ -89,6 +91,8 @@ def _messages(value: Any, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         return [_message(m) for m in value]
+    if value == []:
+        raise SFTDataError("a list of messages is empty")
     raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {value!r:.120}")
 
 
@@ -99,7 +103,10 @@ def _message(raw: Message) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {raw!r:.120}")
-    message["role"] = _ROLES.get(role, role)
+    lower = role.lower()
+    message["role"] = lower if lower in COMMON_ROLES else _ROLES.get(lower, role)
+    if "reasoning" in message:  # kept beside: a template may know either name
+        message.setdefault("reasoning_content", message["reasoning"])
     message["content"] = _text(message.get("content", ""))
     if "tool_calls" in message:
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
@@ -157,7 +164,8 @@ def _trained(messages: list[Message], first: int, config: SFTDataConfig) -> tupl
     for i, message in enumerate(messages):
         own = next((message[key] for key in _FLAGS if key in message), None)
         if own is not None and own not in (0, 1):
-            raise SFTDataError(f"message {i + 1}: `train` or `weight` is {own!r}: only true, false, 0 and 1 are known")
+            flag = next(key for key in _FLAGS if key in message)
+            raise SFTDataError(f"message {i + 1}: `{flag}` is {own!r}: only true, false, 0 and 1 are known")
         flags.append(i >= first and (message["role"] in config.loss_roles if own is None else bool(own)))
     if config.loss_turns == "last":
         last = max((i for i, flag in enumerate(flags) if flag), default=-1)

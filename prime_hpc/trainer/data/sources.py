@@ -26,7 +26,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store.datafiles import SAVED_BY_DATASETS, DataFiles, has_columns, is_compressed, missing_columns
+from prime_hpc.store.datafiles import DataFiles, has_columns, is_compressed, missing_columns
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -393,10 +393,9 @@ def open_rows(source: SFTSourceConfig, found: DataFiles, cache: Path) -> Rows:
         SFTDataError: names the file and what is wrong.
     """
     if found.kind == "hub":
-        saved = found.files[0] if found.files and (found.files[0] / SAVED_BY_DATASETS).exists() else None
-        return HubRows(source, saved or (found.files[0] if found.files else None))
-    if found.kind == "parquet":
-        parts: list[Rows] = [ArrowRows(path, cache, source) for path in found.files]
+        parts: list[Rows] = [HubRows(source, folder) for folder in found.files] or [HubRows(source, None)]
+    elif found.kind == "parquet":
+        parts = [ArrowRows(path, cache, source) for path in found.files]
     else:
         parts = [JsonLines(path, cache) for path in found.files]
     rows = parts[0] if len(parts) == 1 else Chain(parts)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_hpc.trainer.data.messages import Conversation, Message, PlainText, SFTDataError
+from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message, PlainText, SFTDataError
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
 _SHOWN = 12
@@ -86,9 +86,12 @@ class ChatTokenizer:
 
         Raises:
             SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or the
-                template merges a trained message with its neighbours, so that its own tokens cannot be told.
+                template merges a trained message with its neighbours, so that its own tokens cannot be told. Or it
+                leaves out a message for its role, which may be a typing error.
         """
+        self._check_roles(talk)
         text = self.render(talk.messages, talk.tools)
+        _check_text(text)
         tokens = _Tokens(self._tokenizer, text, self._added)
         mask = np.zeros(len(tokens.ids), dtype=bool)
         for start, stop in _turns(talk.messages):
@@ -99,9 +102,21 @@ class ChatTokenizer:
                     mask[first:last] = True
         return np.array(tokens.ids, dtype=np.int32), mask
 
+    def _check_roles(self, talk: Conversation) -> None:
+        for at, message in enumerate(talk.messages):
+            if message["role"] not in COMMON_ROLES and message["content"]:
+                marked = [*talk.messages[:at], {**message, "content": _MARK}, *talk.messages[at + 1 :]]
+                if _MARK not in self.render(marked, talk.tools):
+                    raise SFTDataError(
+                        f"message {at + 1}: {self.name} leaves out messages of the role {message['role']!r}. Is it "
+                        f"meant to be one of {', '.join(COMMON_ROLES)}? Else: a template that shows it "
+                        "(sft.data.chat_template)"
+                    )
+
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion as plain text: begun, untrained, by the token that the tokenizer itself puts before a
         text (the base model was trained with it), ended by the end-of-sequence token where there is one."""
+        _check_text(text.prompt + text.completion)
         head, tail = self.encode(text.prompt), self.encode(text.completion)
         if (head or tail)[:1] != self._begin:
             head = self._begin + head
@@ -210,6 +225,17 @@ def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
         return Path(chosen).read_text(encoding="utf-8"), f"the chat template {chosen} (model {model})"
     except (OSError, UnicodeDecodeError) as error:
         raise SFTDataError(f"sft.data.chat_template = {chosen}: {error}") from error
+
+
+def _check_text(text: str) -> None:
+    """Raise SFTDataError where a character is cut in half, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SFTDataError(
+            f"the text holds half a character (\\u{ord(text[error.start]):04x}), after "
+            f"{text[max(0, error.start - 20) : error.start]!r}: it was cut there"
+        ) from error
 
 
 class _Tokens:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Goes before what the tokenizer's own config says, as Hugging Face reads a model."""
 _TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "chat_template", "added_tokens")
 
 
@@ -82,7 +84,15 @@ class AdapterPublisher:
     """Writes the versions of one slot of a policy. All methods are collective."""
 
     def __init__(
-        self, policy: "Policy", source: Path, paths: RunPaths, *, incarnation: int, model_name: str, slot: int = 0
+        self,
+        policy: "Policy",
+        source: Path,
+        paths: RunPaths,
+        *,
+        incarnation: int,
+        model_name: str,
+        slot: int = 0,
+        chat_template: bytes | None = None,
     ) -> None:
         """Args:
         policy: with adapters.
@@ -91,6 +101,7 @@ class AdapterPublisher:
         incarnation: number of the run's attempt.
         model_name: the base model's, for the manifest and for PEFT.
         slot: whose adapter.
+        chat_template: what the run trains with, in the place of the base model's.
         """
         assert policy.adapters is not None
         self._policy, self._paths, self._slot = policy, paths, slot
@@ -101,7 +112,8 @@ class AdapterPublisher:
         config = peft_config(adapters.config_of(slot), adapters.modules, linears, base)
         content = (json.dumps(config, indent=2) + "\n").encode()
         self._rank_of_adapter = config["r"]
-        self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source)})
+        own: dict[str, Path | bytes] = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
+        self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source), **own})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.

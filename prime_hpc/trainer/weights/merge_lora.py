@@ -24,7 +24,7 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.model_files import INDEX, weight_files
 from prime_hpc.trainer.lora.slots import PREFIX
-from prime_hpc.trainer.weights.lora_files import CONFIG_FILE, read_adapter
+from prime_hpc.trainer.weights.lora_files import CHAT_TEMPLATE, CONFIG_FILE, read_adapter
 from prime_hpc.trainer.weights.safetensors_layout import write_tensors
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -95,6 +95,8 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
             if left:
                 raise ValueError(f"{base} is not this adapter's base model: it has no {sorted(left)[0]}.weight")
             _copy_rest(base, stage, dtype)
+            if (adapter / CHAT_TEMPLATE).is_file():  # what it was trained with, which need not be the base model's
+                shutil.copyfile(adapter / CHAT_TEMPLATE, stage / CHAT_TEMPLATE)
             store_files.rename(stage, output)
     except BaseException:
         store_files.remove_tree(stage)

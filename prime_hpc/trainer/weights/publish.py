@@ -28,7 +28,7 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
-from prime_hpc.trainer.weights.lora_files import AdapterPublisher
+from prime_hpc.trainer.weights.lora_files import CHAT_TEMPLATE, AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
 from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
 from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
@@ -59,6 +59,14 @@ def kept_versions(experiment: Experiment) -> Callable[[int], bool]:
     return is_kept
 
 
+def own_template(experiment: Experiment) -> bytes | None:
+    """Return the chat template that an SFT run trains with, where it is a file of its own: who samples the weights
+    needs the same one. None: the model's, which is published with its tokenizer.
+    """
+    file = experiment.sft.data.template_file
+    return file.read_bytes() if experiment.kind == "sft" and file is not None else None
+
+
 class VersionPublisher(Protocol):
     """Writes weight versions."""
 
@@ -77,11 +85,20 @@ def build_publisher(
     slot: int = 0,
     weights: WeightsConfig | None = None,
     is_kept: Callable[[int], bool] = _is_never,
+    chat_template: bytes | None = None,
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
     is."""
     if policy.adapters is not None:
-        return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name, slot=slot)
+        return AdapterPublisher(
+            policy,
+            source,
+            paths,
+            incarnation=incarnation,
+            model_name=model_name,
+            slot=slot,
+            chat_template=chat_template,
+        )
     return Publisher(
         policy,
         source,
@@ -91,6 +108,7 @@ def build_publisher(
         model_name=model_name,
         weights=weights,
         is_kept=is_kept,
+        chat_template=chat_template,
     )
 
 
@@ -108,6 +126,7 @@ class Publisher:
         model_name: str,
         weights: WeightsConfig | None = None,
         is_kept: Callable[[int], bool] = _is_never,
+        chat_template: bytes | None = None,
     ) -> None:
         """Args:
         policy: sharded model.
@@ -118,9 +137,11 @@ class Publisher:
         model_name: for the manifest.
         weights: names the transport; default: whole files.
         is_kept: versions that stay for as long as the run, by its config.
+        chat_template: what the run trains with, in the place of the source's.
         """
         self._policy, self._source, self.paths = policy, source, paths
         self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
+        self._chat_template = chat_template
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         assert policy.weights is not None, "a policy from `load_policy`"
         weights = weights or WeightsConfig()
@@ -270,6 +291,8 @@ class Publisher:
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
                 found[path.name] = path
+        if self._chat_template is not None:
+            found[CHAT_TEMPLATE] = self._chat_template
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
