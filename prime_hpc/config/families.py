@@ -76,6 +76,10 @@ _WHOLE = """
 WHOLE = frozenset(_WHOLE.split())
 """Families that the trainer refuses to split: transformers has no plan, or one that the trainer does not follow."""
 
+OWN_EXPERTS = frozenset({"jetmoe", "llama4", "llama4_text", "longcat_flash"})
+"""Families whose experts are code of their own, not the fused ones of transformers: ranks cannot split them, and their
+routers follow nobody."""
+
 _SAME = 1e-6
 """Scales closer than this are one."""
 
@@ -95,6 +99,11 @@ class Family:
     def splits(self) -> bool | None:
         """True if tensor-parallel ranks can share it; None: nothing proves it."""
         return True if self.model_type in SPLIT else False if self.model_type in WHOLE else None
+
+    @property
+    def known(self) -> bool:
+        """True if it is one of the causal language models of the transformers that these tables were made with."""
+        return any(self.model_type in names for names in (SPLIT, WHOLE, REFUSED, SINGLE))
 
     @property
     def refusal(self) -> str:

@@ -21,7 +21,14 @@ from prime_hpc.store.datafiles import find_data, first_columns, has_columns, mis
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
-from prime_hpc.store.model_files import INDEX, other_vocabulary, quantised, stored_tensors, weight_files
+from prime_hpc.store.model_files import (
+    INDEX,
+    other_format,
+    other_vocabulary,
+    quantised,
+    stored_tensors,
+    weight_files,
+)
 from prime_hpc.store.run_paths import parse_step
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -80,7 +87,8 @@ def trained_names(experiment: Experiment) -> dict[str, str]:
 
 
 def trained_models(experiment: Experiment) -> list[Problem]:
-    """Why the weights of a model that the trainer would load cannot be: broken off, quantised, not their config's."""
+    """Why the weights of a model that the trainer would load cannot be: broken off, quantised, of another format, not
+    their config's."""
     problems = []
     for key, name in trained_names(experiment).items():
         config = find_config(name)
@@ -92,7 +100,8 @@ def trained_models(experiment: Experiment) -> list[Problem]:
             tensors = {}
             if is_local_path(name):
                 problems.append(Problem(str(error), key))
-        wrong = (quantised(config.parent, tensors), other_vocabulary(config.parent, tensors))
+        wrong = [quantised(config.parent, tensors), other_vocabulary(config.parent, tensors)]
+        wrong += [other_format(config.parent)] if is_local_path(name) else []  # of a hub's more may be on their way
         problems += [Problem(message, key) for message in wrong if message]
     return problems
 
@@ -171,7 +180,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
     vocabularies: list[dict[str, int] | None] = []
     for name, its_key in ((experiment.model.name, "model.name"), (teacher.model, key)):
         try:
-            vocabularies.append(_vocabulary(name))
+            vocabularies.append(read_vocabulary(name))
         except ValueError as error:
             return [Problem(str(error), its_key)]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
@@ -188,7 +197,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
     ]
 
 
-def _vocabulary(name: str) -> dict[str, int] | None:
+def read_vocabulary(name: str) -> dict[str, int] | None:
     """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen.
 
     Raises:
