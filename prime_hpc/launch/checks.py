@@ -10,7 +10,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
-from prime_hpc.config.sections.lora import HEADS, select_modules
+from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
@@ -370,6 +370,18 @@ def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     """
     found = {n.removesuffix(".weight"): s for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
     return {n: (s[0], s[1]) for n, s in found.items() if n.rsplit(".", 1)[-1] not in HEADS and ".experts." not in n}
+
+
+def left_whole(experiment: Experiment) -> list[str]:
+    """Last names of the projections that the usual targets of `model.lora` miss in this model, of which they match
+    others; [] where the targets are stated, or the weights are not here to be looked at."""
+    lora, config = experiment.model.lora, find_config(experiment.model.name)
+    if lora is None or config is None or lora.target_modules != list(DEFAULT_TARGETS):
+        return []
+    modules = linear_modules(stored_shapes(config.parent) or {})
+    missed = [name for name in modules if not any(matches(target, name) for target in lora.target_modules)]
+    last = last_names(name for name in missed if "visi" not in name and "visual" not in name)
+    return [name for name in last if not name.endswith(("gate", "router")) and "embed" not in name]
 
 
 def adapter_problems(experiment: Experiment) -> list[Problem]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from prime_hpc.config.engine_groups import MODELS, sampling_role
 from prime_hpc.config.families import OWN_EXPERTS, Family, family_of, rotary_problem
-from prime_hpc.launch.checks import adapter_problems, read_vocabulary, trained_models, trained_names
+from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.model_config import find_config, is_local_path, read_config
@@ -202,8 +202,18 @@ def engines(subject: Subject) -> Iterator[Finding]:
 
 def adapters(subject: Subject) -> Iterator[Finding]:
     """Targets and rank of `model.lora` against the shapes of the stored weights."""
-    for problem in adapter_problems(subject.experiment):
+    problems = adapter_problems(subject.experiment)
+    for problem in problems:
         yield Finding("PH113", "error", problem.key, problem.message, "")
+    missed = [] if problems else left_whole(subject.experiment)
+    if missed:
+        yield Finding(
+            "PH113",
+            "info",
+            "model.lora.target_modules",
+            f"the usual targets miss {', '.join(missed)} of {subject.experiment.model.name}: these get no adapter",
+            "name them too, if they should",
+        )
 
 
 def weights(subject: Subject) -> Iterator[Finding]:
