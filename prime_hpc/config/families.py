@@ -58,23 +58,27 @@ _MIXING_LAYERS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recu
 
 _SPLIT = """
     arcee aria_text axk1 cohere cohere2 cohere2_moe cwm deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
-    glm4_moe gpt_neox granite helium hrm_text hy_v3 hyperclovax jais2 kimi_linear laguna llama llama4 llama4_text
-    mellum minimax ministral ministral3 mistral mixtral nanochat olmo phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-    smollm3 solar_open starcoder2 youtu"""
+    glm4_moe gpt_neox granite helium hrm_text hy_v3 hyperclovax jais2 kimi_linear laguna llama mellum minimax ministral
+    ministral3 mistral mixtral nanochat olmo phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
+    youtu"""
 SPLIT = frozenset(_SPLIT.split())
 """Families whose tensor-parallel plan is proved: two ranks compute what one does (`tools/proofs tensor_parallel`)."""
 
 _WHOLE = """
-    afmoe apertus axk2 bamba biogpt bitnet bloom codegen ctrl deepseek_v2 deepseek_v32 deepseek_v4 diffllama doge
-    falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text
+    afmoe apertus axk2 bamba biogpt bitnet bloom codegen ctrl deepseek_v2 deepseek_v32 deepseek_v4 diffllama doge falcon
+    falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text
     gemma4_unified gemma4_unified_text glm glm4 glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neo
     gpt_neox_japanese gpt_oss gptj granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-    hunyuan_v1_dense hunyuan_v1_moe hy_v4 jamba jetmoe lfm2 lfm2_moe longcat_flash mamba mamba2 mimo_v2_flash minicpm3
-    minimax_m2 minimax_m3_vl_text mpt nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi3
-    phimoe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv stablelm vaultgemma xglm
-    zamba zamba2 zaya"""
+    hunyuan_v1_dense hunyuan_v1_moe hy_v4 jamba jetmoe lfm2 lfm2_moe llama4 llama4_text longcat_flash mamba mamba2
+    mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text mpt nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe
+    openai-gpt opt persimmon phi3 phimoe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
+    rwkv stablelm vaultgemma xglm zamba zamba2 zaya"""
 WHOLE = frozenset(_WHOLE.split())
 """Families that the trainer refuses to split: transformers has no plan, or one that the trainer does not follow."""
+
+OWN_EXPERTS = frozenset({"jetmoe", "llama4", "llama4_text", "longcat_flash"})
+"""Families whose experts are code of their own, not the fused ones of transformers: ranks cannot split them, and their
+routers follow nobody."""
 
 _SAME = 1e-6
 """Scales closer than this are one."""
@@ -95,6 +99,11 @@ class Family:
     def splits(self) -> bool | None:
         """True if tensor-parallel ranks can share it; None: nothing proves it."""
         return True if self.model_type in SPLIT else False if self.model_type in WHOLE else None
+
+    @property
+    def known(self) -> bool:
+        """True if it is one of the causal language models of the transformers that these tables were made with."""
+        return any(self.model_type in names for names in (SPLIT, WHOLE, REFUSED, SINGLE))
 
     @property
     def refusal(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
-from prime_hpc.config.sections.lora import HEADS, select_modules
+from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
@@ -21,7 +21,14 @@ from prime_hpc.store.datafiles import find_data, first_columns, has_columns, mis
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
-from prime_hpc.store.model_files import INDEX, other_vocabulary, quantised, stored_tensors, weight_files
+from prime_hpc.store.model_files import (
+    INDEX,
+    other_format,
+    other_vocabulary,
+    quantised,
+    stored_tensors,
+    weight_files,
+)
 from prime_hpc.store.run_paths import parse_step
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -80,7 +87,8 @@ def trained_names(experiment: Experiment) -> dict[str, str]:
 
 
 def trained_models(experiment: Experiment) -> list[Problem]:
-    """Why the weights of a model that the trainer would load cannot be: broken off, quantised, not their config's."""
+    """Why the weights of a model that the trainer would load cannot be: broken off, quantised, of another format, not
+    their config's."""
     problems = []
     for key, name in trained_names(experiment).items():
         config = find_config(name)
@@ -92,7 +100,8 @@ def trained_models(experiment: Experiment) -> list[Problem]:
             tensors = {}
             if is_local_path(name):
                 problems.append(Problem(str(error), key))
-        wrong = (quantised(config.parent, tensors), other_vocabulary(config.parent, tensors))
+        wrong = [quantised(config.parent, tensors), other_vocabulary(config.parent, tensors)]
+        wrong += [other_format(config.parent)] if is_local_path(name) else []  # of a hub's more may be on their way
         problems += [Problem(message, key) for message in wrong if message]
     return problems
 
@@ -171,7 +180,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
     vocabularies: list[dict[str, int] | None] = []
     for name, its_key in ((experiment.model.name, "model.name"), (teacher.model, key)):
         try:
-            vocabularies.append(_vocabulary(name))
+            vocabularies.append(read_vocabulary(name))
         except ValueError as error:
             return [Problem(str(error), its_key)]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
@@ -188,7 +197,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
     ]
 
 
-def _vocabulary(name: str) -> dict[str, int] | None:
+def read_vocabulary(name: str) -> dict[str, int] | None:
     """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen.
 
     Raises:
@@ -366,6 +375,18 @@ def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     """
     found = {n.removesuffix(".weight"): s for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
     return {n: (s[0], s[1]) for n, s in found.items() if n.rsplit(".", 1)[-1] not in HEADS and ".experts." not in n}
+
+
+def left_whole(experiment: Experiment) -> list[str]:
+    """Last names of the projections that the usual targets of `model.lora` miss in this model, of which they match
+    others; [] where the targets are stated, or the weights are not here to be looked at."""
+    lora, config = experiment.model.lora, find_config(experiment.model.name)
+    if lora is None or config is None or lora.target_modules != list(DEFAULT_TARGETS):
+        return []
+    modules = linear_modules(stored_shapes(config.parent) or {})
+    missed = [name for name in modules if not any(matches(target, name) for target in lora.target_modules)]
+    last = last_names(name for name in missed if "visi" not in name and "visual" not in name)
+    return [name for name in last if not name.endswith(("gate", "router")) and "embed" not in name]
 
 
 def adapter_problems(experiment: Experiment) -> list[Problem]:

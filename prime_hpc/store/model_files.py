@@ -7,6 +7,7 @@ loads anything.
 
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _QUANTISED_NAMES = (
     "_proj_blocks",
 )
 """Ends of names: scales, packed values, indices of FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes, MXFP4."""
+_OTHER_WEIGHTS = re.compile(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth)|.*\.gguf")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _TOKEN_TABLES = (
     "embed_tokens.weight",
@@ -164,6 +166,17 @@ def _quantised_tensor(tensors: Mapping[str, StoredTensor]) -> str | None:
         if small_float or (packed and not name.endswith("bias")):  # old GPTs keep a mask of bytes as `attn.bias`
             return f"{tensor.file} holds {name} as {tensor.dtype}"
     return None
+
+
+def other_format(folder: Path) -> str | None:
+    """Say where a model's directory holds weights, but none as safetensors, which alone are read here; else None."""
+    others = sorted(path.name for path in folder.iterdir() if _OTHER_WEIGHTS.fullmatch(path.name))
+    if not others or weight_files(folder):
+        return None
+    return (
+        f"{folder} holds {others[0]} and no safetensors, which alone the trainer reads; load it with transformers, "
+        "whose `save_pretrained` writes them"
+    )
 
 
 def other_vocabulary(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:

@@ -133,6 +133,65 @@ def test_a_family_is_split_or_whole_not_both() -> None:
     assert not SPLIT & WHOLE and not (SPLIT | WHOLE) & REFUSED.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "trusted", "words"),
+    [
+        ({"model_type": "lama"}, False, ["no causal language model of model_type lama", "another model"]),
+        ({"model_type": "qwen2_5_vl"}, True, ["of model_type qwen2_5_vl"]),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.M"}}, False, ["model.trust_remote_code: true"]),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.M"}}, True, []),
+        ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "m.M"}}, False, []),
+    ],
+)
+def test_lint_tells_of_families_that_transformers_may_not_know(
+    tmp_path: Path, config: dict[str, Any], trusted: bool, words: list[str]
+) -> None:
+    model = {"name": str(tmp_path), "trust_remote_code": trusted}
+    said = findings(tmp_path, LLAMA | config, model=model)
+    assert [f.severity for f in said] == (["warning"] if words else [])
+    assert all(word in f"{f.message} {f.remedy}" for f in said for word in words)
+
+
+MIXTURE = LLAMA | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "severity"),
+    [
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 4}, []),
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 3}, ["error"]),
+        ({"model_type": "mixtral", "num_local_experts": 4}, []),
+        ({"model_type": "llama4_text", "num_local_experts": 4}, ["error"]),
+        ({"model_type": "jetmoe", "num_local_experts": 4}, ["error"]),
+        ({"model_type": "llama"}, ["error"]),
+    ],
+)
+def test_lint_knows_whose_experts_can_be_split(tmp_path: Path, config: dict[str, Any], severity: list[str]) -> None:
+    split = {"num_ranks": 2, "parallel": {"ep": 2}}
+    assert [f.severity for f in findings(tmp_path, MIXTURE | config, ("PH111",), trainer=split)] == severity
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 4}, []),
+        ({"model_type": "jetmoe", "num_local_experts": 4}, ["model.router_dtype", "trainer.router_replay"]),
+    ],
+)
+def test_lint_knows_whose_routers_can_be_told(tmp_path: Path, config: dict[str, Any], key: list[str]) -> None:
+    model = {"name": str(tmp_path), "router_dtype": "float32"}
+    said = findings(tmp_path, MIXTURE | config, ("PH127",), model=model, trainer={"router_replay": True})
+    assert [f.key for f in said if f.severity == "error"] == key
+
+
+def test_lint_tells_of_tokens_that_the_model_has_no_embedding_of(tmp_path: Path) -> None:
+    added = [{"content": "<a>", "id": 299}, {"content": "<new>", "id": 300}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"x": 0}}, "added_tokens": added}))
+    (said,) = findings(tmp_path, LLAMA, ("PH128",), kind="sft")
+    assert said.severity == "warning" and "has 1 tokens beyond the model's 300 embeddings ('<new>')" in said.message
+    assert findings(tmp_path, LLAMA | {"vocab_size": 301}, ("PH128",), kind="sft") == []
+
+
 def test_lint_refuses_rotary_embeddings_that_cannot_be_shared(tmp_path: Path) -> None:
     assert findings(tmp_path, longrope(), seq_len=8192) == []
     (said,) = findings(tmp_path, longrope(attention_factor=3.0), seq_len=8192)

@@ -97,3 +97,20 @@ def test_what_packed_attention_lacks_is_refused(wanted: dict, message: str) -> N
             attention.packed_attention_forward(Layer(), x, x, x, None, **wanted)
         with pytest.raises(ValueError, match="a mask of its own"):
             attention.packed_attention_forward(Layer(), x, x, x, torch.zeros(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("out_width", [6, 12])
+def test_kernels_of_one_width_get_values_of_another(monkeypatch: pytest.MonkeyPatch, out_width: int) -> None:
+    """As flash kernels do, and the exchange of heads between context-parallel ranks."""
+    torch.manual_seed(0)
+
+    def same_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Any, *rest: Any) -> torch.Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return attention.padded_attention(q, k, v, packing, *rest)
+
+    monkeypatch.setattr(attention, "select_kernel", lambda *_: same_width)
+    q, k, v = (torch.randn(9, h, d) for h, d in ((4, 8), (2, 8), (2, out_width)))
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    with attention.packing(attention.plan_packing(np.array([9]))):
+        got, _ = attention.packed_attention_forward(Layer(), *heads, None)  # type: ignore[arg-type]
+    assert torch.allclose(got[0].double(), explicit(q, k, v), atol=1e-5)

@@ -76,6 +76,18 @@ def test_lint_looks_at_the_stored_shapes(tmp_path: Path, lora: dict[str, Any], s
     assert not [f for f in lint(experiment(tmp_path / "absent", lora), GENERIC) if f.code == "PH113"]
 
 
+def test_lint_tells_which_projections_the_usual_targets_miss(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    fused = {
+        f"model.layers.0.{name}.weight": (64, 32) for name in ("self_attn.qkv_proj", "mlp.gate", "embed_positions")
+    }
+    write_tensors(tmp_path / "model.safetensors", BASE | fused | {"vision_tower.fc1.weight": (64, 32)})
+    (found,) = [f for f in lint(experiment(tmp_path, {}), GENERIC) if f.code == "PH113"]
+    assert found.severity == "info" and "the usual targets miss qkv_proj of" in found.message
+    stated = experiment(tmp_path, {"target_modules": ["q_proj"]})
+    assert not [f for f in lint(stated, GENERIC) if f.code == "PH113"]
+
+
 def test_memory_is_the_frozen_model_and_the_adapter() -> None:
     facts = model_facts(CONFIG | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}, 8 * 10**9)
     assert facts is not None

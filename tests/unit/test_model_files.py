@@ -96,6 +96,28 @@ def test_weights_that_broke_off_are_said_before_the_queue(group: None, model: Pa
     assert len(linted(model)) == 1
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "tiny-Q4_K_M.gguf"])
+def test_weights_of_another_format_are_said_before_the_queue(group: None, model: Path, name: str) -> None:
+    (model / "training_args.bin").write_bytes(b"no weights")
+    assert linted(model) == []
+    (model / "model.safetensors").unlink()
+    assert linted(model) == []  # a config alone: to plan with
+    (model / name).write_bytes(b"weights")
+    assert "holds no safetensors" in refusal(model)
+    (said,) = linted(model)
+    assert f"holds {name} and no safetensors" in said and "save_pretrained" in said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"pad_token_id": 10**6}, {"hidden_act": "mystery"}, {"num_attention_heads": 3, "head_dim": None}],
+    ids=["padding", "activation", "heads"],
+)
+def test_a_config_of_which_no_model_can_be_built(group: None, model: Path, fields: dict[str, Any]) -> None:
+    edit_config(model, **fields)
+    assert "no model can be built from" in refusal(model)
+
+
 def test_another_vocabulary(group: None, model: Path) -> None:
     edit_config(model, vocab_size=VOCAB + 12)
     for message in (refusal(model), *linted(model)):

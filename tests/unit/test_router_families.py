@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.config.families import family_of
+from prime_hpc.config.families import OWN_EXPERTS, family_of
 from prime_hpc.launch.lint.model_rules import OTHER_ROUTERS
 from prime_hpc.moe import replay
 from prime_hpc.moe.routers import moe_layers, use_float32_routers
@@ -59,6 +59,24 @@ def judge(model: Any) -> str:
     for index, chosen in seen.items():
         assert torch.equal(chosen.sort(-1).values, other[:, index].long().sort(-1).values)
     return "follows"
+
+
+def test_lint_knows_who_has_experts_of_its_own() -> None:
+    """A mixture by its config, whose modules have none that are fused."""
+    own = set()
+    for name in family_names():
+        try:
+            config = tiny_config(name)
+            has_experts = (
+                int(getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", 0) or 0) > 1
+            )
+            trains = has_experts and not family_of(config.to_dict()).refused
+            model = tiny_model(config) if trains else None
+        except CannotBuildError:
+            continue
+        if model is not None and not moe_layers(model):
+            own.add(name)
+    assert own == OWN_EXPERTS
 
 
 def test_all_follow_but_those_that_lint_refuses() -> None:

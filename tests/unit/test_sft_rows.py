@@ -74,9 +74,9 @@ def chat(tokenizer: Any) -> ChatTokenizer:
     return ChatTokenizer(tokenizer)
 
 
-def result(row: Any, chat: ChatTokenizer, seq_len: int = 4096, **config: Any) -> RowResult:
+def result(row: Any, chat: ChatTokenizer, seq_len: int = 4096, vocab_size: int = 10**6, **config: Any) -> RowResult:
     data = SFTDataConfig(path="rows.jsonl", **config)
-    return RowTokenizer(chat, data, data, seq_len).row(row)
+    return RowTokenizer(chat, data, data, seq_len, vocab_size).row(row)
 
 
 def samples(row: Any, chat: ChatTokenizer, **config: Any) -> list[SFTSample]:
@@ -392,3 +392,23 @@ def test_masks_are_those_of_tokenising_every_prefix_by_itself(tokenizer: Any, ta
         assert broken and "prefix property" in str(error)
         return
     assert not broken and ids.tolist() == whole and np.array_equal(found, mask)
+
+
+def test_tokens_that_the_model_has_no_embedding_of_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    """Tokens were added and the model's embeddings not resized: what is split over ranks would take them for zeros."""
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    grown = AutoTokenizer.from_pretrained(tmp_path)
+    vocab_size = len(grown)
+    grown.add_tokens(["<new>"])
+    grown.add_special_tokens({"pad_token": "<filling>"})
+    chat = ChatTokenizer(grown, chat_template="none")
+    row = {"prompt": "a <new>", "completion": "b"}
+    assert result(row, chat, vocab_size=vocab_size + 1).error is None
+    said = result(row, chat, vocab_size=vocab_size)
+    assert said.error is not None and f"token {vocab_size} ('<new>')" in said.error and "Resize" in said.error
+    assert result(row, chat, vocab_size=vocab_size, bad_rows="skip").counts.bad == 1
+    assert result({"prompt": "a", "completion": "b"}, chat, vocab_size=vocab_size).error is None
+    assert chat.pad_id(vocab_size + 2) == vocab_size + 1
+    assert chat.pad_id(vocab_size) == grown.eos_token_id  # no row can be filled with what the model has not

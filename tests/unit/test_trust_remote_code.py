@@ -66,7 +66,7 @@ def test_rows_are_tokenised_by_the_models_own_class_only_where_it_is_trusted(
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     tree = {"kind": "sft", "sft": {"data": {"path": str(tmp_path / "data.jsonl")}}}
     config = Experiment.model_validate(tree).sft.data
-    recipe = Recipe(config, config, find_data(config), tmp_path / "cache", model, trusted, False, 64)
+    recipe = Recipe(config, config, find_data(config), tmp_path / "cache", model, trusted, False, 64, 512)
     own = recipe.load_tokenizer()
     assert (type(own._tokenizer).__name__ == "OwnTokenizer") is trusted
     assert (tmp_path / "ran").exists() is trusted

@@ -41,6 +41,7 @@ CODES = {
     "PH125": "an inference backend that is not here",
     "PH126": "a weight transport that cannot work",
     "PH127": "routers of a mixture of experts",
+    "PH128": "tokens that the model has no embedding of",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

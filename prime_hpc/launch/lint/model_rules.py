@@ -1,10 +1,11 @@
 """Lint of the model against its parallelism, its lengths, its routers and the memory of the GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prime_hpc.config.engine_groups import MODELS, sampling_role
-from prime_hpc.config.families import family_of, rotary_problem
-from prime_hpc.launch.checks import adapter_problems, trained_models, trained_names
+from prime_hpc.config.families import OWN_EXPERTS, Family, family_of, rotary_problem
+from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.model_config import find_config, is_local_path, read_config
@@ -12,7 +13,7 @@ from prime_hpc.store.model_config import find_config, is_local_path, read_config
 REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
 OTHER_ROUTERS = frozenset({"deepseek_v4", "phimoe", "zaya"})
 """model_type of those whose routers do not choose by one `topk` over all experts (`tests/unit/test_router_families.py`
-tries every family of the installed transformers)."""
+tries every family of the installed transformers); besides those whose experts are their own code (OWN_EXPERTS)."""
 
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
@@ -201,8 +202,18 @@ def engines(subject: Subject) -> Iterator[Finding]:
 
 def adapters(subject: Subject) -> Iterator[Finding]:
     """Targets and rank of `model.lora` against the shapes of the stored weights."""
-    for problem in adapter_problems(subject.experiment):
+    problems = adapter_problems(subject.experiment)
+    for problem in problems:
         yield Finding("PH113", "error", problem.key, problem.message, "")
+    missed = [] if problems else left_whole(subject.experiment)
+    if missed:
+        yield Finding(
+            "PH113",
+            "info",
+            "model.lora.target_modules",
+            f"the usual targets miss {', '.join(missed)} of {subject.experiment.model.name}: these get no adapter",
+            "name them too, if they should",
+        )
 
 
 def weights(subject: Subject) -> Iterator[Finding]:
@@ -223,6 +234,7 @@ def families(subject: Subject) -> Iterator[Finding]:
         if family.refused:
             yield Finding("PH119", "error", key, f"{name}: {family.refusal}", "use another model")
             continue
+        yield from _unknown_family(key, name, config, family, trusted=experiment.model.trust_remote_code)
         if problem := rotary_problem(config, experiment.context):
             yield Finding("PH121", "error", key, f"{name}: {problem}", "use another model, or a shorter context")
         try:
@@ -247,6 +259,43 @@ def families(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH119", "error", "trainer.parallel.cp", message, "set it to 1")
 
 
+def _unknown_family(
+    key: str, name: str, config: Mapping[str, Any], family: Family, *, trusted: bool
+) -> Iterator[Finding]:
+    """Report a model that transformers may not know: the trainer would say so once it runs."""
+    if family.known or not family.model_type:
+        return
+    code = config.get("auto_map")
+    own = code.get("AutoModelForCausalLM") if isinstance(code, Mapping) else None
+    if own is not None and trusted:
+        return  # a self-test at every start finds out what it does
+    message = f"{name}: transformers has no causal language model of model_type {family.model_type} of its own"
+    remedy = "model.trust_remote_code: true, if you trust the code that it ships" if own else "another model"
+    yield Finding("PH119", "warning", key, message, f"{remedy}; nothing, where a newer transformers is installed")
+
+
+def vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Report a tokenizer that knows tokens which the model has no embedding of: a row that holds one is refused."""
+    facts, name = subject.facts, subject.experiment.model.name
+    if facts is None or subject.experiment.kind != "sft":
+        return
+    try:
+        known = read_vocabulary(name) or {}
+    except ValueError:
+        return  # the start says it
+    beyond = sorted(token for token, number in known.items() if number >= facts.vocab_size)
+    if beyond:
+        shown = ", ".join(map(repr, beyond[:3]))
+        yield Finding(
+            "PH128",
+            "warning",
+            "model.name",
+            f"the tokenizer of {name} has {len(beyond)} tokens beyond the model's {facts.vocab_size} embeddings "
+            f"({shown}): a row that holds one cannot be trained on",
+            "resize the model's embeddings (resize_token_embeddings of transformers), if your data holds them",
+        )
+
+
 def layout(subject: Subject) -> Iterator[Finding]:
     """One process answers for all data-parallel engines of a server; only experts that are shared out need that."""
     for group in subject.engines:
@@ -268,7 +317,14 @@ def layout(subject: Subject) -> Iterator[Finding]:
 def router_dtype(subject: Subject) -> Iterator[Finding]:
     """Report a dense model: it has no routers."""
     facts, model = subject.facts, subject.experiment.model
-    if model.router_dtype == "float32" and facts is not None and not facts.num_experts:
+    if model.router_dtype != "float32":
+        return
+    kind = (read_config(model.name) or {}).get("model_type")
+    if kind in OWN_EXPERTS:
+        yield Finding(
+            "PH127", "error", DTYPE, f"routers of {kind} are of a kind that is not known here", "leave it out"
+        )
+    elif facts is not None and not facts.num_experts:
         yield Finding("PH127", "error", DTYPE, f"{model.name} has no experts, so no routers", "leave it out")
 
 
@@ -278,7 +334,12 @@ def router_replay(subject: Subject) -> Iterator[Finding]:
     name, is_moe = experiment.model.name, facts is not None and bool(facts.num_experts)
     family = (read_config(name) or {}).get("model_type")
     if not experiment.trainer.router_replay:
-        if subject.is_rl and is_moe and family not in OTHER_ROUTERS and experiment.model.dtype != "float32":
+        if (
+            subject.is_rl
+            and is_moe
+            and family not in OTHER_ROUTERS | OWN_EXPERTS
+            and experiment.model.dtype != "float32"
+        ):
             yield Finding(
                 "PH127",
                 "info",
@@ -292,7 +353,7 @@ def router_replay(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH127", "error", REPLAY, "only rollouts of RL have recorded experts", "leave it out")
     elif facts is not None and not is_moe:
         yield Finding("PH127", "error", REPLAY, f"{name} has no experts, so nothing to follow", "leave it out")
-    elif family in OTHER_ROUTERS:
+    elif family in OTHER_ROUTERS | OWN_EXPERTS:
         yield Finding("PH127", "error", REPLAY, f"routers of {family} choose in a way of their own", "leave it out")
     elif experiment.model.lora is not None:
         yield Finding("PH127", "error", REPLAY, "engines with adapters record no experts", "leave it or model.lora out")
@@ -304,6 +365,7 @@ CHECKS = (
     known,
     weights,
     families,
+    vocabulary,
     precision,
     adapters,
     tensor_parallel,

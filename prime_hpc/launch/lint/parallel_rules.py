@@ -7,7 +7,7 @@ refuses once more what is seen here, for models whose config.json the login node
 from collections.abc import Iterator
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.families import family_of
+from prime_hpc.config.families import OWN_EXPERTS, family_of
 from prime_hpc.launch.checks import trained_names
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.model_config import read_config
@@ -71,7 +71,17 @@ def context_parallel(subject: Subject) -> Iterator[Finding]:
 def expert_parallel(subject: Subject) -> Iterator[Finding]:
     """Experts are split evenly, and there must be some."""
     facts, width, key = subject.facts, subject.experiment.trainer.parallel.ep, "trainer.parallel.ep"
-    if width == 1 or facts is None:
+    if width == 1:
+        return
+    for name in trained_names(subject.experiment).values():
+        kind = family_of(read_config(name) or {}).model_type
+        if kind in OWN_EXPERTS:
+            message = (
+                f"{name}: models of model_type {kind} compute their experts by code of their own, which stays whole"
+            )
+            yield Finding("PH111", "error", key, message, "set it to 1: FSDP shards the experts all the same")
+            return
+    if facts is None:
         return
     if not facts.num_experts:
         yield Finding("PH111", "error", key, f"{width} ranks would split the experts of a dense model", "set it to 1")

@@ -101,7 +101,7 @@ class RealData:
         self._config, self._timeout_s = config, experiment.trainer.batch_timeout_s
         save_s = experiment.ckpt.timeout_s if experiment.ckpt else 0.0
         self._exchange = Exchange(self._timeout_s + save_s)
-        recipe = recipe_of(experiment, config, trainer.source)
+        recipe = recipe_of(experiment, config, trainer.source, trainer.vocab_size)
         rows = open_together(recipe, self._exchange)
         tokenizer = recipe.load_tokenizer()
         self._fingerprint = fingerprint_of(rows.fingerprint, config.shuffle, experiment.seed)
@@ -115,7 +115,7 @@ class RealData:
         self._stream = SampleStream(
             self._reader,
             RowOrder(rows.num_rows, seed=experiment.seed, shuffle=config.shuffle),
-            shape_of(experiment, tokenizer.pad_id),
+            shape_of(experiment, tokenizer.pad_id(trainer.vocab_size)),
             self._exchange,
             share=trainer.part[0],
             num_shares=trainer.part[1],
@@ -203,13 +203,14 @@ def seq_len_of(experiment: Experiment) -> int:
     return experiment.sft.data.seq_len or experiment.seq_len
 
 
-def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path) -> Recipe:
+def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path, vocab_size: int) -> Recipe:
     """How rows of a source become samples.
 
     Args:
         experiment: the tree.
         source: training or held-out rows.
         model: directory of the tokenizer.
+        vocab_size: of the model.
 
     Raises:
         SFTDataError: no file is there.
@@ -228,6 +229,7 @@ def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path) -> R
         trust_remote_code=experiment.model.trust_remote_code,
         enable_thinking=experiment.model.enable_thinking,
         seq_len=seq_len_of(experiment),
+        vocab_size=vocab_size,
     )
 
 

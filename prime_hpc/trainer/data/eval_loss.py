@@ -42,14 +42,14 @@ class HeldOut:
         assert config is not None and source is not None
         self._interval, self._last = config.interval, trainer.last_step
         exchange = Exchange(experiment.trainer.batch_timeout_s)
-        recipe = recipe_of(experiment, source, trainer.source)
+        recipe = recipe_of(experiment, source, trainer.source, trainer.vocab_size)
         rows = open_together(recipe, exchange)
         tokenizer = recipe.load_tokenizer()
         num_rows = min(rows.num_rows, config.num_rows or rows.num_rows)
         stream = SampleStream(
             RowReader(recipe, rows, tokenizer),
             RowOrder(rows.num_rows, seed=0, shuffle=False),
-            replace(shape_of(experiment, tokenizer.pad_id), batch_size=_BATCH, batch_tokens=None),
+            replace(shape_of(experiment, tokenizer.pad_id(trainer.vocab_size)), batch_size=_BATCH, batch_tokens=None),
             exchange,
             share=trainer.part[0],
             num_shares=trainer.part[1],

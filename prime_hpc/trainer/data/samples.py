@@ -55,14 +55,23 @@ class RowResult:
 class RowTokenizer:
     """Rows to samples, as the config has it."""
 
-    def __init__(self, tokenizer: ChatTokenizer, source: SFTSourceConfig, config: SFTDataConfig, seq_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        source: SFTSourceConfig,
+        config: SFTDataConfig,
+        seq_len: int,
+        vocab_size: int,
+    ) -> None:
         """Args:
         tokenizer: with its template.
         source: column names.
         config: what is trained and what happens to long samples.
         seq_len: longest sample in tokens.
+        vocab_size: of the model.
         """
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
+        self._vocab_size = vocab_size
 
     def row(self, row: Any) -> RowResult:
         """One row's samples; with `bad_rows = skip`, an error is only counted."""
@@ -91,11 +100,22 @@ class RowTokenizer:
                     continue
                 counts += RowCounts(truncated=1)
                 sample = SFTSample(sample.token_ids[: self._seq_len], sample.loss_mask[: self._seq_len])
+            self._refuse_unknown(sample.token_ids)
             if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
                 samples.append(sample)
             else:
                 counts += RowCounts(untrained=1)
         return RowResult(samples, counts)
+
+    def _refuse_unknown(self, token_ids: NDArray[np.int32]) -> None:
+        """Raise for a token that the model has no embedding of: a split embedding would give zeros in its place."""
+        largest = int(token_ids.max(initial=-1))
+        if largest >= self._vocab_size:
+            raise SFTDataError(
+                f"token {largest} ({self._tokenizer.decode([largest])!r}) is beyond the model's vocabulary of "
+                f"{self._vocab_size}: its tokenizer has more tokens than the model has embeddings. Resize them "
+                "(resize_token_embeddings of transformers), or take the tokenizer that the model came with"
+            )
 
     def _talks(self, parsed: Conversation | PlainText) -> list[Any]:
         """Return the conversation itself, or with `split_turns` one for every trained message."""

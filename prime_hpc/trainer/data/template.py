@@ -48,11 +48,14 @@ class ChatTokenizer:
         """True if conversations can be rendered at all."""
         return bool(self._template)
 
-    @property
-    def pad_id(self) -> int:
-        """The token that fills rows; never trained, never seen by another."""
+    def pad_id(self, vocab_size: int) -> int:
+        """Return the token that fills rows; never trained, never seen by another.
+
+        Args:
+            vocab_size: of the model, which may lack a token that was added for padding.
+        """
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
-        return next(i for i in ids if i is not None)
+        return next(i for i in ids if i is not None and i < vocab_size)
 
     @property
     def name(self) -> str:
@@ -62,6 +65,10 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added."""
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens."""
+        return self._tokenizer.decode(list(ids))
 
     def render(self, messages: Sequence[Message], tools: Any, *, header: bool = False) -> str:
         """Text of a conversation; `header` opens the assistant's next turn.

@@ -32,6 +32,8 @@ class Recipe:
     trust_remote_code: bool
     enable_thinking: bool
     seq_len: int
+    vocab_size: int
+    """Of the model."""
 
     def open_rows(self) -> Rows:
         """Return the rows; makes what is missing in the cache.
@@ -62,7 +64,7 @@ class RowReader:
     def __init__(self, recipe: Recipe, rows: Rows | None = None, tokenizer: ChatTokenizer | None = None) -> None:
         self._rows = rows or recipe.open_rows()
         self._tokenizer = RowTokenizer(
-            tokenizer or recipe.load_tokenizer(), recipe.source, recipe.config, recipe.seq_len
+            tokenizer or recipe.load_tokenizer(), recipe.source, recipe.config, recipe.seq_len, recipe.vocab_size
         )
         self._skip = recipe.config.bad_rows == "skip"
 

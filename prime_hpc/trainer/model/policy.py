@@ -192,18 +192,27 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} holds no usable config.json ({error})") from error
+    except Exception as error:  # transformers checks some fields with errors of its own classes
+        raise ValueError(_says(source, error)) from error
     family = family_of(hf_config.to_dict())
     if family.refused:
         raise ValueError(family.refusal)
-    with init_empty_weights(include_buffers=False):
-        hf = AutoModelForCausalLM.from_config(
-            hf_config,
-            dtype=torch.float32,
-            attn_implementation=_attention_of(family),
-            trust_remote_code=config.trust_remote_code,
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            hf = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=torch.float32,
+                attn_implementation=_attention_of(family),
+                trust_remote_code=config.trust_remote_code,
+            )
+    except Exception as error:  # a field that the model's code cannot take: errors of any class
+        raise ValueError(_says(source, error)) from error
     hf.tie_weights()
     return hf, family
+
+
+def _says(source: Path, error: Exception) -> str:
+    return f"no model can be built from {source / 'config.json'} ({type(error).__name__}: {error})"
 
 
 def _attention_of(family: Family) -> str:

@@ -473,7 +473,8 @@ def packed_attention_forward(
     if "sinks" in special or (special and kernel is torch_varlen_attention):
         kernel = padded_attention
     if out_width != width and (ranks is not None or kernel is not padded_attention):  # latent attention (MLA)
-        value = F.pad(value, (0, width - out_width))
+        widest = max(width, out_width)
+        query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
     window, chunk = _reach(module, sliding_window)

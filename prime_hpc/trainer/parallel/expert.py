@@ -37,7 +37,7 @@ def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
     """
     modules, width = expert_modules(hf), parallel.dims.ep
     if width > 1 and not modules:
-        raise ValueError(f"trainer.parallel.ep = {width}: {type(hf).__name__} has no experts; set it to 1")
+        raise ValueError(f"trainer.parallel.ep = {width}: {type(hf).__name__} has no experts to split; set it to 1")
     for module in modules:
         num_experts: Any = module.num_experts
         if num_experts % width:

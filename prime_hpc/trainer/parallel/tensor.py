@@ -94,6 +94,8 @@ def split_tensors(hf: Any, parallel: Parallel) -> list[nn.Module]:
         _split(module, "weight", mesh, 0 if style == COLUMN else 1)
         if style == COLUMN and module.bias is not None:
             _split(module, "bias", mesh, 0)
+    if not columns:
+        raise ValueError(_refusal(hf, "transformers' plan names none of its matrices"))
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in columns):
         _let_in(hf, parent, mesh)
     _split_vocabulary(hf, mesh)
