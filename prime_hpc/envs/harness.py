@@ -111,7 +111,8 @@ class InProcessSession(HarnessSession):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stack = AsyncExitStack()
+        self._stack: AsyncExitStack | None = None
+        """Of the task's MCP servers, where it has any."""
         self._messages: list[Message] | None = None
         self._tools: list[Tool] = []
         self._local = {tool.declaration.name: tool for tool in self.harness.tools_of(self.runtime)}
@@ -154,6 +155,7 @@ class InProcessSession(HarnessSession):
         if self.mcp_urls:
             timeout = self.harness.config.tool_timeout
             servers = {name: {"url": url, "timeout": timeout} for name, url in self.mcp_urls.items()}
+            self._stack = AsyncExitStack()
             schemas, self._dispatch, self._servers = await connect_mcp({"mcpServers": servers}, self._stack)
             self._tools += [Tool(**s["function"]) for s in schemas if s["function"]["name"] not in disabled]
 
@@ -184,4 +186,5 @@ class InProcessSession(HarnessSession):
     async def close(self) -> None:
         """Disconnect from the MCP servers. Idempotent."""
         await super().close()
-        await self._stack.aclose()
+        if self._stack is not None:
+            await self._stack.aclose()

@@ -389,13 +389,18 @@ def _metrics(traces: Iterable[Any]) -> dict[str, float]:
 
 def _texts(trace: Any) -> tuple[str, str]:
     """Prompt and completion of a trace's last branch, as text for logs."""
-    nodes = trace.branches[-1].nodes if trace.nodes else []
+    nodes = trace.nodes if _is_chain(trace.nodes) else trace.branches[-1].nodes
     first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
     prompt = "\n".join(f"[{node.message.role}] {_content(node.message)}" for node in nodes[:first])
     replies = nodes[first:]
     if len(replies) == 1:
         return prompt, _content(replies[0].message)
     return prompt, "\n".join(f"[{node.message.role}] {_content(node.message)}" for node in replies)
+
+
+def _is_chain(nodes: Sequence[Any]) -> bool:
+    """Return whether a trace never branched: its nodes are its one branch's, which need not be put together then."""
+    return all(node.parent == (number - 1 if number else None) for number, node in enumerate(nodes))
 
 
 def _content(message: Any) -> str:

@@ -44,5 +44,7 @@ class AwakeClock:
     def _read(self) -> None:
         raw = self._raw()
         gap, self._last = raw - self._last, raw
-        self._now += min(gap, self._max_gap_s)
-        self._missed += max(0.0, gap - self._max_gap_s)
+        if gap > self._max_gap_s:
+            self._missed += gap - self._max_gap_s
+            gap = self._max_gap_s
+        self._now += gap

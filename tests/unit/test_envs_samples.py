@@ -35,6 +35,10 @@ def reply_node(scaffold: list[int], ids: list[int], version: int = 0) -> Any:
 
 def make_trace(*paths: list[Any], **changes: Any) -> Any:
     nodes = list({id(node): node for path in paths for node in path}.values())
+    numbers = {id(node): number for number, node in enumerate(nodes)}
+    for path in paths:
+        for before, node in zip([None, *path], path, strict=False):
+            node.parent = numbers.get(id(before))
     defaults = {
         "nodes": nodes,
         "branches": [SimpleNamespace(nodes=path, trainable=True) for path in paths],
@@ -162,6 +166,23 @@ def test_a_game_that_others_end_before_the_policy_s_turn_has_a_score_and_does_no
         assert result.reward == 0.75 and not result.samples
     alone = episode_result(make_episode(silent), versions_of, 1.0)
     assert (alone.state, alone.error_type) == (EpisodeState.FAILED, "EmptyEpisode")  # a harness that asks nobody
+
+
+def test_texts_are_those_of_the_last_branch() -> None:
+    """Which one that is, is asked for only where there are several: verifiers puts a branch together at each look."""
+
+    def say(node: Any, words: str) -> Any:
+        node.message.content = words
+        return node
+
+    start, shared = say(prompt_node(1), "start"), say(reply_node([2], [3]), "shared")
+    trace = make_trace([start, shared, prompt_node(4)], [start, shared, say(prompt_node(5), "last")])
+    found = episode_result(make_episode(trace), versions_of, 1.0)
+    assert (found.prompt_text, found.completion_text) == ("[user] start", "[assistant] shared\n[user] last")
+    chain = make_trace([start, shared])
+    del chain.branches
+    found = episode_result(make_episode(chain), None, 1.0, versions=[0, 0])
+    assert (found.prompt_text, found.completion_text) == ("[user] start", "shared")
 
 
 def test_result_carries_finite_scores_and_texts() -> None:
