@@ -352,7 +352,12 @@ def test_weights_that_the_base_holds_a_second_time_are_left_out(model: Path, tmp
     policy = lora_policy(model)
     tensors = fill_randomly(policy, 0, seed=8)
     paths = RunPaths(tmp_path)
-    options: dict[str, Any] = {"dtype": torch.float32, "incarnation": 0, "model_name": str(model), "chat_template": b"own"}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "incarnation": 0,
+        "model_name": str(model),
+        "chat_template": b"own",
+    }
     build_publisher(policy, model, paths, **options).publish(1)
     base, output = tmp_path / "base", tmp_path / "merged"
     shutil.copytree(model, base)
