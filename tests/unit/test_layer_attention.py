@@ -112,5 +112,5 @@ def test_kernels_of_one_width_get_values_of_another(monkeypatch: pytest.MonkeyPa
     q, k, v = (torch.randn(9, h, d) for h, d in ((4, 8), (2, 8), (2, out_width)))
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     with attention.packing(attention.plan_packing(np.array([9]))):
-        got, _ = attention.packed_attention_forward(Layer(), *heads, None)  # type: ignore[arg-type]
+        got, _ = attention.packed_attention_forward(Layer(), *heads, None)
     assert torch.allclose(got[0].double(), explicit(q, k, v), atol=1e-5)
