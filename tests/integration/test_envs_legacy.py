@@ -138,6 +138,21 @@ def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
     assert (right.reward, wrong.reward) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "rewards"),
+    [("numbered", [10.0, 11.0]), ("hinted", [0.0, 3.0]), ("priced", [2.0, 2.0]), ("judged", [1.0, 1.0])],
+)
+def test_what_a_reward_function_can_get_is_not_refused(world: World, kind: str, rewards: list[float]) -> None:
+    assert [result.reward for result in world.play(odd(kind), 2)] == rewards
+
+
+@pytest.mark.timeout(60)
+def test_a_package_may_load_others_in_threads_and_change_each(world: World) -> None:
+    world.script = lambda prompt, number: "abc"
+    results = world.play(odd("threads"), 5)
+    assert [result.reward for result in results] == [5.0] * 4 + [2.0]
+
+
 def test_rewards_that_raise_are_counted(world: World) -> None:
     world.script = lambda prompt, number: "abc"
     (result,) = world.play(odd("raises"))

@@ -76,13 +76,13 @@ class Rubric:
         """Raise EnvError for a function with a weight that takes what no rollout has: it would score 0 for ever.
 
         Args:
-            columns: of the environment's rows; a function may take any.
+            columns: of all the environment's rows; a function may take any.
         """
         for rubric, func, weight in self.weighted():
-            known = {*OFFERED, "state", *columns, *rubric.class_objects}
-            parameters = inspect.signature(func).parameters.values()
-            missing = [parameter.name for parameter in parameters if _is_missing(parameter, known)]
-            if missing and weight:
+            known = {*OFFERED, "state", "example_id", *columns, *rubric.class_objects}
+            missing = _missing(inspect.signature(func), known)
+            # A decorator may give what the function that it wraps takes: then its own signature has all it needs.
+            if weight and missing and _missing(inspect.signature(func, follow_wrapped=False), known):
                 raise EnvError(
                     f"reward function {name_of(func)!r} takes {', '.join(missing)}, which no rollout has, so that it "
                     f"could never score; there are: {', '.join(sorted(known))}, and what `add_class_object` adds"
@@ -214,8 +214,8 @@ class JudgeRubric(Rubric):
             "judge_sampling_args": self.judge_sampling_args,
         }
 
-    async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None) -> str:
-        """Return the judge's reply; asked once for one question."""
+    async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None, **kwargs: Any) -> str:
+        """Return the judge's reply; asked once for one question. Functions hand on whatever else they got."""
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
         response = self.parser.parse_answer(completion)
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
@@ -234,6 +234,10 @@ class JudgeRubric(Rubric):
 def name_of(func: RewardFunc) -> str:
     """Return a function's name, also of a callable object."""
     return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _missing(signature: inspect.Signature, known: Container[str]) -> list[str]:
+    return [parameter.name for parameter in signature.parameters.values() if _is_missing(parameter, known)]
 
 
 def _is_missing(parameter: inspect.Parameter, known: Container[str]) -> bool:
