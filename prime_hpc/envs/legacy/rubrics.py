@@ -6,14 +6,14 @@ whatever the rubric's `class_objects` hold. One that raises scores 0, as it did 
 """
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await, tool_declaration
+from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 
 OFFERED = ("prompt", "completion", "answer", "task", "info")
@@ -98,7 +98,8 @@ class Rubric:
 
     async def value(self, func: RewardFunc, state: State) -> float:
         """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise."""
-        offered = {**state.get("input", {}), **{name: state.get(name) for name in OFFERED}}
+        row = state.get("input")  # unless a package keeps something of its own there: releases to 0.1.6 had no such key
+        offered = {**(row if isinstance(row, Mapping) else {}), **{name: state.get(name) for name in OFFERED}}
         offered |= {"state": state, **self.class_objects}
         try:
             return float(await maybe_await(func, **accepted(func, offered)))
@@ -169,7 +170,7 @@ class ToolRubric(Rubric):
     def __init__(self, tools: Sequence[Callable[..., Any]] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.tools = list(tools or [])
-        self.tool_names = [tool_declaration(tool)["function"]["name"] for tool in self.tools]
+        self.tool_names = [name_of(tool) for tool in self.tools]
         self.add_metric(self.total_tool_calls)
         for name in self.tool_names:
             self.add_metric(_count_of(name))

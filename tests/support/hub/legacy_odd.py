@@ -41,6 +41,15 @@ class Remembers(vf.StatefulToolEnv):
         return {**tool_args, "session": state["session"]}
 
 
+class KeepsInput(vf.SingleTurnEnv):
+    """Keeps something of its own where the row is."""
+
+    async def setup_state(self, state: "vf.State", **kwargs: Any) -> "vf.State":
+        """As nothing was there in releases up to 0.1.6."""
+        state["input"] = "a text"
+        return state
+
+
 class ScoresItself(vf.Rubric):
     """As packages did that weigh by themselves."""
 
@@ -115,8 +124,12 @@ def load_environment(kind: str) -> Any:
     rubric = vf.Rubric(funcs=[long])
     said = [{"prompt": [{"role": "user", "content": "hi"}]}]
     match kind:
-        case "session":
-            return Remembers(dataset=ROWS, rubric=rubric)
+        case "counted":
+            env = Remembers(dataset=ROWS, rubric=rubric)
+            env.add_rubric(vf.ToolRubric(tools=env.tools))
+            return env
+        case "input":
+            return KeepsInput(dataset=ROWS, rubric=rubric)
         case "scores":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([rubric, ScoresItself()]))
         case "column":
