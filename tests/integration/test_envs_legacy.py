@@ -125,7 +125,8 @@ def odd(kind: str) -> EnvConfig:
 
 def test_a_hidden_argument_may_be_of_any_type_and_a_tool_s_of_any_name(world: World) -> None:
     world.script = lambda prompt, number: call("remember", function="f") if number < 2 else "done"
-    (result,) = world.play(odd("session"))
+    (result,) = world.play(odd("counted"))
+    assert result.metrics["remember_calls"] == 2.0
     assert "1 kept, f the last" in result.completion_text and "2 kept, f the last" in result.completion_text
     prompt = world.tokenizer.decode(world.server.requests[0]["token_ids"])
     assert '"function": {"title": "Function", "type": "string"}' in prompt and "session" not in prompt
@@ -136,6 +137,28 @@ def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
     world.script = lambda prompt, number: "0"
     right, wrong = world.play(odd("column"), 2)
     assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards"),
+    [
+        ("numbered", [10.0, 11.0]),
+        ("hinted", [0.0, 3.0]),
+        ("priced", [2.0, 2.0]),
+        ("judged", [1.0, 1.0]),
+        ("input", [4.0, 4.0]),
+    ],
+)
+def test_what_a_reward_function_can_get_is_not_refused(world: World, kind: str, rewards: list[float]) -> None:
+    world.script = lambda prompt, number: "abcd"
+    assert [result.reward for result in world.play(odd(kind), 2)] == rewards
+
+
+@pytest.mark.timeout(60)
+def test_a_package_may_load_others_in_threads_and_change_each(world: World) -> None:
+    world.script = lambda prompt, number: "abc"
+    results = world.play(odd("threads"), 5)
+    assert [result.reward for result in results] == [5.0] * 4 + [2.0]
 
 
 def test_rewards_that_raise_are_counted(world: World) -> None:

@@ -46,6 +46,19 @@ def test_the_only_rank_of_a_trainer_ended_as_it_did_and_not_as_torchrun(tmp_path
     assert role.cause_of_death() == "trainer ended with exit code 1"
     role.log_file.write_text("Root Cause (first observed failure):\n[0]:\n  rank      : 0\n  exitcode  : -9 (pid: 5)\n")
     assert role.cause_of_death() == "trainer was killed by signal 9"
+    role.start()  # again, into the same log
+    role.reap()
+    assert role.cause_of_death() == "trainer ended with exit code 1"
+
+
+def test_torchrun_s_own_end_is_not_the_rank_s(tmp_path: Path) -> None:
+    log_dir = RoleContext(role="trainer", run_dir=tmp_path).log_dir
+    told = "[0]:\\n  rank      : 0\\n  exitcode  : 1 (pid: 5)\\n"
+    command = ["sh", "-c", f"printf '{told}'; kill -9 $$"]
+    role = Role(RoleSpec(name="trainer", command=command, start_timeout_s=60.0), log_dir, {"PATH": "/usr/bin:/bin"})
+    role.start()
+    role.reap()
+    assert role.cause_of_death() == "trainer was killed by signal 9"
 
 
 @pytest.mark.parametrize(

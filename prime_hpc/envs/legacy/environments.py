@@ -143,7 +143,7 @@ class Environment:
                 raise EnvError(f"row {number} has neither a prompt nor a question, but {', '.join(row)}")
             prompt = [*self.few_shot, {"role": "user", "content": str(row["question"])}]
         prompt = chat_messages(prompt)
-        if self.system_prompt and prompt and prompt[0]["role"] != "system":
+        if self.system_prompt and prompt and prompt[0].get("role") != "system":
             prompt = [ChatMessage(role="system", content=self.system_prompt), *prompt]
         info = row.get("info") or {}
         try:

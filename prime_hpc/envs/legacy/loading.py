@@ -43,7 +43,9 @@ def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Env
 
 
 def load_environment(env_id: str, **arguments: Any) -> Environment:
-    """Return another package's environment: what a package that puts several together calls (`vf.load_environment`).
+    """Make another package's environment: what a package that puts several together calls (`vf.load_environment`).
+
+    Each call makes one, which the package may change; by threads too, while `environment` waits for the package.
 
     Raises:
         ModuleNotFoundError: there is no such package.
@@ -52,7 +54,7 @@ def load_environment(env_id: str, **arguments: Any) -> Environment:
     module = importlib.import_module(env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_"))
     if not is_legacy(module):
         raise EnvError(f"environment {env_id!r} has no load_environment(), so that it can join no other")
-    return environment(module, env_id, arguments)
+    return _make(module, env_id, arguments)
 
 
 def made(key: str) -> Environment:

@@ -6,14 +6,14 @@ whatever the rubric's `class_objects` hold. One that raises scores 0, as it did 
 """
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await, tool_declaration
+from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 
 OFFERED = ("prompt", "completion", "answer", "task", "info")
@@ -76,13 +76,13 @@ class Rubric:
         """Raise EnvError for a function with a weight that takes what no rollout has: it would score 0 for ever.
 
         Args:
-            columns: of the environment's rows; a function may take any.
+            columns: of all the environment's rows; a function may take any.
         """
         for rubric, func, weight in self.weighted():
-            known = {*OFFERED, "state", *columns, *rubric.class_objects}
-            parameters = inspect.signature(func).parameters.values()
-            missing = [parameter.name for parameter in parameters if _is_missing(parameter, known)]
-            if missing and weight:
+            known = {*OFFERED, "state", "example_id", *columns, *rubric.class_objects}
+            missing = _missing(inspect.signature(func), known)
+            # A decorator may give what the function that it wraps takes: then its own signature has all it needs.
+            if weight and missing and _missing(inspect.signature(func, follow_wrapped=False), known):
                 raise EnvError(
                     f"reward function {name_of(func)!r} takes {', '.join(missing)}, which no rollout has, so that it "
                     f"could never score; there are: {', '.join(sorted(known))}, and what `add_class_object` adds"
@@ -98,7 +98,8 @@ class Rubric:
 
     async def value(self, func: RewardFunc, state: State) -> float:
         """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise."""
-        offered = {**state.get("input", {}), **{name: state.get(name) for name in OFFERED}}
+        row = state.get("input")  # unless a package keeps something of its own there: releases to 0.1.6 had no such key
+        offered = {**(row if isinstance(row, Mapping) else {}), **{name: state.get(name) for name in OFFERED}}
         offered |= {"state": state, **self.class_objects}
         try:
             return float(await maybe_await(func, **accepted(func, offered)))
@@ -169,7 +170,7 @@ class ToolRubric(Rubric):
     def __init__(self, tools: Sequence[Callable[..., Any]] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.tools = list(tools or [])
-        self.tool_names = [tool_declaration(tool)["function"]["name"] for tool in self.tools]
+        self.tool_names = [name_of(tool) for tool in self.tools]
         self.add_metric(self.total_tool_calls)
         for name in self.tool_names:
             self.add_metric(_count_of(name))
@@ -214,8 +215,8 @@ class JudgeRubric(Rubric):
             "judge_sampling_args": self.judge_sampling_args,
         }
 
-    async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None) -> str:
-        """Return the judge's reply; asked once for one question."""
+    async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None, **kwargs: Any) -> str:
+        """Return the judge's reply; asked once for one question. Functions hand on whatever else they got."""
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
         response = self.parser.parse_answer(completion)
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
@@ -234,6 +235,10 @@ class JudgeRubric(Rubric):
 def name_of(func: RewardFunc) -> str:
     """Return a function's name, also of a callable object."""
     return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _missing(signature: inspect.Signature, known: Container[str]) -> list[str]:
+    return [parameter.name for parameter in signature.parameters.values() if _is_missing(parameter, known)]
 
 
 def _is_missing(parameter: inspect.Parameter, known: Container[str]) -> bool:

@@ -110,21 +110,24 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
         config = self.config
         env = made(config.environment)
         rows = env.dataset if config.split == "train" else env.eval_dataset
-        checked: set[int] = set()
+        seen: dict[int, tuple[Environment, set[str]]] = {}
         for number, row in enumerate(rows):
             try:
                 example = _example(env, row, number)
-                member = env.member(example)
-                if id(member) not in checked:
-                    checked.add(id(member))
-                    member.rubric.check_arguments(example)
             except EnvError as error:
                 raise EnvError(f"environment {config.module!r}: {error}") from error
+            member = env.member(example)
+            seen.setdefault(id(member), (member, set()))[1].update(example)
             prompt = [parse_message(message) for message in example["prompt"]]
             data = LegacyData(prompt=prompt, environment=config.environment, example=example)
             if number == 0:
                 _check_json(data, config.module)
             yield LegacyTask(data, config.task)
+        for member, columns in seen.values():  # at the end: rows that are no table may have columns of their own
+            try:
+                member.rubric.check_arguments(columns)
+            except EnvError as error:
+                raise EnvError(f"environment {config.module!r}: {error}") from error
 
 
 def _example(env: Environment, row: Any, number: int) -> dict[str, Any]:

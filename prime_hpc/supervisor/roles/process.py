@@ -299,7 +299,9 @@ class Role:
             last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1] if self.is_server else ""
             told = death_reason(self.spec.backend, words[0], last_start) if self.is_server else words[0]
             return f"{self.spec.label}: {told}"
-        code = self.exit_code if first is None else first[1]  # torchrun's own code is 1 whatever its only rank died of
+        code = self.exit_code
+        if code == 1 and first is not None:  # torchrun's own, whatever its only rank died of
+            code = first[1]
         return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
 
     def log_excerpt(self) -> str:
@@ -311,8 +313,8 @@ class Role:
         return f"{words}\n--- end of {of_rank} ---\n{native}" if native else words
 
     def _first_failed_rank(self) -> tuple[int, int] | None:
-        """Rank and exit code of torchrun's root cause, which closes its log."""
-        tail = log_tail(self.log_file, 60)
+        """Rank and exit code of torchrun's root cause, which closes its log; that of an earlier start is none."""
+        tail = _COMMAND_LINE.split(log_tail(self.log_file, 60))[-1]
         ranks, codes = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
         return (int(ranks[-1]), int(codes[-1])) if ranks and codes else None
 

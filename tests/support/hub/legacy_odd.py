@@ -1,5 +1,9 @@
 """Packages as people first write them, each with one thing that is easily got wrong."""
 
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import verifiers as vf
@@ -37,6 +41,15 @@ class Remembers(vf.StatefulToolEnv):
         return {**tool_args, "session": state["session"]}
 
 
+class KeepsInput(vf.SingleTurnEnv):
+    """Keeps something of its own where the row is."""
+
+    async def setup_state(self, state: "vf.State", **kwargs: Any) -> "vf.State":
+        """As nothing was there in releases up to 0.1.6."""
+        state["input"] = "a text"
+        return state
+
+
 class ScoresItself(vf.Rubric):
     """As packages did that weigh by themselves."""
 
@@ -60,6 +73,47 @@ def never(completion: Any, reference_solution: str) -> float:
     return 1.0
 
 
+def numbered(completion: Any, example_id: int) -> float:
+    """Ask for the row's number, as releases from 0.1.6 on offer it."""
+    return 10.0 + example_id
+
+
+def hinted(completion: Any, hint: str) -> float:
+    """Ask for what some rows have."""
+    return float(len(hint))
+
+
+def with_price(func: Callable[..., float]) -> Callable[..., float]:
+    """Give a function an argument that no rollout has."""
+
+    @functools.wraps(func)
+    def given(completion: Any, **kwargs: Any) -> float:
+        return func(completion, price=2.0)
+
+    return given
+
+
+@with_price
+def priced(completion: Any, price: float) -> float:
+    """Take the decorator's argument."""
+    return price
+
+
+def judged() -> "vf.JudgeRubric":
+    """A judge who says yes, asked as packages up to 0.1.6 do: with everything that the function got."""
+
+    async def create(**request: Any) -> Any:
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+    async def asks(judge: Any, prompt: Any, completion: Any, answer: Any, state: Any, **kwargs: Any) -> float:
+        return float("yes" in await judge(prompt, completion, answer, state, **kwargs))
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    rubric = vf.JudgeRubric(judge_client=client)
+    rubric.add_reward_func(asks)
+    return rubric
+
+
 def raises(completion: Any) -> float:
     """Raise for some replies."""
     return 1.0 / (len(completion[-1]["content"]) - 3)
@@ -70,8 +124,12 @@ def load_environment(kind: str) -> Any:
     rubric = vf.Rubric(funcs=[long])
     said = [{"prompt": [{"role": "user", "content": "hi"}]}]
     match kind:
-        case "session":
-            return Remembers(dataset=ROWS, rubric=rubric)
+        case "counted":
+            env = Remembers(dataset=ROWS, rubric=rubric)
+            env.add_rubric(vf.ToolRubric(tools=env.tools))
+            return env
+        case "input":
+            return KeepsInput(dataset=ROWS, rubric=rubric)
         case "scores":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([rubric, ScoresItself()]))
         case "column":
@@ -91,6 +149,20 @@ def load_environment(kind: str) -> Any:
             return vf.SingleTurnEnv(dataset=[*ROWS, {"question": "x", "info": "no JSON"}], rubric=rubric)
         case "splits":
             return vf.SingleTurnEnv(dataset={"train": ROWS}, rubric=rubric)
+        case "numbered":
+            return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[numbered]))
+        case "hinted":
+            rows = [*ROWS[:1], {"question": "x", "hint": "two"}]
+            return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[hinted]))
+        case "priced":
+            return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[priced]))
+        case "judged":
+            return vf.SingleTurnEnv(dataset=ROWS, rubric=judged())
+        case "threads":
+            with ThreadPoolExecutor(2) as threads:
+                parts = list(threads.map(lambda name: vf.load_environment(__name__, kind=name), ["priced", "priced"]))
+            parts[0].add_rubric(rubric)
+            return vf.EnvGroup(parts)
         case "twice":
             return vf.EnvGroup([load_environment("column"), load_environment("system")], env_names=["a", "a"])
         case "others":
