@@ -96,12 +96,13 @@ def trained_models(experiment: Experiment) -> list[Problem]:
             continue
         try:
             tensors = stored_tensors(config.parent)
+            whole = is_local_path(name)  # of a hub's more may be on their way
         except ValueError as error:  # of a hub's name they may not all be here yet: the config can be read all the same
-            tensors = {}
+            tensors, whole = {}, False
             if is_local_path(name):
                 problems.append(Problem(str(error), key))
         wrong = [quantised(config.parent, tensors), other_vocabulary(config.parent, tensors)]
-        wrong += [other_format(config.parent)] if is_local_path(name) else []  # of a hub's more may be on their way
+        wrong += [other_format(config.parent)] if whole else []
         problems += [Problem(message, key) for message in wrong if message]
     return problems
 

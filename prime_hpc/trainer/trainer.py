@@ -396,7 +396,7 @@ def open_trainer(
         slot=slot,
         weights=experiment.weights,
         is_kept=kept_versions(experiment),
-        chat_template=own_template(experiment) if rank == 0 else None,
+        chat_template=own_template(experiment),  # of every rank: each says why it ends where there is none
     )
     return Trainer(
         experiment=experiment,

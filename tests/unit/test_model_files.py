@@ -106,6 +106,9 @@ def test_weights_of_another_format_are_said_before_the_queue(group: None, model:
     assert "holds no safetensors" in refusal(model)
     (said,) = linted(model)
     assert f"holds {name} and no safetensors" in said and "save_pretrained" in said
+    (model / "model.safetensors.index.json").write_text("{")
+    (said,) = linted(model)
+    assert "index.json is no index of safetensors files" in said
 
 
 @pytest.mark.parametrize(

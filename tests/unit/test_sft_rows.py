@@ -262,6 +262,11 @@ def test_forms_that_data_sets_have(tokenizer: Any) -> None:
     renamed = [{("reasoning" if k == "reasoning_content" else k): v for k, v in m.items()} for m in calls]
     same = [sample({"messages": renamed, "tools": [{"type": "function"}]}, chat)]
     assert same[0].token_ids.tolist() == plain.token_ids.tolist()
+    for own in ("model", "Assistant"):  # of a template that knows it so, or prints any
+        named = [{**m, "role": own if m["role"] == "assistant" else m["role"]} for m in THINKING]
+        shown = sample({"messages": named}, chat, loss_roles=[own])
+        assert trained_text(shown, tokenizer) == ["name<|im_end|>"]
+        assert f"<|im_start|>{own}" in tokenizer.decode(shown.token_ids)
     capitals = [{**m, "role": m["role"].title()} for m in THINKING]
     assert trained_text(sample({"messages": capitals}, chat), tokenizer) == [THINKING[1]["content"] + "<|im_end|>"]
 
@@ -337,6 +342,7 @@ def test_header_that_is_not_in_the_conversation_is_refused(tokenizer: Any) -> No
         ([1], ["JSON object"]),
         ({"prompt": 3, "completion": "x"}, ["string or a list of messages"]),
         ({"messages": []}, ["list of messages is empty"]),
+        ({"messages": ""}, ["string or a list of messages"]),
         ({"prompt": "a", "completion": "my number \ud83d"}, [r"half a character (\ud83d)", "number"]),
     ],
 )

@@ -14,7 +14,7 @@ from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
-from prime_hpc.trainer.data.sources import Rows, former_fingerprint, open_rows
+from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
 
 
 def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
@@ -210,16 +210,21 @@ def test_zstd_files_of_several_frames_are_read_and_torn_ones_refused(tmp_path: P
             opened(tmp_path / "cache", path=tmp_path / f"{name}.jsonl.zst")
 
 
-def test_a_checkpoint_that_knows_less_of_the_rows_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a version that took a hub's data set by its name and size."""
+def test_a_checkpoint_of_a_version_before_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a version that took a hub's data set by its name and size, and one that looked at all its columns."""
+    datasets = pytest.importorskip("datasets")
+    whole = [{**row, "id": n} for n, row in enumerate(rows_of(5))]
+    datasets.Dataset.from_list(whole).save_to_disk(tmp_path / "saved")
     began: list[int] = []
     monkeypatch.setattr(build, "Prefetcher", lambda *_: None)
     data = build.RealData.__new__(build.RealData)
     data._config, data._timeout_s = SFTDataConfig(name="owner/set"), 1.0
     data._fingerprint, data._former, data._num_rows, data._prefetcher = 1, 2, 5, None
+    data._rows, data._seed = opened(tmp_path / "cache", path=tmp_path / "saved"), 7
+    with_id = fingerprint_of(fingerprint_of(former_fingerprint(data._rows), *whole), True, 7)
     data._stream = SimpleNamespace(start=lambda position: began.append(position.row))  # type: ignore[assignment]
-    for known in (1, 2):
+    for known in (1, 2, with_id):
         assert data.start({"data_row": 3, "data_fingerprint": known})["data_fingerprint"] == 1
     with pytest.raises(SFTDataError, match="other rows"):
         data.start({"data_row": 3, "data_fingerprint": 4})
-    assert began == [3, 3]
+    assert began == [3, 3, 3]

@@ -23,7 +23,7 @@ from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts
-from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint
+from prime_hpc.trainer.data.sources import Rows, by_all_columns, fingerprint_of, former_fingerprint
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
 
@@ -104,8 +104,9 @@ class RealData:
         recipe = recipe_of(experiment, config, trainer.source, trainer.vocab_size)
         rows = open_together(recipe, self._exchange)
         tokenizer = recipe.load_tokenizer()
-        self._fingerprint = fingerprint_of(rows.fingerprint, config.shuffle, experiment.seed)
-        self._former = fingerprint_of(former_fingerprint(rows), config.shuffle, experiment.seed)
+        self._rows, self._seed = rows, experiment.seed
+        self._fingerprint = self._known_by(rows.fingerprint)
+        self._former = self._known_by(former_fingerprint(rows))
         self._num_rows = rows.num_rows
         num_workers = config.num_workers
         if num_workers is None:
@@ -136,7 +137,7 @@ class RealData:
         known = progress.get("data_fingerprint", self._fingerprint)
         if known == self._former != self._fingerprint:
             logger.info(f"the checkpoint knows of {self._config.label} only its name and size, not its rows")
-        elif known != self._fingerprint:
+        elif known != self._fingerprint and known != self._known_by(by_all_columns(self._rows)):
             text = (
                 "the checkpoint was trained on other rows, or in another order (seed, shuffle), than "
                 f"{self._config.label} with its {self._num_rows:,} rows now"
@@ -151,6 +152,10 @@ class RealData:
         self._stream.start(position)
         self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
         return self._progress(position)
+
+    def _known_by(self, rows: int | None) -> int:
+        """Fingerprint of the stream of rows: of themselves and their order."""
+        return fingerprint_of(rows, self._config.shuffle, self._seed)
 
     def next(self) -> tuple[RankBatch, Progress]:
         """Return the next batch, usually made already.

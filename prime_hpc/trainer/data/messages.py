@@ -5,13 +5,14 @@ completion is trained, or two strings, which become a user and an assistant mess
 template). Accepted besides the plain form, because data sets are written so:
 
 - content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
-- `from`/`value` messages with the roles human, gpt, function; roles with capitals;
+- `from`/`value` messages with the roles human, gpt, model, function; roles with capitals;
 - `train: false`, `loss: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
 - `reasoning` (servers' newer name) in the place of `reasoning_content`;
 - message keys that are null.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from prime_hpc.store.datafiles import has_columns, missing_columns
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
-_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
+_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
 
 
@@ -64,14 +65,15 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         raise SFTDataError(missing_columns(list(row), source))
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "prompt", "completion")}
     tools = _tools(row.get(source.columns.get("tools", "tools")))
-    if value["messages"] or (value["messages"] is not None and value["prompt"] is None):
-        messages = _messages(value["messages"], "user")
+    own_names = config.loss_roles
+    if value["messages"] or (value["messages"] not in (None, "") and value["prompt"] is None):
+        messages = _messages(value["messages"], "user", own_names)
         first = 0
     else:
         prompt, completion = value["prompt"], value["completion"]
         if isinstance(prompt, str) and isinstance(completion, str) and not has_template:
             return PlainText(prompt, completion)
-        context, answer = _messages(prompt, "user"), _messages(completion, "assistant")
+        context, answer = _messages(prompt, "user", own_names), _messages(completion, "assistant", own_names)
         messages, first = [*context, *answer], len(context)
     if not has_template:
         raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
@@ -80,31 +82,30 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
     return Conversation(plain, tools, trained)
 
 
-def _messages(value: Any, role: str) -> list[Message]:
+def _messages(value: Any, role: str, own_names: Sequence[str]) -> list[Message]:
     """Return a column as messages; a string becomes one message of `role`, or is a list as JSON."""
     if isinstance(value, str):
         if value.startswith("[{"):
             try:
-                return _messages(json.loads(value), role)
+                return _messages(json.loads(value), role, own_names)
             except json.JSONDecodeError:
                 pass  # text that happens to begin so
         return [{"role": role, "content": value}]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        return [_message(m) for m in value]
+        return [_message(m, own_names) for m in value]
     if value == []:
         raise SFTDataError("a list of messages is empty")
     raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {value!r:.120}")
 
 
-def _message(raw: Message) -> Message:
+def _message(raw: Message, own_names: Sequence[str]) -> Message:
     message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message = {**message, "role": message.pop("from"), "content": message.pop("value", "")}
     role = message.get("role")
     if not isinstance(role, str):
         raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {raw!r:.120}")
-    lower = role.lower()
-    message["role"] = lower if lower in COMMON_ROLES else _ROLES.get(lower, role)
+    message["role"] = _role(role, own_names)
     if "reasoning" in message:  # kept beside: a template may know either name
         message.setdefault("reasoning_content", message["reasoning"])
     message["content"] = _text(message.get("content", ""))
@@ -113,6 +114,14 @@ def _message(raw: Message) -> Message:
         if not message["tool_calls"]:
             del message["tool_calls"]
     return message
+
+
+def _role(role: str, own_names: Sequence[str]) -> str:
+    """Return a role's common name; what `sft.data.loss_roles` names as the data has it stays so, for the template."""
+    lower = role.lower()
+    if role in own_names and role not in _ROLES:
+        return role
+    return "assistant" if lower == "model" else lower if lower in COMMON_ROLES else _ROLES.get(lower, role)
 
 
 def _text(content: Any) -> str:

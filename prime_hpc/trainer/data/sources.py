@@ -60,6 +60,11 @@ def former_fingerprint(rows: Rows) -> int:
     return former
 
 
+def by_all_columns(rows: Rows) -> int | None:
+    """Return what checkpoints of the version before know a hub's rows by: what does not train counted too."""
+    return rows.by_all_columns() if isinstance(rows, HubRows) else None
+
+
 def fingerprint_of(*parts: Any) -> int:
     """63 bits of what identifies something."""
     return xxhash.xxh3_64_intdigest("\x00".join(map(str, parts)).encode()) >> 1
@@ -346,11 +351,22 @@ class HubRows:
         used = {source.columns.get(column, column) for column in COLUMNS}
         # without the others: a picture would be decoded, and be another object at each start
         self._data = loaded.select_columns([name for name in loaded.column_names if name in used])
+        self._whole = loaded
         self.num_rows = len(loaded)
         self.former = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
         # The library's own `_fingerprint` is of the commit: an edited card would be other data.
+        self.fingerprint = self._content(self._data)
+
+    def _content(self, data: Any) -> int:
         looked_at = range(0, self.num_rows, max(1, self.num_rows // _LOOKED_AT))
-        self.fingerprint = fingerprint_of(self.former, *(self.row(index) for index in looked_at))
+        return fingerprint_of(self.former, *(_without_nulls(data[index]) for index in looked_at))
+
+    def by_all_columns(self) -> int | None:
+        """Return the fingerprint with the columns that do not train; None where one of them cannot be decoded."""
+        try:
+            return self._content(self._whole)
+        except Exception:  # noqa: BLE001 - a decoder's own, or the one that it lacks: then no run knew the rows so
+            return None
 
     def row(self, index: int) -> Any:
         """Return the row as plain Python."""

@@ -62,9 +62,17 @@ def kept_versions(experiment: Experiment) -> Callable[[int], bool]:
 def own_template(experiment: Experiment) -> bytes | None:
     """Return the chat template that an SFT run trains with, where it is a file of its own: who samples the weights
     needs the same one. None: the model's, which is published with its tokenizer.
+
+    Raises:
+        ValueError: it cannot be read (any more: the attempt before could).
     """
     file = experiment.sft.data.template_file
-    return file.read_bytes() if experiment.kind == "sft" and file is not None else None
+    if experiment.kind != "sft" or file is None:
+        return None
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"sft.data.chat_template = {file}: {error.strerror or error}") from error
 
 
 class VersionPublisher(Protocol):
