@@ -12,6 +12,7 @@ from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.local_plan import data_line
+from prime_hpc.orchestrator.setup import make_pool
 
 FAKE = {"type": "fake"}
 
@@ -85,6 +86,17 @@ def test_evaluation_in_environments_needs_one() -> None:
         Experiment.model_validate(tree)
     tree["orchestrator"]["eval"]["env"] = [{"id": "reverse-text"}]
     assert Experiment.model_validate(tree).samples and not sft(**FAKE).samples
+
+
+def test_evaluations_beside_use_the_template_that_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("own")
+    for data, expected in ((FAKE | {"chat_template": str(tmp_path / "own.jinja")}, "own"), (FAKE, None)):
+        tree = {"kind": "sft", "sft": {"data": data}, "orchestrator": {"eval": {"env": [{"id": "reverse-text"}]}}}
+        exp = Experiment.model_validate(tree)
+        evaluation = exp.orchestrator.eval
+        assert evaluation is not None
+        pool = make_pool(exp, ["http://127.0.0.1:9/v1"], evaluation.env, exp.orchestrator.eval_sampling, "eval")
+        assert pool._renderer_options[-1] == expected
 
 
 def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
