@@ -315,7 +315,7 @@ VERBS: dict[str, Verb] = {
         False,
     ),
     "export": Verb(
-        "Write a run's rollouts into one Parquet file: tokens, log-probabilities, rewards, versions, advantages.",
+        "Write a run's rollouts into one Parquet file, or (--merged) an adapter and its base as one model directory.",
         "RUN",
         (
             ("--output FILE", "default: rollouts.parquet in the run directory"),

@@ -291,6 +291,16 @@ class Experiment(Section):
         """True if the engines sleep while the trainer computes; a bench of the orchestrator has no trainer."""
         return self.inference is not None and self.inference.sleep and not self.orchestrator.bench
 
+    @property
+    def own_template(self) -> str | None:
+        """The chat template that an SFT run trains with, where it is a file of its own: who samples the weights needs
+        the same one. None: the model's. Raises ValueError where it cannot be read."""
+        file = self.sft.data.template_file if self.kind == "sft" else None
+        try:
+            return file.read_text(encoding="utf-8") if file is not None else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"sft.data.chat_template = {file}: {error}") from error
+
     def _sft_fits(self) -> None:
         data, evaluation = self.sft.data, self.orchestrator.eval
         if evaluation is not None and not evaluation.env:

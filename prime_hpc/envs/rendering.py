@@ -158,7 +158,11 @@ def cache_short_texts(tokenizer: Any) -> None:
 
 
 def load_prompt_renderer(
-    tokenizer_path: str, renderer: str, enable_thinking: bool, trust_remote_code: bool = False
+    tokenizer_path: str,
+    renderer: str,
+    enable_thinking: bool,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> PromptRenderer:
     """Load the tokenizer and its renderer.
 
@@ -167,6 +171,7 @@ def load_prompt_renderer(
         renderer: a name of the `renderers` package, or `auto`.
         enable_thinking: whether the chat template opens a think section.
         trust_remote_code: run the tokenizer's own code, where it ships with one.
+        chat_template: what the weights were trained with, in the place of the tokenizer's own.
 
     Raises:
         EnvError: no tokenizer there, no such renderer, or the tokenizer lacks tokens that the renderer needs.
@@ -182,6 +187,8 @@ def load_prompt_renderer(
             tokenizer = load_tokenizer(tokenizer_path)
     except (OSError, ValueError, KeyError) as error:
         raise EnvError(f"cannot load a tokenizer from {tokenizer_path!r}: {error}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if renderer != "auto":
         return PromptRenderer(tokenizer, make_renderer(tokenizer, renderer, enable_thinking))
     return PromptRenderer(tokenizer, choose_renderer(tokenizer, enable_thinking))

@@ -89,7 +89,8 @@ def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 
             "num_worse": int((difference < 0).sum()),
         }
     if not rows:
-        raise ConfigError(f"{a.name} and {b.name} have no task in common: nothing can be paired")
+        said = "have no task in common (another seed draws others): nothing can be paired"
+        raise ConfigError(f"{a.name} and {b.name} {said}")
     differing = [key for key in dict.fromkeys([*a.settings, *b.settings]) if a.settings.get(key) != b.settings.get(key)]
     return {
         "a": {"name": a.name, "step": a.step},

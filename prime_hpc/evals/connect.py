@@ -22,7 +22,7 @@ from prime_hpc.envs.target import ChatOptions
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
-from prime_hpc.evals.versions import Version
+from prime_hpc.evals.versions import Version, version_template
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
 
@@ -178,6 +178,7 @@ async def _make_pool(
         renderer=experiment.model.renderer,
         enable_thinking=experiment.model.enable_thinking,
         trust_remote_code=experiment.model.trust_remote_code,
+        chat_template=version_template(experiment.eval) if experiment.kind == "eval" else None,
         urls=urls,
         api_key_var=stated.api_key_var if stated is not None else KEY_VARIABLES["inference"],
         api_key=key,

@@ -1,5 +1,6 @@
 """Versions that are evaluated one after another: the base model, then those of a run."""
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,16 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
         raise ConfigError(Problem(f"{root} holds no version (step_000010, ...)", "eval.weights_dir"))
     base = [Version(0)] if config.eval_base else []
     return base + [Version(step, root / _name(root, step)) for step in steps]
+
+
+def version_template(config: StandaloneEvalConfig) -> str | None:
+    """Return the chat template that stands beside the versions, which the run may have been given for the model's:
+    all that is compared, the base model too, is asked alike. None: they bring none."""
+    for version in reversed(find_versions(config)):
+        if version.path is not None:
+            with contextlib.suppress(FileNotFoundError):  # none, or its run removes it now
+                return (version.path / "chat_template.jinja").read_text(encoding="utf-8")
+    return None
 
 
 def _name(root: Path, step: int) -> str:

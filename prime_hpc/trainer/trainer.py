@@ -45,7 +45,7 @@ from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.token_log import TokenLog, open_token_log, watching
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
 from prime_hpc.trainer.weights.lora_files import adapter_identity
-from prime_hpc.trainer.weights.publish import VersionPublisher, build_publisher, kept_versions, own_template
+from prime_hpc.trainer.weights.publish import VersionPublisher, build_publisher, kept_versions
 from prime_hpc.trainer.weights.publish_async import BesidePublisher, build_beside
 
 BENCH_STEPS = 5
@@ -396,7 +396,7 @@ def open_trainer(
         slot=slot,
         weights=experiment.weights,
         is_kept=kept_versions(experiment),
-        chat_template=own_template(experiment),  # of every rank: each says why it ends where there is none
+        chat_template=experiment.own_template,  # of every rank: each says why it ends where it is gone
     )
     return Trainer(
         experiment=experiment,

@@ -227,6 +227,17 @@ def test_a_template_that_cannot_write_a_prompt_is_named(
         load_prompt_renderer(str(tmp_path / "model"), renderer, enable_thinking=False)
 
 
+def test_the_template_that_the_weights_were_trained_with_goes_before_the_tokenizers(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = PLAIN
+    tokenizer.save_pretrained(tmp_path / "model")
+    own = "{{- '<|im_start|>own' -}}" + PLAIN
+    loaded = load_prompt_renderer(str(tmp_path / "model"), "default", False, chat_template=own)
+    ids = loaded.renderer.render([{"role": "user", "content": "hi"}], add_generation_prompt=True).token_ids
+    assert tokenizer.decode(ids).startswith("<|im_start|>own")
+
+
 def test_a_template_without_the_user_s_words_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = "<|im_start|>assistant\n"
     with pytest.raises(EnvError, match="leaves out what the user says"):

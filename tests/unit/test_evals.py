@@ -17,7 +17,7 @@ from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key
 from prime_hpc.evals.play import _judge
 from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
-from prime_hpc.evals.versions import Version, adapter_rank, find_versions
+from prime_hpc.evals.versions import Version, adapter_rank, find_versions, version_template
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.slurm_plan import plan_text, slurm_plan
@@ -194,7 +194,11 @@ def test_versions(tmp_path: Path) -> None:
         found(steps=[7])
     with pytest.raises(ConfigError, match="not a directory"):
         found(weights_dir=tmp_path / "no")
-    assert adapter_rank(found()) is None
+    weights = StandaloneEvalConfig(weights_dir=tmp_path / "weights")
+    assert adapter_rank(found()) is None and version_template(weights) is None
+    (tmp_path / "weights" / "step_000010" / "chat_template.jinja").write_text("own")
+    assert version_template(weights) == "own"
+    assert version_template(StandaloneEvalConfig()) is None
     for step, rank in ((5, 4), (10, 8), (20, 8)):
         (tmp_path / "weights" / f"step_{step:06d}" / "adapter_config.json").write_text(json.dumps({"r": rank}))
     assert adapter_rank(found()) == 8

@@ -93,6 +93,9 @@ def test_model_path_without_weights(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model.name.*no weights"):
         check(loaded(tmp_path, model))
+    (model / "pytorch_model.bin").write_bytes(b"x")  # which engines read, and the trainer does not
+    with pytest.raises(ConfigError, match=r"model.name.*holds no safetensors"):
+        check(loaded(tmp_path, model))
 
 
 def test_model_path_that_is_no_directory(tmp_path: Path) -> None:

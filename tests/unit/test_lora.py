@@ -352,13 +352,8 @@ def test_weights_that_the_base_holds_a_second_time_are_left_out(model: Path, tmp
     policy = lora_policy(model)
     tensors = fill_randomly(policy, 0, seed=8)
     paths = RunPaths(tmp_path)
-    options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "incarnation": 0,
-        "model_name": str(model),
-        "chat_template": b"own",
-    }
-    build_publisher(policy, model, paths, **options).publish(1)
+    options: dict[str, Any] = {"incarnation": 0, "model_name": str(model), "chat_template": "own"}
+    build_publisher(policy, model, paths, dtype=torch.float32, **options).publish(1)
     base, output = tmp_path / "base", tmp_path / "merged"
     shutil.copytree(model, base)
     weights = load_file(model / "model.safetensors")

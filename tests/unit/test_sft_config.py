@@ -12,7 +12,7 @@ from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.local_plan import data_line
-from prime_hpc.trainer.weights.publish import own_template
+from prime_hpc.orchestrator.setup import make_pool
 
 FAKE = {"type": "fake"}
 
@@ -88,23 +88,24 @@ def test_evaluation_in_environments_needs_one() -> None:
     assert Experiment.model_validate(tree).samples and not sft(**FAKE).samples
 
 
-def test_a_template_of_ones_own_is_not_what_evaluations_show(tmp_path: Path) -> None:
+def test_evaluations_beside_use_the_template_that_is_trained(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("own")
-    data = {**FAKE, "chat_template": str(tmp_path / "own.jinja")}
-    tree: dict[str, Any] = {"kind": "sft", "sft": {"data": data}}
-    for evaluation, told in ({}, []), ({"eval": {"env": [{"id": "reverse-text"}]}}, ["warning"]):
-        found = lint(Experiment.model_validate({**tree, "orchestrator": evaluation}), GENERIC)
-        assert [f.severity for f in found if f.key == "sft.data.chat_template"] == told
+    for data, expected in ((FAKE | {"chat_template": str(tmp_path / "own.jinja")}, "own"), (FAKE, None)):
+        tree = {"kind": "sft", "sft": {"data": data}, "orchestrator": {"eval": {"env": [{"id": "reverse-text"}]}}}
+        exp = Experiment.model_validate(tree)
+        evaluation = exp.orchestrator.eval
+        assert evaluation is not None
+        pool = make_pool(exp, ["http://127.0.0.1:9/v1"], evaluation.env, exp.orchestrator.eval_sampling, "eval")
+        assert pool._renderer_options[-1] == expected
 
 
-def test_a_template_that_is_gone_ends_each_rank_with_its_key(tmp_path: Path) -> None:
+def test_a_template_that_is_gone_is_named_with_its_key(tmp_path: Path) -> None:
     """As at a resume: the attempt before could read it."""
     (tmp_path / "own.jinja").write_text("own")
     run = sft(**FAKE, chat_template=str(tmp_path / "own.jinja"))
-    assert own_template(run) == b"own"
     (tmp_path / "own.jinja").unlink()
-    with pytest.raises(ValueError, match=r"sft.data.chat_template = .*own.jinja: No such file"):
-        own_template(run)
+    with pytest.raises(ValueError, match=r"sft.data.chat_template = .*own.jinja.*No such file"):
+        _ = run.own_template
 
 
 def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:

@@ -297,10 +297,6 @@ def data(subject: Subject) -> Iterator[Finding]:
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"
         yield Finding("PH207", "warning", key, f"{template} does not exist (yet)", "make it; or auto, or none")
-    if template is not None and subject.experiment.orchestrator.eval is not None:
-        said = f"orchestrator.eval shows prompts by the template of {subject.experiment.model.name}, not by {template}"
-        to_do = "evaluate what is published, with model.name = RUN/weights/step_N; adapters: after export --merged"
-        yield Finding("PH207", "warning", "sft.data.chat_template", said, to_do)
 
 
 def checkpoints(subject: Subject) -> Iterator[Finding]:

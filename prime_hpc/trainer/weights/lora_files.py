@@ -92,7 +92,7 @@ class AdapterPublisher:
         incarnation: int,
         model_name: str,
         slot: int = 0,
-        chat_template: bytes | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Args:
         policy: with adapters.
@@ -112,7 +112,7 @@ class AdapterPublisher:
         config = peft_config(adapters.config_of(slot), adapters.modules, linears, base)
         content = (json.dumps(config, indent=2) + "\n").encode()
         self._rank_of_adapter = config["r"]
-        own: dict[str, Path | bytes] = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
+        own: dict[str, Path | bytes] = {} if chat_template is None else {CHAT_TEMPLATE: chat_template.encode()}
         self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source), **own})
 
     def publish(self, version: int) -> Manifest | None:

@@ -59,22 +59,6 @@ def kept_versions(experiment: Experiment) -> Callable[[int], bool]:
     return is_kept
 
 
-def own_template(experiment: Experiment) -> bytes | None:
-    """Return the chat template that an SFT run trains with, where it is a file of its own: who samples the weights
-    needs the same one. None: the model's, which is published with its tokenizer.
-
-    Raises:
-        ValueError: it cannot be read (any more: the attempt before could).
-    """
-    file = experiment.sft.data.template_file
-    if experiment.kind != "sft" or file is None:
-        return None
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"sft.data.chat_template = {file}: {error.strerror or error}") from error
-
-
 class VersionPublisher(Protocol):
     """Writes weight versions."""
 
@@ -93,7 +77,7 @@ def build_publisher(
     slot: int = 0,
     weights: WeightsConfig | None = None,
     is_kept: Callable[[int], bool] = _is_never,
-    chat_template: bytes | None = None,
+    chat_template: str | None = None,
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
     is."""
@@ -134,7 +118,7 @@ class Publisher:
         model_name: str,
         weights: WeightsConfig | None = None,
         is_kept: Callable[[int], bool] = _is_never,
-        chat_template: bytes | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Args:
         policy: sharded model.
@@ -300,7 +284,7 @@ class Publisher:
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
                 found[path.name] = path
         if self._chat_template is not None:
-            found[CHAT_TEMPLATE] = self._chat_template
+            found[CHAT_TEMPLATE] = self._chat_template.encode()
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
