@@ -51,19 +51,25 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
 
         refuse_if_queued(run_dir)
     claim_directory(loaded.experiment, run_dir)
-    write(replace(loaded, experiment=with_micro_batch(loaded.experiment, site)[0]), run_dir)
+    write(replace(loaded, experiment=with_micro_batch(loaded.experiment, site)[0]), run_dir, is_in_job=site is not None)
     return run_dir
 
 
-def write(loaded: Loaded, run_dir: Path) -> None:
+def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
     """Write the snapshot and lockfile. A STOP that came after the last attempt had ended goes: it would end this one.
+
+    Args:
+        loaded: what to write.
+        run_dir: where.
+        is_in_job: by a job, or pods, that waited: a STOP is for these.
 
     Raises:
         ConfigError: the disk is full or not writable.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / STOP).unlink(missing_ok=True)
+        if not is_in_job:
+            (run_dir / STOP).unlink(missing_ok=True)
         write_snapshot(loaded.experiment, run_dir, sys.argv)
     except OSError as error:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error

@@ -1,4 +1,5 @@
-"""Slurm's warning: SIGTERM to all processes of a job's steps at once, before a preemption or the end of its time.
+"""Slurm's warning: SIGTERM to all processes of a job's steps at once, before a preemption or the end of its time; or
+SIGUSR1, by `scancel -s`.
 
 The supervisor decides what follows. A role's own processes hear it and go on; programs that they have started for an
 environment may have been ended by it, which is then not these programs' doing.
@@ -13,9 +14,10 @@ from types import FrameType
 
 from prime_hpc.runtime.role_context import LED
 
-__all__ = ["DEAF", "WARNED_WITHIN_S", "is_led", "outlive", "was_warned_since"]
+__all__ = ["DEAF", "WARNED_WITHIN_S", "WARNINGS", "is_led", "outlive", "was_warned_since"]
 
-DEAF = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+DEAF = ("sh", "-c", 'trap "" TERM USR1; exec "$@"', "sh")
 """Begins the command of a process that only this program may end."""
 WARNED_WITHIN_S = 0.5
 """So much later than another process this one may hear the same warning."""
@@ -23,13 +25,14 @@ _last = -math.inf
 
 
 def is_led() -> bool:
-    """Return whether this process belongs to a step, where SIGTERM is no order."""
+    """Return whether this process belongs to a step, where SIGTERM is no order, nor is SIGUSR1."""
     return bool(os.environ.get(LED))
 
 
 def outlive() -> None:
-    """From now on SIGTERM is noted and nothing else; in copies of this process (multiprocessing) it ends them."""
-    signal.signal(signal.SIGTERM, _note)  # not SIG_IGN: programs that are started would inherit that
+    """From now on a warning is noted and nothing else; copies of this process (multiprocessing) end by SIGTERM."""
+    for number in WARNINGS:
+        signal.signal(number, _note)  # not SIG_IGN: programs that are started would inherit that
     _heed_in_copies()
 
 

@@ -48,6 +48,7 @@ from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays
 from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, NODE_PORTS, RoleContext
+from prime_hpc.runtime.slurm_warning import WARNINGS
 from prime_hpc.runtime.tied_process import tied
 from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
@@ -67,8 +68,6 @@ TICK_S = 0.1
 PORTS = {"trainer": 1, "orchestrator": 0}
 """Ports that the first agent of each node finds for its role; a server's: HTTP, and its data-parallel head."""
 SERVER_PORTS = 2
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of Slurm, or of `scancel -s`, of which the supervisor is told; no process of the step dies of them."""
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
 FLUSH_TIMEOUT_S = 2.0

@@ -77,7 +77,7 @@ class Controls:
         self.needs_s = needs_s
         self._signals: list[int] = []
         self._previous: dict[int, object] = {}
-        self._next_look = 0.0
+        self._next_look = self._next_look_for_why = 0.0
         self._asked_to_stop: str | None = None
         self.num_saves = 0
         """How often SAVE was found."""
@@ -190,8 +190,8 @@ class Controls:
         """Return the end that is under way, and its deadline; a scancel that came since takes its place, and Slurm may
         have put the job back into the queue meanwhile. Looks for WHY, as `poll` does no more: people ask about a save
         that takes long."""
-        if time.time() >= self._next_look:
-            self._next_look = time.time() + LOOK_S
+        if time.time() >= self._next_look_for_why:  # `poll` moves its own on, with a grace time too
+            self._next_look_for_why = time.time() + LOOK_S
             with contextlib.suppress(StoreError, OSError):  # nothing that a save should end of
                 self._look_for_why(self._names())
         cancel = self.cancelled(request.outcome)

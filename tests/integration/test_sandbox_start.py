@@ -180,10 +180,13 @@ def test_a_process_that_may_have_no_namespaces_gets_the_reason_and_runs_nothing(
     assert "namespaces exceeded" in tried.stderr and "this node gives users no namespaces" in tried.stderr, tried.stderr
 
 
-def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM to every process of the job: this one, what holds the sandbox, and the command in it."""
+@pytest.mark.parametrize("number", slurm_warning.WARNINGS)
+def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A signal to every process of the job: this one, what holds the sandbox, and the command in it."""
     monkeypatch.setenv(LED, "1")
-    before = signal.getsignal(signal.SIGTERM)
+    before = {warning: signal.getsignal(warning) for warning in slurm_warning.WARNINGS}
     others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests: a cluster, say
     slurm_warning.outlive()
 
@@ -195,12 +198,14 @@ def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypa
         ours = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for pid in {*ours, *members(namespace), *([os.getpid()] if us else [])}:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, number)
 
     async def run() -> None:
         pool = WarmPool(SandboxConfig(warm=1, command_s=50))
         await pool.open()
         box = await pool.take()
+        own = await box.run(["sh", "-c", "trap 'exit 7' USR1; kill -USR1 $$; exit 8"])
+        assert own.code == 7, "a command may use the signal itself"
         for us in (False, True):
             running = asyncio.create_task(box.run(["sleep", "600"]))
             await warn(box, us=us)
@@ -208,7 +213,7 @@ def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypa
                 with pytest.raises(SandboxFailed, match="Slurm's warning"):
                     await running
             else:  # nobody warned the job: the command did it to itself
-                assert (await running).code == -signal.SIGTERM
+                assert (await running).code == -number
         assert (await box.run(["true"])).code == 0
         assert (await (await pool.take()).run(["true"])).code == 0, "others can still be started"
         await pool.close()
@@ -216,7 +221,8 @@ def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypa
     try:
         asyncio.run(run())
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for warning, handler in before.items():
+            signal.signal(warning, handler)
 
 
 def test_a_cancelled_command_ends_its_sandbox() -> None:

@@ -112,11 +112,15 @@ def test_a_stop_file_holds_that_comes_after_the_last_look(
     assert not (tmp_path / STOP).exists() and (tmp_path / SAVE).exists(), "that is the next attempt's"
 
 
-def test_who_holds_it_up_can_be_asked_while_a_stop_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["signal", "grace"])
+def test_who_holds_it_up_can_be_asked_while_a_stop_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     asked = controls(tmp_path, monkeypatch, CANCELLED, 5000)
+    monkeypatch.setattr(stop_requests, "granted_until", lambda _: time.time() + 600)
     one, heard = saving(asked), list[str]()
     one._run_watch = SimpleNamespace(ask_why=lambda: heard.append("why"))
-    asked._on_signal(signal.SIGUSR1, None)
+    asked.note_warning(signal.SIGUSR1 if by == "signal" else signal.SIGTERM)
     one._handle_requests()
     assert one._stop is not None
     (tmp_path / WHY).touch()

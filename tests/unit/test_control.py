@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.site import load_site
 from prime_hpc.launch import local
 from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.stop_resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
@@ -241,6 +243,18 @@ def test_a_stop_that_came_after_the_end_stops_no_run_that_is_started_again(fake:
     fake.change("100", state="COMPLETED")
     submit(load(config))
     assert len(fake.jobs()) == 2 and not stop.exists()
+
+
+def test_a_stop_for_a_job_sent_by_hand_that_waits_is_left_by_what_prepares_the_run_in_it(
+    fake: FakeSlurm, config: Path
+) -> None:
+    stop = run_dir(config) / "STOP"
+    stop.parent.mkdir(parents=True)
+    stop.touch()
+    prepare_run(load(config), load_site(None))
+    assert stop.exists()
+    prepare_run(load(config))
+    assert not stop.exists()
 
 
 def test_cancel_now(fake: FakeSlurm, config: Path) -> None:

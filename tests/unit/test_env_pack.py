@@ -208,7 +208,7 @@ def test_a_mounted_environment_outlives_slurm_s_warnings(venv: Path, tmp_path: P
         assert {path.name.partition("-")[0] for path in root.iterdir()} == {"env", "mnt"}
         assert not (root / f"env-{PackFacts.read(image).hash}").exists(), "nothing is unpacked"
         (daemon,) = [p for p in psutil.process_iter(["cmdline"]) if prefix in (p.info["cmdline"] or [])]
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             daemon.send_signal(number)
         time.sleep(0.5)
         assert next(Path(prefix).glob("lib/python3*/site-packages/answer.py")).read_text() == "VALUE = 42\n"

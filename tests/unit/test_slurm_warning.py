@@ -43,6 +43,23 @@ def test_a_role_goes_on_and_what_it_starts_ends_by_it_but_for_what_is_deaf() -> 
     assert DEAF[0] == "sh"
 
 
+OF_PROGRAMS = """
+import signal, subprocess
+from prime_hpc.runtime import slurm_warning
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as its agent has it started
+slurm_warning.outlive()
+signal.raise_signal(signal.SIGUSR1)
+assert slurm_warning.was_warned_since(0.0)
+subprocess.run(["sh", "-c", "trap 'echo caught' USR1; kill -USR1 $$"])
+print(subprocess.run([*slurm_warning.DEAF, "sh", "-c", "kill -USR1 $$; echo deaf"], stdout=-1).stdout)
+"""
+
+
+def test_what_a_role_starts_may_use_sigusr1_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_PROGRAMS], capture_output=True, text=True, timeout=120, check=False)
+    assert sorted(done.stdout.split()) == ["b'deaf\\n'", "caught"], done.stderr
+
+
 def test_only_a_step_is_led(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LED, raising=False)
     assert not is_led()

@@ -218,6 +218,13 @@ def test_an_attempt_that_wrote_no_end(
         ("failed", {"next": "in_place", "cause": "OOM"}, [job("RUNNING")], "starting", "OOM"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [job("CANCELLED")], "stopped", "cancelled before it came"),
+        (
+            "requeued",
+            {"next": "successor", "cause": "USR1"},
+            [job("FAILED"), job("CANCELLED", "13")],
+            "stopped",
+            "cancelled before it came",
+        ),
         ("requeued", {"next": None, "cause": "USR1"}, [], "failed", "USR1"),
     ],
 )

@@ -130,8 +130,10 @@ def test_resume_sends_what_was_stopped_too_and_needs_no_file(slurm: FakeSlurm, f
         ended(sweep.run_dir(row), "stopped" if index == 1 else "completed", f"{job_id}_{index}")
     path.unlink()
     (folder / "exp.yaml").unlink()
+    (sweep.run_dir(sweep.rows[1]) / "STOP").touch()
     report = submit_sweep(load_stored(sweep.dir / "sweep.yaml"), states=RESUME)
     assert [job.row.index for job in report.jobs] == [1]
+    assert not (sweep.run_dir(sweep.rows[1]) / "STOP").exists(), "it would end the point as it begins"
     assert load_run(sweep.run_dir(sweep.rows[1])).max_steps == 3
     assert slurm.jobs()[0]["array"] == "1"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, is_led, was_warned_since
+from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, WARNINGS, is_led, was_warned_since
 
 CHILD = Path(__file__).with_name("sandboxed_child.py")
 GRACE_S = 1.0
@@ -120,10 +120,10 @@ def run_program_here(
             is_whole = not file.read(1)
     if timed_out or child.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         return ProgramOutcome(False, "timed out", output, False)
-    if child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and is_led():
+    if is_led() and any(child.returncode in (-number, 128 + number) for number in WARNINGS):
         time.sleep(WARNED_WITHIN_S)
     if is_led() and not said.endswith(" passed") and was_warned_since(began):
-        raise RuntimeError("Slurm's warning (SIGTERM to the whole job) came while a program ran")
+        raise RuntimeError("Slurm's warning (a signal to the whole job) came while a program ran")
     if said.startswith(word):
         flag, _, reason = said.removeprefix(word).partition(" ")
         return ProgramOutcome(reason == "passed", reason, output, flag == "0", is_whole)

@@ -20,7 +20,7 @@ import psutil
 
 def main() -> None:
     """Answer until there are no more requests."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # Slurm's warning, Ctrl-C: the parent ends it in its own time
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # Slurm's warnings, Ctrl-C: the parent ends it
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     answers = os.dup(1)

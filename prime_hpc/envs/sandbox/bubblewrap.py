@@ -148,7 +148,7 @@ def guest_code() -> CodeType:
 _COVERED = ("/sys", "/mnt", "/media", "/srv")
 """Folders of which a sandbox shows nothing; in a stage's namespace one of them holds the paths that are shown."""
 _MOUNT = """
-trap "" TERM
+trap "" TERM USR1
 at=$1 number=0
 shift
 mount -t tmpfs -o mode=755,size=1m sandboxes "$at" || exit 1

@@ -218,7 +218,7 @@ def become_command(order: dict[str, Any], program: str | None, fds: tuple[int, .
             os.dup2(fd, number)
         os.closerange(len(fds), 4096)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):  # the guest may be deaf to it
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):  # the guest may be deaf to them
             signal.signal(number, signal.SIG_DFL)
         os.chdir(FOLDER)
         os.environ.clear()

@@ -20,7 +20,7 @@ from typing import Any
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.sandbox.bubblewrap import Stage
 from prime_hpc.envs.sandbox.makers import MAKERS
-from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, is_led, was_warned_since
+from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, WARNINGS, is_led, was_warned_since
 
 GRACE_S = 5.0
 """How long after a deadline the guest may take to say so, and how long a sandbox may take to end by itself."""
@@ -198,10 +198,10 @@ class Sandbox:
         began = time.monotonic()
         ended = await self._run(argv, program, given, env, may_exit, wall_s, cpu_s, output_bytes)
         if is_led() and (ended.code or ended.ended_by or (argv is None and ended.verdict != "passed")):
-            if ended.code == -signal.SIGTERM:
+            if ended.code is not None and -ended.code in WARNINGS:
                 await asyncio.sleep(WARNED_WITHIN_S)
             if was_warned_since(began):
-                raise SandboxFailed("Slurm's warning (SIGTERM to the whole job) came while a command ran")
+                raise SandboxFailed("Slurm's warning (a signal to the whole job) came while a command ran")
         return ended
 
     async def _run(

@@ -272,6 +272,7 @@ def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
         return
     status.state = "failed"
     job = _coming_back(queue, last, record)
+    next_job = _find(queue, record, record.get("successor")) or job
     if job is not None and job.is_pending and _may_start(job):
         _take_job(status, job, "requeued")
         status.note = "; ".join(filter(None, [_why_pending(job), f"ended by: {status.note}"]))
@@ -285,7 +286,7 @@ def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
             status.state = "starting"
         elif outcome != "failed" or _is_to_come_back(last):
             status.state = "requeued"
-    elif _is_to_come_back(last) and _was_cancelled(record, job, number(last.get("ended"))):
+    elif _is_to_come_back(last) and _was_cancelled(record, next_job, number(last.get("ended"))):
         status.state = "stopped"
         status.note = f"cancelled before it came back; ended by: {status.note}"
     elif _is_to_come_back(last) and queue.trouble:

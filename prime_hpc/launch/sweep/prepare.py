@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
-from prime_hpc.config.run_files import SITE_YAML
+from prime_hpc.config.run_files import SITE_YAML, STOP
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import write_site
@@ -115,6 +115,7 @@ def _write(sweep: Sweep, job: Job, shared: Shared, site: SiteConfig) -> None:
     site_secrets = any(True for _ in secrets_of(site))
     run_dir = sweep.run_dir(job.row)
     run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / STOP).unlink(missing_ok=True)  # from after the point's last end
     if site_secrets:
         write_site(site, run_dir)
     else:

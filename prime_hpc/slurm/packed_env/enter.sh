@@ -106,7 +106,7 @@ mount_image() { # for this step alone: its processes end with the step
     # Slurm's warnings reach all processes of a step: one that unmounts upon them takes the files from a role that saves
     for _ in 1 2; do # another step that begins may take the empty directory for one that was left
         mkdir -p "$at" 2>/dev/null
-        if told=$(trap '' TERM INT HUP && "$fuse" "$env.sqsh" "$at" 2>&1); then
+        if told=$(trap '' TERM INT HUP USR1 && "$fuse" "$env.sqsh" "$at" 2>&1); then
             say "it is mounted at $at"
             env=$at
             return 0

