@@ -283,7 +283,8 @@ def test_what_libraries_say_is_apart_and_what_python_says_stays(tmp_path: Path) 
     )
     with (tmp_path / "shared.log").open("wb") as shared:
         for rank in ("0", "1"):
-            subprocess.run([sys.executable, "-c", program, str(tmp_path), rank], stderr=shared)
+            # from standard input: Python 3.13 shows the lines of a program on the command line in its tracebacks
+            subprocess.run([sys.executable, "-", str(tmp_path), rank], input=program.encode(), stderr=shared)
     common = (tmp_path / "shared.log").read_text()
     assert "python says 0" in common and "python says 1" in common and "ZeroDivisionError" in common
     assert "NCCL" not in common and "native" not in common

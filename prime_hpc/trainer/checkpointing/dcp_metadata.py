@@ -50,6 +50,8 @@ class _Unpickler(pickle.Unpickler):
     """Knows the classes of a tensor's description and no other name."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # Python 3.13's name of it, which no other version has
+            module = "pathlib"
         is_dtype = module == "torch" and name.startswith(_DTYPES)
         if name in _DESCRIPTIONS.get(module, ()) or is_dtype:
             return super().find_class(module, name)
