@@ -181,6 +181,23 @@ def test_an_image_that_starts_on_no_node_is_no_nodes_fault(tmp_path: Path) -> No
     assert "started on no node: slurmstepd: error: pyxis: failed to import" in report.problems[0]
 
 
+def test_why_it_does_not_start_is_said_before_how_its_task_ended(tmp_path: Path) -> None:
+    """Apptainer's words name no node, and are red; srun's name it, and no reason."""
+    why = "\\033[31mFATAL:   could not open image /x.sif: permission denied\\033[0m\\n"
+    ends = [f"srun: error: {host}: task {rank}: Exited with exit code 255\\n" for host, rank in (("n2", 1), ("n1", 0))]
+    report = start_images(
+        [HostCheck("n1"), HostCheck("n2")],
+        fake_node("".join([why, why, *ends])),
+        30.0,
+        lambda: False,
+        Report([], 0.0, tmp_path),
+    )
+    said = (
+        "FATAL:   could not open image /x.sif: permission denied / srun: error: n1: task 0: Exited with exit code 255"
+    )
+    assert report.problems == [f"the container started on no node: {said}"]
+
+
 def test_a_node_on_which_the_image_does_not_start_is_named(tmp_path: Path) -> None:
     checks = [HostCheck("n1"), HostCheck("n2")]
     words = 'PREFLIGHT {"host": "n1", "phase": "started"}\\nsrun: error: n2: no space left on device\\n'

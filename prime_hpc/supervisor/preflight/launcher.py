@@ -23,6 +23,10 @@ RunStep = Callable[[list[str], list[str], int], "subprocess.Popen[Any]"]
 END_GRACE_S = 3.0
 KEPT_LINES = 200
 _WORD = re.compile(r"[\w.-]+")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Apptainer's errors are red in a file, too."""
+_EXITED = "Exited with exit code"
+"""In srun's line on a task that failed."""
 
 
 @dataclass
@@ -99,9 +103,9 @@ class Steps:
                 if message is not None:
                     found.append(message)
                 elif line.strip():
-                    text_line = line.decode(errors="replace").strip()
+                    text_line = _COLOUR.sub("", line.decode(errors="replace")).strip()
                     step.noise = [*step.noise[1 - KEPT_LINES :], text_line]
-                    step.words.update(word.strip(".") for word in _WORD.findall(text_line))
+                    step.words.update(_words(text_line))
         return found
 
     def silent_end(self, step: Step) -> bool:
@@ -114,10 +118,16 @@ class Steps:
         return any(host in step.words for step in self.steps if host in step.hosts)
 
     def words_about(self, host: str) -> str:
-        """Return what launchers said about a host: lines that name it, else the last lines of its steps."""
-        lines = [line for step in self.steps if host in step.hosts for line in step.noise]
-        own = [line for line in lines if host in {word.strip(".") for word in _WORD.findall(line)}]
-        return " / ".join(dict.fromkeys((own or lines)[-3:]))[:600]
+        """Return what launchers said about a host: lines that name it, else the last lines of its steps. That its task
+        ended is no reason: the program's own last words, which name no host, come before that."""
+        steps = [step for step in self.steps if host in step.hosts]
+        lines = [(line, _words(line)) for step in steps for line in step.noise]
+        own = [line for line, words in lines if host in words]
+        if own and all(_EXITED in line for line in own):
+            hosts = {name for step in steps for name in step.hosts}
+            said = dict.fromkeys(line for line, words in lines if not words & hosts and _EXITED not in line)
+            own = [*[*said][-2:], *own]
+        return " / ".join(dict.fromkeys((own or [line for line, _ in lines])[-3:]))[:600]
 
     def close(self) -> None:
         """End the launchers that still run (srun then ends its tasks), and close all pipes."""
@@ -136,6 +146,11 @@ class Steps:
             for stream in (step.process.stdout, step.process.stderr):
                 if stream is not None:
                     stream.close()
+
+
+def _words(line: str) -> set[str]:
+    """All in a line that may be a host's name."""
+    return {word.strip(".") for word in _WORD.findall(line)}
 
 
 def module_arguments(argv: list[str]) -> list[str]:
