@@ -288,9 +288,12 @@ class Experiment(Section):
     @property
     def own_template(self) -> str | None:
         """The chat template that an SFT run trains with, where it is a file of its own: who samples the weights needs
-        the same one. None: the model's."""
+        the same one. None: the model's. Raises ValueError where it cannot be read."""
         file = self.sft.data.template_file if self.kind == "sft" else None
-        return file.read_text(encoding="utf-8") if file is not None else None
+        try:
+            return file.read_text(encoding="utf-8") if file is not None else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"sft.data.chat_template = {file}: {error}") from error
 
     def _sft_fits(self) -> None:
         data, evaluation = self.sft.data, self.orchestrator.eval
