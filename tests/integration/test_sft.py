@@ -130,7 +130,7 @@ def test_held_out_evaluations_leave_a_model_with_dropout_as_it_was(folder: Path,
     shape: Any = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": len(tokenizer)}
     dropout: Any = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
     GPT2LMHeadModel(GPT2Config(**shape, **dropout)).save_pretrained(tmp_path / "model")
-    for name in ("data.jsonl", "held.jsonl"):
+    for name in ("data.jsonl", "held.jsonl", "own.jinja"):
         (tmp_path / name).symlink_to(folder / name)
     whole = run(tmp_path, "whole", held_out=True, max_steps=4)
     half = run(tmp_path, "half", max_steps=2, ckpt={})
