@@ -101,15 +101,6 @@ def test_evaluations_beside_use_the_template_that_is_trained(tmp_path: Path) -> 
         _ = sft(chat_template="none.jinja").own_template
 
 
-def test_a_template_that_is_gone_is_named_with_its_key(tmp_path: Path) -> None:
-    """As at a resume: the attempt before could read it."""
-    (tmp_path / "own.jinja").write_text("own")
-    run = sft(**FAKE, chat_template=str(tmp_path / "own.jinja"))
-    (tmp_path / "own.jinja").unlink()
-    with pytest.raises(ValueError, match=r"sft.data.chat_template = .*own.jinja.*No such file"):
-        _ = run.own_template
-
-
 def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
     def refusal(*argv: str) -> str:
         loaded = load(["--model.name", "owner/model", "--output-dir", str(tmp_path), *argv], "sft")

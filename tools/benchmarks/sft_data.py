@@ -23,6 +23,7 @@ NUM_PREFIX_ROWS = 160
 NUM_STEPS = 20
 BATCH = 64
 MICRO_BATCH_TOKENS = 4096
+VOCAB_SIZE = 2000
 STEP_OVER_MAKE = 1.5
 _TEMPLATE = """
 {%- for message in messages -%}
@@ -43,7 +44,7 @@ def make_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator((text_of(np.random.default_rng(0), 400) for _ in range(20)), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -96,7 +97,15 @@ def run() -> dict[str, Any]:
         write_rows(folder / "rows.jsonl")
         config = SFTDataConfig(path=str(folder / "rows.jsonl"), batch_size=BATCH)
         recipe = Recipe(
-            config, config, find_data(config), folder / "cache", folder / "tokenizer", False, False, MICRO_BATCH_TOKENS
+            source=config,
+            config=config,
+            found=find_data(config),
+            cache=folder / "cache",
+            tokenizer=folder / "tokenizer",
+            trust_remote_code=False,
+            enable_thinking=False,
+            seq_len=MICRO_BATCH_TOKENS,
+            vocab_size=VOCAB_SIZE,
         )
         tokenizer = recipe.load_tokenizer()
 
