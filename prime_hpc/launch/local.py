@@ -182,7 +182,7 @@ def run_role(loaded: Loaded, role: str) -> int:
             words = "other nodes cannot reach it; --server.host 0.0.0.0"
             print(f"note: listens on {server.host}: {words}", file=sys.stderr)
         port = first_port(experiment, experiment.inference)
-        if port:
+        if port and not experiment.inference.headless:  # whose engines' head serves HTTP, elsewhere
             ports.require_free(port, server.host, "inference.server.port")
         port = port or ports.choose(1, base, server.host, within or ports.BUILT_IN)[0]
         engines_port = ports.for_engines(within, base)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -349,7 +350,9 @@ def test_engines_of_a_further_node_leave_their_heads_config_alone(
     words = ["inference", "@", str(config), "--data-parallel-size", "2", "--data-parallel-size-local", "1"]
     monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "127.0.0.1")
     found = []
-    for more in (["--server.port", "0"], ["--data-parallel-start-rank", "1", "--headless"], ["--server.port", "0"]):
+    taken = socket.create_server(("127.0.0.1", 0))  # the further node listens to nobody
+    headless = ["--server.port", str(taken.getsockname()[1]), "--data-parallel-start-rank", "1", "--headless"]
+    for more in (["--server.port", "0"], headless, ["--server.port", "0"]):
         monkeypatch.setattr("sys.argv", [*words, *more])
         cli.inference()
         found.append(Path(os.environ["PRIMEHPC_RUN_YAML"]))
@@ -358,3 +361,4 @@ def test_engines_of_a_further_node_leave_their_heads_config_alone(
     }
     assert found[1].parent.name == "rank_1"
     assert ["headless: true" in path.read_text() for path in found] == [False, True, False]
+    taken.close()

@@ -1,10 +1,13 @@
 """The self-test at start: it finds models that mix samples, passes those that do not, and leaves no trace."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from prime_hpc.trainer.model import self_test as module
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.self_test import SelfTestError, self_test
 from prime_hpc.trainer.ops import attention
@@ -45,6 +48,32 @@ def test_a_leak_near_rounding_is_found(dtype: torch.dtype) -> None:
                 parameter.mul_(0.03 if dtype == torch.float32 else 0.3)
     with pytest.raises(SelfTestError, match="neighbours' tokens change"):
         self_test(policy, CPU, ROUNDING[dtype])
+
+
+def test_a_token_that_goes_to_another_expert_for_a_rounding_error_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first disturbance may leave it where it was: whether a start was refused hung on the CPU's kernels."""
+    seeds: list[int] = []
+    logprobs = module._Prober.logprobs
+
+    @contextlib.contextmanager
+    def disturbed(blocks: Any, unit: float, seed: int) -> Iterator[None]:
+        seeds.append(seed)
+        yield
+        seeds.append(0)
+
+    def moved(self: Any, which: int, index: int, *, share: bool = False) -> torch.Tensor:
+        values = logprobs(self, which, index, share=share)
+        if index == 0 or seeds[-1:] == [3]:  # with others; or alone, for the third of the disturbances to come
+            values[-1] += 0.3
+        return values
+
+    monkeypatch.setattr(module, "_disturbed", disturbed)
+    monkeypatch.setattr(module._Prober, "logprobs", moved)
+    with pytest.raises(SelfTestError, match="samples differ by 0.3 nats from each alone"):
+        self_test(policy_of("qwen3"), CPU, 2.0**-24)
+    seeds.clear()
+    found = self_test(policy_of("qwen3_moe"), CPU, 2.0**-24)
+    assert seeds == [0, 0, 1, 0, 2, 0, 3, 0] and found.rounding < 0.2 < found.widest
 
 
 def test_an_output_head_of_more_than_a_matrix_is_found() -> None:

@@ -176,7 +176,7 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
 def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = queue.send.__kwdefaults__
     assert defaults is not None and "timeout_s" in defaults
-    monkeypatch.setattr(queue.send, "__kwdefaults__", {**defaults, "timeout_s": 1.0})
+    monkeypatch.setattr(queue.send, "__kwdefaults__", {**defaults, "timeout_s": 6.0})
 
 
 def test_a_hanging_sbatch_that_took_the_job(
