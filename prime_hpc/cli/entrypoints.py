@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from io import TextIOWrapper
 
 from prime_hpc import __version__
 from prime_hpc.cli.verb_table import VERBS
@@ -43,7 +44,9 @@ trainer, orchestrator, inference = (partial(_console, role) for role in ROLES)
 def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict":  # a locale without UTF-8: curves, names in other scripts
+        if (
+            isinstance(stream, TextIOWrapper) and stream.errors == "strict"
+        ):  # a locale without UTF-8: curves, names in other scripts
             stream.reconfigure(errors="backslashreplace")
     try:
         code = call()
