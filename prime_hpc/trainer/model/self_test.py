@@ -192,7 +192,7 @@ def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
     rows["again"] = _difference(together, prober.logprobs(0, 0))
     if parallel.tp is None and parallel.cp is None and parallel.ep is None:
         rows["upstream"] = torch.stack([_difference(a, prober.upstream(i)) for i, a in enumerate(alone, 1)]).max()
-    values = dict(zip(rows, _of_all_ranks(list(rows.values())), strict=True))
+    values: dict[str, Any] = dict(zip(rows, _of_all_ranks(list(rows.values())), strict=True))
     found = Found(**{"upstream": None, "widest": values["rounding"], **values})
     for seed in range(1, DISTURBANCES if _has_experts(policy) else 1):
         if max(found.together, found.shared) <= FACTOR * found.widest:
