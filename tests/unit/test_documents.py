@@ -28,6 +28,7 @@ FOREIGN_FLAGS = (
     "--test-only",
     *("--nv", "--rocm", "--mpi", "--standalone", "--no-deps", "--no-build-isolation"),
     "--extra-index-url",
+    *("--build-arg", "--fakeroot"),
     *("--local-ranks-filter", "--log-dir", "--redirects", "--tee", "--extra"),
     *("--config.file", "--collector.textfile.directory", "--logdir", "--backend-store-uri"),
 )
