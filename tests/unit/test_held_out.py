@@ -39,7 +39,7 @@ def held_out(folder: Path) -> tuple[HeldOut, Any]:
     train_step, cpu = lora_train_step(policy), torch.device("cpu")
     trainer = SimpleNamespace(
         experiment=Experiment.model_validate(tree), last_step=9, source=folder, part=(0, 1), rank=0,
-        train_step=train_step, device=cpu, parallel=policy.parallel,
+        train_step=train_step, device=cpu, parallel=policy.parallel, vocab_size=policy.hf.config.vocab_size,
     )  # fmt: skip
     return HeldOut(trainer), train_step  # type: ignore[arg-type]
 

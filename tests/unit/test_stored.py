@@ -52,7 +52,7 @@ def test_a_dense_model_has_no_experts_to_split(mixture: Path, tmp_path: Path) ->
 
     dense = AutoModelForCausalLM.from_pretrained(make_family(tmp_path, "llama"))
     place = Parallel(ParallelDims(dp_shard=2, ep=2), 0, None, None, None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"ep = 2: LlamaForCausalLM has no experts; set it to 1"):
+    with pytest.raises(ValueError, match=r"ep = 2: LlamaForCausalLM has no experts to split; set it to 1"):
         split_experts(dense, place)
     place = Parallel(ParallelDims(dp_shard=3, ep=3), 0, None, None, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ep = 3 does not divide the model's 8 experts"):
