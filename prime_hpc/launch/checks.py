@@ -75,9 +75,6 @@ def _model(experiment: Experiment) -> list[Problem]:
     is_loaded = experiment.trains or experiment.inference is not None
     if problems := _folder(name, "model.name", is_loaded=is_loaded):
         return problems
-    if experiment.trains and not any(p.suffix == ".safetensors" for p in folder.iterdir()):
-        cure = "`save_pretrained` of transformers writes them"
-        return [Problem(f"{name} holds no safetensors, from which the trainer reads ({cure})", "model.name")]
     wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
     return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
 

@@ -95,7 +95,7 @@ def test_model_path_without_weights(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.name.*no weights"):
         check(loaded(tmp_path, model))
     (model / "pytorch_model.bin").write_bytes(b"x")  # which engines read, and the trainer does not
-    with pytest.raises(ConfigError, match=r"model.name.*holds no safetensors"):
+    with pytest.raises(ConfigError, match=r"model.name.*holds pytorch_model.bin and no safetensors"):
         check(loaded(tmp_path, model))
 
 
