@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.store.model_files import CHAT_TEMPLATE
 from prime_hpc.store.run_paths import list_steps, parse_step
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -63,7 +64,7 @@ def version_template(config: StandaloneEvalConfig) -> str | None:
     for version in reversed(find_versions(config)):
         if version.path is not None:
             with contextlib.suppress(FileNotFoundError):  # none, or its run removes it now
-                return (version.path / "chat_template.jinja").read_text(encoding="utf-8")
+                return (version.path / CHAT_TEMPLATE).read_text(encoding="utf-8")
     return None
 
 

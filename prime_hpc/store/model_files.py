@@ -16,6 +16,8 @@ from typing import Any
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Goes before what the tokenizer's own config says, as Hugging Face reads a model."""
 _MAX_HEADER = 100_000_000  # the format's own limit
 _LFS = b"version https://git-lfs"
 _QUANTISED_CONFIG = ("quantization_config", "compression_config")

@@ -14,6 +14,7 @@ import sys
 import psutil
 
 from prime_hpc.runtime.process_tree import end_families
+from prime_hpc.runtime.slurm_warning import WARNINGS
 
 FAREWELL = "bye"
 
@@ -63,11 +64,7 @@ class Reaper:
 
 def main() -> None:
     """Read process ids until the pipe closes; then end what is left."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # Slurm sends them to every process; the pipe decides
+    for number in (*WARNINGS, signal.SIGINT):  # of every process of a job; the pipe decides
         signal.signal(number, signal.SIG_IGN)
     watched: dict[int, psutil.Process] = {}  # with their start times: a number alone may be another process's by then
     for raw in sys.stdin:

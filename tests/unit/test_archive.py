@@ -272,6 +272,21 @@ def test_an_archive_that_holds_links_out_of_the_run_comes_back_without_them(
     assert kept == {Path("logs/latest"), Path("deep/down")}
 
 
+@pytest.mark.parametrize(("names", "told"), [(["up", "up/x"], "'up/x' below a link"), (["x", "x"], "a name twice")])
+def test_an_archive_whose_links_lie_below_others_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, names: list[str], told: str
+) -> None:
+    """They would be made, or removed, where the others lead."""
+    ask(capsys, run_dir, tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "a.tar", "a") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, "logs"
+            archive.addfile(info)
+    assert told in ask(capsys, "--restore", tmp_path / "a.tar", tmp_path / "back", code=1)
+    assert not (tmp_path / "back").exists()
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_links_are_read_back_before_the_source_goes(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: bool

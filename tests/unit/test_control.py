@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from prime_hpc.config.site import load_site
 from prime_hpc.launch import local
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.prepare import prepare_run
-from prime_hpc.launch.stop_resume import load_to_resume
+from prime_hpc.launch.stop_resume import Ended, load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import drop_successor, queue_successor
@@ -68,6 +69,15 @@ def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Pat
     assert queue_successor(run_dir(config), "100") == successor
 
 
+def cancel_beside(config: Path, other: Callable[[], None]) -> Ended:
+    """Cancel while somebody else acts upon it."""
+    thread = threading.Thread(target=other)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    return result
+
+
 # --- cancel -----------------------------------------------------------------------------------------------------
 
 
@@ -90,10 +100,7 @@ def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> 
         ended(config, "stopped", saved_step=15)
         fake.change("100", state="COMPLETED")
 
-    thread = threading.Thread(target=supervisor)
-    thread.start()
-    result = cancel(config)
-    thread.join()
+    result = cancel_beside(config, supervisor)
     assert (result.outcome, result.note) == ("stopped", "saved at step 15 and ended")
     assert fake.calls("scancel") == []
 
@@ -110,10 +117,7 @@ def test_cancel_says_saved_of_a_run_that_saved(fake: FakeSlurm, config: Path, ki
         ended(config, "stopped", exit_code=0)
         fake.change("100", state="COMPLETED")
 
-    thread = threading.Thread(target=supervisor)
-    thread.start()
-    assert cancel(config).note == note
-    thread.join()
+    assert cancel_beside(config, supervisor).note == note
 
 
 def test_cancel_of_a_job_whose_run_has_just_ended(fake: FakeSlurm, config: Path) -> None:
@@ -126,10 +130,7 @@ def test_cancel_of_a_job_whose_run_has_just_ended(fake: FakeSlurm, config: Path)
         wait_for((run_dir(config) / "STOP").exists)
         fake.change("100", state="COMPLETED")
 
-    thread = threading.Thread(target=slurm)
-    thread.start()
-    result = cancel(config)
-    thread.join()
+    result = cancel_beside(config, slurm)
     assert (result.outcome, result.note) == ("stopped", "saved at step 50 and ended")
     assert fake.calls("scancel") == []
 
@@ -152,10 +153,7 @@ def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, con
         fake.change("100", state="COMPLETED")
 
     asked = len(fake.calls("squeue"))
-    thread = threading.Thread(target=supervisor)
-    thread.start()
-    result = cancel(config)
-    thread.join()
+    result = cancel_beside(config, supervisor)
     assert (result.outcome, result.note) == ("stopped", "saved at step 45 and ended")
     assert fake.calls("scancel") == []
 
@@ -179,10 +177,7 @@ def test_cancel_waits_for_the_attempt_that_follows_a_crash_in_the_same_job(fake:
         write_attempt(path, Attempt(2, 2, time.time(), "resumes", job_id="100", **row))  # type: ignore[arg-type]
         fake.change("100", state="COMPLETED")
 
-    thread = threading.Thread(target=supervisor)
-    thread.start()
-    result = cancel(config)
-    thread.join()
+    result = cancel_beside(config, supervisor)
     assert (result.outcome, result.note) == ("stopped", "saved at step 20 and ended")
     assert fake.calls("scancel") == [] and not (run_dir(config) / "STOP").exists()
 
@@ -216,10 +211,7 @@ def test_cancel_of_a_job_that_ends_otherwise_meanwhile_says_so(
         ended(config, saved_step=4, **row)
         fake.change("100", state="FAILED")
 
-    thread = threading.Thread(target=supervisor)
-    thread.start()
-    result = cancel(config)
-    thread.join()
+    result = cancel_beside(config, supervisor)
     assert (result.ended, result.outcome) == (True, outcome)
     by_itself = f"ended by itself: {said}; the newest checkpoint is step 4"
     assert result.note == (by_itself if outcome == "over" else f"{said}; taken out of the queue")

@@ -76,6 +76,14 @@ def test_a_token_that_goes_to_another_expert_for_a_rounding_error_is_no_leak(mon
     assert seeds == [0, 0, 1, 0, 2, 0, 3, 0] and found.rounding < 0.2 < found.widest
 
 
+def test_log_probabilities_that_are_not_finite_are_found() -> None:
+    policy = policy_of("qwen3")
+    with torch.no_grad():
+        next(iter(policy.hf.model.layers[0].mlp.parameters()))[0, 0] = torch.nan
+    with pytest.raises(SelfTestError, match=r"qwen3\) are not finite: are its weights"):
+        self_test(policy, CPU, 2.0**-24)
+
+
 def test_an_output_head_of_more_than_a_matrix_is_found() -> None:
     policy = policy_of("qwen3")
     forward = policy.hf.lm_head.forward

@@ -97,11 +97,7 @@ def test_lint_errors_reach_no_queue(fake: FakeSlurm, config: Path) -> None:
     ("words", "key", "advice"),
     [
         ("sbatch: error: Batch job submission failed: Invalid partition name specified", "slurm.partition", "cpu, gpu"),
-        (
-            "sbatch: error: Batch job submission failed: Requested node configuration is not available",
-            "slurm",
-            "slurm.exclude",
-        ),
+        ("sbatch: error: Job submission failed: Requested node configuration is not available", "slurm", "exclude"),
         (
             "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
             "slurm.account",

@@ -14,9 +14,12 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.data.workers import Recipe
 
 NUM_ROWS = 1600
 NUM_PREFIX_ROWS = 160
@@ -82,31 +85,38 @@ def time_per_prefix(path: Path, tokenizer: Any) -> float:
     return time.perf_counter() - began
 
 
-def run() -> dict[str, Any]:
-    """All figures; seconds, samples a second, shares."""
+def recipe_in(folder: Path) -> "Recipe":
+    """How the rows of a folder become samples."""
     from prime_hpc.config.sections.sft import SFTDataConfig
     from prime_hpc.store.datafiles import find_data
+    from prime_hpc.trainer.data.workers import Recipe
+
+    config = SFTDataConfig(path=str(folder / "rows.jsonl"), batch_size=BATCH)
+    return Recipe(
+        source=config,
+        config=config,
+        found=find_data(config),
+        cache=folder / "cache",
+        tokenizer=folder / "tokenizer",
+        trust_remote_code=False,
+        enable_thinking=False,
+        seq_len=MICRO_BATCH_TOKENS,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def run() -> dict[str, Any]:
+    """All figures; seconds, samples a second, shares."""
     from prime_hpc.trainer.data.exchange import Exchange
     from prime_hpc.trainer.data.prefetch import Prefetcher
     from prime_hpc.trainer.data.stream import BatchShape, RowOrder, SampleStream
-    from prime_hpc.trainer.data.workers import Recipe, RowReader
+    from prime_hpc.trainer.data.workers import RowReader
 
     with tempfile.TemporaryDirectory(prefix="prime-hpc-bench-") as name:
         folder = Path(name)
         make_tokenizer(folder / "tokenizer")
         write_rows(folder / "rows.jsonl")
-        config = SFTDataConfig(path=str(folder / "rows.jsonl"), batch_size=BATCH)
-        recipe = Recipe(
-            source=config,
-            config=config,
-            found=find_data(config),
-            cache=folder / "cache",
-            tokenizer=folder / "tokenizer",
-            trust_remote_code=False,
-            enable_thinking=False,
-            seq_len=MICRO_BATCH_TOKENS,
-            vocab_size=VOCAB_SIZE,
-        )
+        recipe = recipe_in(folder)
         tokenizer = recipe.load_tokenizer()
 
         began = time.perf_counter()

@@ -76,27 +76,27 @@ def _unpack(archive: Path, part: Path) -> dict[str, str]:
     too much: Python 3.11.2 has none, newer ones shorten `a/../b`.
     """
     links: dict[str, str] = {}
+    names = []
     with opened(archive, archive.name) as members:
         for info in members:
             _refuse_outside(info, archive)
+            names.append(info.name)
             content = None if info.issym() else members.extractfile(info)
             if content is None:
                 links[info.name] = info.linkname
             else:
                 _write(content, part / info.name, info)
-    skipped = {}
+    below = next((name for name in names if any(str(above) in links for above in PurePosixPath(name).parents)), None)
+    if below is not None or len(set(names)) < len(names):
+        what = "a name twice" if below is None else f"{below!r} below a link"
+        raise StoreError(f"{archive}: holds {what}, which no archive of a run does")
     for name, target in links.items():
-        link = part / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target)
-        if not stays_within(link, part):
-            link.unlink()
-            skipped[name] = target
-    # again, with all that may be on its way there
-    late = [name for name in links if name not in skipped and not stays_within(part / name, part)]
-    for name in late:
+        (part / name).parent.mkdir(parents=True, exist_ok=True)
+        (part / name).symlink_to(target)
+    # looked at when all are there, for one may be on another's way
+    skipped = {name: target for name, target in links.items() if not stays_within(part / name, part)}
+    for name in skipped:
         (part / name).unlink()
-        skipped[name] = links[name]
     return skipped
 
 

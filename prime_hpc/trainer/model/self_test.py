@@ -15,6 +15,7 @@ It leaves no trace: no gradients, no random numbers drawn, no module's mode chan
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -239,6 +240,8 @@ def self_test(policy: "Policy", device: torch.device, unit: float, *, mixes_scal
     repeats = found.again == 0 and not mixes_scales and not _has_experts(policy)
     near = 0.0 if repeats else NEIGHBOUR_FACTOR * found.rounding
     placed = "in rows of one batch" if policy.single_rows else "packed behind each other"
+    if not math.isfinite(found.rounding):  # nothing would exceed such a bound
+        raise SelfTestError(f"self-test: log-probabilities of {name} are not finite: are its weights?")
     problems = []
     if not found.together <= bound:
         problems.append(f"{placed}, samples differ by {found.together:.2g} nats from each alone")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.store.artifact import Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
+from prime_hpc.store.model_files import CHAT_TEMPLATE
 from prime_hpc.store.model_fingerprint import weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora.slots import slot_weights
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-CHAT_TEMPLATE = "chat_template.jinja"
-"""Goes before what the tokenizer's own config says, as Hugging Face reads a model."""
 _TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "chat_template", "added_tokens")
 
 

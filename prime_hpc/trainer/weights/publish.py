@@ -23,12 +23,12 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.model_files import INDEX
+from prime_hpc.store.model_files import CHAT_TEMPLATE, INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
-from prime_hpc.trainer.weights.lora_files import CHAT_TEMPLATE, AdapterPublisher
+from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
 from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
 from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
