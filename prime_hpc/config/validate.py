@@ -14,6 +14,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
 from prime_hpc.config.sections.orchestrator import EnvConfig, check_labels
+from prime_hpc.config.sources.other_names import instead_of
 
 _WRONG_TYPE = re.compile(r"(_type|_parsing|_from_float|_error|_size|too_short|too_long)$")
 _MAX_SHOWN = 80
@@ -51,8 +52,10 @@ def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, 
         message = message.split(", ", 1)[-1]
         message += _stated_at(message, provenance)
     elif kind == "extra_forbidden":
+        instead = instead_of(path, is_flag=False)
         near = nearest_path(".".join(path), all_paths())
         message = f"unknown key; did you mean {near}?" if near else "unknown key"
+        message = message if instead is None else f"there is no such key: {instead}"
     elif kind == "missing":
         message = "must be stated: it has no default"
     elif (node := resolve(path)) is not None and _WRONG_TYPE.search(kind):

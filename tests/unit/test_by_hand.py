@@ -165,8 +165,8 @@ def test_other_names_of_the_monitors_keys(flags: list[str], found: dict[str, Any
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--trainer.wandb.log-extras.distributions"], "--orchestrator.wandb.log-extras.distributions"),
-        (["--trainer.wandb.log-extras.interval", "5"], "key wandb.samples_interval"),
+        (["--trainer.wandb.log-extras.distributions"], "the orchestrator's: --wandb.distributions"),
+        (["--trainer.wandb.log-extras.interval", "5"], "--wandb.samples-interval"),
         (["--train.micro_bs", "4"], "--trainer.micro-batch-tokens"),
         (["--data.num_workers", "2"], "--sft.data.num-workers"),
         (["--data.micro-batch-size", "4"], "--trainer.micro-batch-tokens; of SFT it is --sft.data.micro-batch-size"),

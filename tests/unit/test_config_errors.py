@@ -7,8 +7,10 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.errors import nearest_path
-from prime_hpc.config.schema import all_paths
+from prime_hpc.config.schema import all_paths, resolve
+from prime_hpc.config.sources import other_names
 from prime_hpc.config.sources.files import dump_yaml, parse_toml, parse_yaml
+from prime_hpc.config.sources.flags import ALIASES
 
 
 def problems(argv: list[str], entrypoint: str = "trainer", environ: dict[str, str] | None = None) -> list[str]:
@@ -56,6 +58,44 @@ def test_no_far_fetched_suggestion() -> None:
     (problem,) = problems(["--zzzzqqq", "3"])
     assert problem.endswith("unknown key")
     assert nearest_path("qqqq.zzzz", all_paths()) is None
+
+
+def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
+    (problem,) = problems(["--num-generations", "8"], "rl")
+    assert problem.endswith("there is no such key: replies to a prompt: --orchestrator.rollouts-per-example")
+    (problem,) = problems(["--trainer.optim.learning-rate", "1e-5"], "rl")
+    assert problem.endswith("it is --trainer.optim.lr")
+    text = "orchestrator:\n  env:\n  - id: a\n    max_assistant_turns: 3\n"
+    (problem,) = of_file(tmp_path / "turns.yaml", text, "rl")
+    assert problem.endswith("turns are limited in an item of orchestrator.env: `max_turns`")
+
+
+def test_a_section_of_another_suite_is_answered_key_by_key(tmp_path: Path) -> None:
+    text = """\
+actor_rollout_ref:
+  actor:
+    optim: {lr: 1e-6}
+    fsdp_config: {param_offload: true}
+  rollout: {n: 5, zzzzqqq: 3}
+trainr: {num_ranks: 2}
+"""
+    path = tmp_path / "exp.yaml"
+    found = of_file(path, text, "rl")
+    assert found[0] == f"{path}:1: actor_rollout_ref: there is no such section; what its keys are here:"
+    assert found[1] == f"{path}:3: actor_rollout_ref.actor.optim.lr: unknown key; did you mean trainer.optim.lr?"
+    assert "fsdp_config: there is no such key: FSDP2 shards always: trainer.parallel.dp_shard" in found[2]
+    assert "rollout.n: there is no such key: replies to a prompt: orchestrator.rollouts_per_example" in found[3]
+    assert found[4] == f"{path}:6: trainr: unknown key; did you mean trainer?"
+    assert len(found) == 5, "a section that is misspelt is one problem, a key that nobody has none"
+
+
+def test_answers_to_other_names_are_true() -> None:
+    for key in other_names.named_keys():
+        assert resolve(tuple(key.split("."))) is not None, key
+    names = [name for several, _ in other_names.rows() for name in several]
+    assert len(names) == len(set(names)), "one answer a name"
+    ours = {*all_paths(), *ALIASES}
+    assert not ours & set(names), "no key, no alias of ours"
 
 
 def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_documented_line_uses_all_eight_gpus() -> None:
         (["--tp", "auto"], "auto is known of servers that have this machine to themselves"),
         (["--inference.tensor-parallel-size", "auto"], "state the GPUs of one engine"),
         (["--pp.rank", "0", "--pp.world-size", "2"], "there is no such key: stages of an engine find each other"),
-        (["--pp.iroh-seed", "1"], "there is no such key: .* state how many with --pp"),
+        (["--pp.iroh-seed", "1"], "there is no such key: .*--inference.pipeline-parallel-size says how many"),
         (["--pp.iroh-peer-id", "ff87"], "one job.* starts them all"),
         (["--inference.vllm.pipeline-parallel-size", "2"], "state it as inference.pipeline_parallel_size"),
     ],

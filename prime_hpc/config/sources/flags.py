@@ -39,53 +39,8 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
 }
 """Root flags with another name -> the keys that they set."""
 
-_STAGES = (
-    "stages of an engine find each other by themselves: one command (or one job) starts them all, on one machine; "
-    "state how many with --pp, and engines for more machines with --dp"
-)
-_EXTRAS = (
-    "the trainer's W&B run gets numbers alone; samples and distributions are the orchestrator's, with "
-    "--orchestrator.wandb.log-extras"
-)
 _OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
 """Flags whose negation asks for what is so anyway."""
-_STEPS = "steps are counted, not epochs: state --max-steps (an epoch of SFT is its rows / --sft.data.batch-size)"
-_STEP_SIZE = (
-    "state the samples of a whole step, over all ranks (--sft.data.batch-size, --orchestrator.batch-size); "
-    "--trainer.micro-batch-tokens says how many tokens are computed at once, and a step takes as many as it needs"
-)
-_REPEATED = "an epoch has every row once: a file that --sft.data.path names twice is trained on twice as much"
-REPLACED: dict[str, str] = {
-    "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `prime-hpc plan` says what would run",
-    "pp.rank": _STAGES,
-    "pp.iroh_seed": _STAGES,
-    "pp.iroh_peer_id": _STAGES,
-    **{
-        f"trainer.wandb.log_extras.{extra}": f"{_EXTRAS}.{extra} (key wandb.{key})"
-        for extra, key in (("interval", "samples_interval"), ("samples",) * 2, ("distributions",) * 2)
-    },
-    "data.micro_batch_size": (
-        "micro-batches of RL are counted in tokens, packed: lower --trainer.micro-batch-tokens; of SFT it is "
-        "--sft.data.micro-batch-size"
-    ),
-    "train.micro_bs": (
-        "micro-batches are counted in tokens: state --trainer.micro-batch-tokens, micro_bs times seq_len at most"
-    ),
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _STEPS),
-    **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size"), _STEP_SIZE),
-    **dict.fromkeys(("max_length", "max_seq_length"), "the longest sample, in tokens, is --seq-len"),
-    **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _REPEATED),
-    "dataset_name": "a data set of the hub is --sft.data.name, files are --sft.data.path",
-    "learning_rate": "it is --trainer.optim.lr",
-    "warmup_ratio": "the warm-up is counted in steps: --trainer.scheduler.warmup-steps",
-    "use_peft": "adapters are trained with --model.lora (--model.lora.rank)",
-    "data.num_workers": "batches of RL come packed from the orchestrator; of SFT it is --sft.data.num-workers",
-    "batch_size": (
-        "state --orchestrator.batch-size (samples a step, of RL), --sft.data.batch-size, or how many requests are in "
-        "flight: --orchestrator.max-concurrent, --synthesize.max-concurrent"
-    ),
-}
-"""Flags that other programs have and that are no keys here -> what takes their place."""
 
 BARE = {"trainer.parallel.cp": "2"}
 """Keys that are no switches, and what they mean when they stand alone on the command line."""

@@ -1,7 +1,7 @@
 """The tree while the sources are laid over each other: statements placed by the schema, the last one of a key wins."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,12 @@ from prime_hpc.config.sources.coerce import (
     mapping,
     switch,
 )
-from prime_hpc.config.sources.flags import ALIASES, REPLACED, Entry
+from prime_hpc.config.sources.flags import ALIASES, Entry
 from prime_hpc.config.sources.interpolate import interpolate, settled
+from prime_hpc.config.sources.other_names import instead_of
 from prime_hpc.config.validate import origin_of, validate
+
+UNKNOWN = "unknown key"
 
 
 class _Claim(NamedTuple):
@@ -70,7 +73,7 @@ class Tree:
         for entry in entries:
             node = locate(entry.segments, entry.scope)
             if node is None:
-                self.problems.append(unknown_key(entry))
+                self.problems += _unknown(entry)
                 continue
             if not self._note_name(node, entry):
                 continue
@@ -241,21 +244,41 @@ def _get(container: Any, name: str) -> Any:
     return container.get(name)
 
 
+def _unknown(entry: Entry) -> Iterator[Problem]:
+    """Yield the problem of an unknown key; of a section of another suite's config, those of its keys."""
+    leaves = list(_leaves(entry))
+    if leaves == [entry] or not any(instead_of(leaf.segments, is_flag=False) for leaf in leaves):
+        yield unknown_key(entry)
+        return
+    yield Problem("there is no such section; what its keys are here:", ".".join(entry.segments), entry.origin)
+    yield from (problem for problem in map(unknown_key, leaves) if problem.message != UNKNOWN)
+
+
+def _leaves(entry: Entry) -> Iterator[Entry]:
+    """Yield what is below an unknown section, a section that others have as a whole (`fsdp_config`)."""
+    if not isinstance(entry.value, dict) or instead_of(entry.segments, is_flag=False) is not None:
+        yield entry
+        return
+    for name, value in entry.value.items():
+        yield from _leaves(entry.child(str(name), value))
+
+
 def unknown_key(entry: Entry) -> Problem:
     """Return the problem of a key that does not exist, with the key that was probably meant."""
     typed = ".".join(entry.segments)
     wanted = tuple(segment.replace("-", "_") for segment in entry.segments)
-    if entry.origin.source == "command line" and (instead := REPLACED.get(".".join(wanted))) is not None:
+    is_flag = entry.origin.source == "command line"
+    if (instead := instead_of(wanted, is_flag=is_flag)) is not None:
         return Problem(f"there is no such key: {instead}", typed, entry.origin)
     index = next((segment for segment in wanted if segment.isdigit()), "0")
     candidates = [path.replace(".0.", f".{index}.") for path in (*all_paths(), *ALIASES)]
     near = nearest_path(".".join((entry.scope, *wanted)), candidates) if entry.scope else None
     near = near or nearest_path(".".join(wanted), candidates)
     if near is None:
-        return Problem("unknown key", typed, entry.origin)
+        return Problem(UNKNOWN, typed, entry.origin)
     near = ".".join(ALIASES[near][0]) if near in ALIASES else near
-    shown = f"--{near.replace('_', '-')}" if entry.origin.source == "command line" else near
-    return Problem(f"unknown key; did you mean {shown}?", typed, entry.origin)
+    shown = f"--{near.replace('_', '-')}" if is_flag else near
+    return Problem(f"{UNKNOWN}; did you mean {shown}?", typed, entry.origin)
 
 
 def _source(origin: Origin) -> tuple[str, str]:

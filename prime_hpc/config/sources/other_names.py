@@ -1,0 +1,327 @@
+"""Names that other suites give to what a key here says: so that an unknown key is answered with the one that is meant.
+
+TRL (1.16), verl (0.9), OpenRLHF (0.11), transformers' trainer and the reference pages of PRIME-RL. An answer names our
+keys in angle brackets; a key is shown as a flag where a flag was typed. `tools/keys` makes a table of it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+_EPOCHS = "steps are counted, not epochs: <max_steps> (an epoch of SFT is its rows / <sft.data.batch_size>)"
+_STEP_SIZE = (
+    "state the samples of a whole step, over all ranks: <orchestrator.batch_size>, <sft.data.batch_size>; "
+    "<trainer.micro_batch_tokens> says how many tokens are computed at once, and a step takes as many as it needs"
+)
+_ONCE = (
+    "a batch is one optimizer step, each sample is trained on once: <orchestrator.batch_size>; how far engines may be "
+    "behind is <async_level>"
+)
+_STAGES = (
+    "stages of an engine find each other by themselves: one command (or one job) starts them all, on one machine; "
+    "<inference.pipeline_parallel_size> says how many, <inference.data_parallel_size> how many engines on more machines"
+)
+_EXTRAS = "the trainer's W&B run gets numbers alone; samples and distributions are the orchestrator's"
+_REPEATED = "an epoch has every row once: a file that <sft.data.path> names twice is trained on twice as much"
+_NODES = (
+    "ranks and engines are counted, and take a GPU each: <trainer.num_ranks>, <inference.data_parallel_size>; nodes of "
+    "a job follow, or are <slurm.trainer.nodes>, <slurm.inference.nodes>, with <slurm.gpus_per_node>"
+)
+_TASKS = (
+    "tasks and rewards of RL are an environment's, a verifiers package: <orchestrator.env>; rows of SFT are files "
+    "(<sft.data.path>) or a data set of the hub (<sft.data.name>)"
+)
+_REWARDS = (
+    "rewards are the environment's (a verifiers package, its reward functions and their weights): <orchestrator.env>"
+)
+_CRITIC = "there is no critic and no value model: advantages are those of a group, <orchestrator.advantage.type>"
+_ENTROPY = "there is no entropy bonus (the metric is `entropy`): a higher <trainer.loss.clip_high> keeps it up"
+_SHARDED = "FSDP2 shards always: <trainer.parallel.dp_shard>, <trainer.parallel.dp_replicate>"
+_QUANTISED = "weights that train are not quantised: <model.lora>, <model.dtype>, <model.fp8>"
+
+_ANYWHERE: tuple[tuple[str, str], ...] = (
+    (
+        "num_generations n_samples_per_prompt num_samples_per_prompt rollout.n rollout_n num_return_sequences",
+        "replies to a prompt: <orchestrator.rollouts_per_example>",
+    ),
+    (
+        "train_batch_size rollout_batch_size rollout.batch_size gen_batch_size vllm_generate_batch_size",
+        "samples a step, replies and not prompts: <orchestrator.batch_size> (as many prompts as it holds "
+        "<orchestrator.rollouts_per_example>); rows of SFT: <sft.data.batch_size>",
+    ),
+    (
+        "gradient_accumulation_steps per_device_train_batch_size per_device_batch_size micro_train_batch_size "
+        "train.micro_batch_size train.batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
+        "micro_batch_size_per_gpu micro_rollout_batch_size log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu",
+        _STEP_SIZE,
+    ),
+    (
+        "ppo_mini_batch_size generation_batch_size steps_per_generation num_iterations ppo_epochs num_mini_batches",
+        _ONCE,
+    ),
+    (
+        "ppo_max_token_len_per_gpu max_tokens_per_gpu max_token_len_per_gpu log_prob_max_token_len_per_gpu",
+        "tokens of a micro-batch of one rank: <trainer.micro_batch_tokens>",
+    ),
+    (
+        "packing padding_free packing_samples use_remove_padding use_dynamic_bsz dynamic_batch_enable packing_strategy",
+        "samples are packed as a rule: <trainer.rows> of RL, <sft.data.pack> of SFT",
+    ),
+    (
+        "max_completion_length max_response_length response_length max_new_tokens generate_max_len "
+        "max_completion_tokens",
+        "tokens of a reply: <orchestrator.sampling.max_tokens>; of prompt and replies together: <seq_len>",
+    ),
+    (
+        "max_prompt_length prompt_max_len prompt_length",
+        "a prompt is not cut: with its replies it has <seq_len> tokens at most",
+    ),
+    (
+        "max_length max_seq_length max_len model_max_length cutoff_len",
+        "the longest sample, in tokens, is <seq_len>",
+    ),
+    ("truncation truncation_mode", "samples of SFT that are too long: <sft.data.overlong>"),
+    ("learning_rate actor_learning_rate", "it is <trainer.optim.lr>"),
+    (
+        "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio lr_warmup_steps num_warmup_steps",
+        "the warm-up is counted in steps: <trainer.scheduler.warmup_steps>",
+    ),
+    ("lr_scheduler_type lr_scheduler warmup_style lr_decay_style", "it is <trainer.scheduler.type>"),
+    ("max_grad_norm clip_grad grad_clip gradient_clipping", "it is <trainer.optim.max_norm>"),
+    ("adam_beta1 adam_beta2 adam_betas", "it is <trainer.optim.betas>"),
+    ("adam_epsilon", "it is <trainer.optim.eps>"),
+    ("optimizer", "it is <trainer.optim.type>"),
+    (
+        "beta kl_coef init_kl_coef kl.init_coef kl_loss_coef use_kl_loss kl.use_loss use_kl_in_reward kl_ctrl",
+        "a KL penalty is off until <trainer.loss.kl.coef> is stated (<trainer.loss.kl.estimator>: GRPO's is k3)",
+    ),
+    (
+        "kl_loss_type kl_penalty kl_estimator",
+        "k1, k2 or k3 (`low_var_kl`): <trainer.loss.kl.estimator>",
+    ),
+    (
+        "ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+        "the reference model stays as it is: <trainer.loss.kl.model>",
+    ),
+    (
+        "epsilon clip_ratio clip_ratio_low eps_clip cliprange eps_clip_low_high",
+        "how far the ratio may go: <trainer.loss.clip_low>, <trainer.loss.clip_high>",
+    ),
+    ("epsilon_high clip_ratio_high eps_clip_high", "how far the ratio may rise: <trainer.loss.clip_high>"),
+    ("clip_ratio_c", "it is <trainer.loss.dual_clip>"),
+    (
+        "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level",
+        "the objective: <trainer.loss.type>",
+    ),
+    ("loss_agg_mode loss_scale_factor", "the divisor of a token's loss: <trainer.loss.normalize>"),
+    (
+        "adv_estimator advantage_estimator advantage.estimator",
+        "it is <orchestrator.advantage.type>; the objective is <trainer.loss.type>",
+    ),
+    (
+        "scale_rewards norm_adv_by_std_in_grpo no_std_norm",
+        "`grpo` divides by the standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>",
+    ),
+    ("entropy_coef entropy_coeff use_adaptive_entropy entropy_target top_entropy_quantile", _ENTROPY),
+    ("gamma lam lambd critic value_clip cliprange_value critic_learning_rate critic_pretrain value_model", _CRITIC),
+    (
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min is_correction_level is_correction_mode "
+        "is_correction_threshold rollout_correction rollout_is rollout_is_threshold tis_imp_ratio_cap",
+        "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
+        "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
+    ),
+    ("mask_truncated_completions overlong_filtering", "`mask`: <orchestrator.advantage.overlong>"),
+    ("overlong_buffer overlong_buffer_len overlong_buffer_cfg", "it is <orchestrator.advantage.soft_overlong.buffer>"),
+    ("overlong_penalty_factor", "it is <orchestrator.advantage.soft_overlong.coef>"),
+    (
+        "filter_groups dynamic_filtering dynamic_filtering_enable dynamic_filtering_range dynamic_sampling",
+        "groups of equal rewards, or of rewards outside a range, are left out by <orchestrator.curriculum.gates>",
+    ),
+    (
+        "reward_funcs reward_fn reward_function reward_model reward_manager reward_kwargs remote_rm_url "
+        "reward.remote_url custom_reward_function reward_weights reward_pretrain agent_func_path",
+        _REWARDS,
+    ),
+    (
+        "train_files val_files prompt_data prompt_dataset train_dataset eval_dataset dataset train_data_path",
+        _TASKS,
+    ),
+    ("dataset_name", "a data set of the hub is <sft.data.name>, files are <sft.data.path>"),
+    ("dataset_config dataset_config_name", "it is <sft.data.subset>"),
+    ("dataset_train_split prompt_split", "it is <sft.data.split>"),
+    (
+        "messages_key prompt_key label_key input_key output_key dataset_text_field",
+        "the data's own names of its columns: <sft.data.columns>",
+    ),
+    ("assistant_only_loss completion_only_loss train_on_inputs train_on_prompt", "it is <sft.data.loss_roles>"),
+    ("chat_template_path apply_chat_template", "it is <sft.data.chat_template>"),
+    ("dataset_num_proc dataloader_num_workers", "it is <sft.data.num_workers>"),
+    ("prompt_probs dataset_mixer interleave_probs", _REPEATED),
+    (
+        "model_name_or_path model_name_path pretrain pretrained_model_name_or_path base_model model.path model_id",
+        "a directory or a name of the hub: <model.name>",
+    ),
+    ("torch_dtype bf16 fp16 model_dtype param_dtype mixed_precision", "it is <model.dtype>"),
+    ("attn_implementation flash_attn use_flash_attn flash_attention", "it is <model.attn>"),
+    (
+        "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable activation_checkpointing",
+        "it is <model.ac>, every <model.ac.freq>-th block",
+    ),
+    ("activation_offloading enable_activation_offload", "it is <model.ac.offload>"),
+    ("torch_compile use_torch_compile", "it is <model.compile>"),
+    ("use_liger_kernel use_liger use_fused_kernels", "kernels of the head are <model.fused_head>"),
+    ("cast_lm_head_to_fp32", "`float32`: <model.head_dtype>"),
+    ("use_peft", "adapters are trained with <model.lora>, of <model.lora.rank>"),
+    ("lora_r lora_rank", "it is <model.lora.rank>"),
+    ("lora_alpha", "it is <model.lora.alpha>"),
+    ("lora_target_modules", "it is <model.lora.target_modules>"),
+    ("use_rslora", "it is <model.lora.rslora>"),
+    ("lora_dropout", "adapters have no dropout: engines, which sample with them, have none. Leave it out"),
+    ("use_dora", "adapters are plain or rank-stabilised: <model.lora.rslora>"),
+    ("load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type", _QUANTISED),
+    ("deepspeed zero_stage fsdp fsdp_config fsdp_size ds.zpg accelerate_config", _SHARDED),
+    (
+        "optimizer_offload adam_offload param_offload cpu_offload offload_policy",
+        "the optimizer's state: <trainer.optim.offload>; activations: <model.ac.offload>",
+    ),
+    (
+        "ulysses_sequence_parallel_size ring_attn_size sequence_parallel_size context_parallel_size sp_size cp_size",
+        "it is <trainer.parallel.cp>",
+    ),
+    ("expert_model_parallel_size expert_parallel_size ep_size", "it is <trainer.parallel.ep>"),
+    (
+        "tensor_model_parallel_size vllm_tensor_parallel_size vllm.tensor_parallel_size",
+        "of an engine: <inference.tensor_parallel_size>; of the trainer: <trainer.parallel.tp>",
+    ),
+    ("vllm_num_engines vllm.num_engines num_inference_engines", "it is <inference.data_parallel_size>"),
+    (
+        "vllm_gpu_memory_utilization vllm.gpu_memory_utilization rollout.gpu_memory_utilization",
+        "it is <inference.gpu_memory_utilization>",
+    ),
+    ("vllm_max_model_length", "it is <inference.max_model_len>"),
+    ("vllm_enable_sleep vllm_enable_sleep_mode free_cache_engine enable_sleep", "it is <inference.sleep>"),
+    (
+        "use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port rollout.name",
+        "engines are started with <inference.data_parallel_size>; those that run already are "
+        "<orchestrator.client.base_url>",
+    ),
+    (
+        "colocate_all colocate_all_models colocate_actor_ref hybrid_engine",
+        "the same numbers in <inference_gpu_ids> and <trainer_gpu_ids>, with <inference.sleep>",
+    ),
+    ("n_gpus_per_node num_gpus_per_node nnodes num_nodes num_processes num_machines n_gpus", _NODES),
+    (
+        "epochs max_epochs num_epochs num_train_epochs total_epochs num_episodes",
+        _EPOCHS,
+    ),
+    ("total_training_steps max_train_steps num_train_steps total_steps", "it is <max_steps>"),
+    ("save_freq save_steps checkpoint_interval", "it is <ckpt.interval>"),
+    (
+        "save_total_limit max_ckpt_num ckpt.max_num max_actor_ckpt_to_keep",
+        "it is <ckpt.keep_last>",
+    ),
+    (
+        "resume_mode resume_from_checkpoint resume_from_path resume_from load_checkpoint ckpt.load_enable",
+        "`latest`, a step or a path: <ckpt.resume_step>; a run of yours goes on by `prime-hpc resume NAME`",
+    ),
+    (
+        "test_freq eval_steps eval_freq eval_strategy val_before_train do_eval",
+        "it is <orchestrator.eval.interval>, of SFT <sft.eval.interval>; the start and the end are measured as well",
+    ),
+    ("val_kwargs", "it is <orchestrator.eval.sampling>"),
+    (
+        "num_generations_eval eval_n_samples_per_prompt eval.n_samples_per_prompt",
+        "it is <orchestrator.eval.rollouts_per_example>",
+    ),
+    ("run_name experiment_name exp_name wandb_run_name", "it is <name>"),
+    ("project_name wandb_project", "it is <wandb.project>"),
+    (
+        "report_to logger use_wandb use_tensorboard",
+        "monitors are switched on by name: <wandb>, <tensorboard>, <mlflow>",
+    ),
+    ("logging_steps", "every step is logged; leave it out"),
+    ("log_completions num_completions_to_print log_val_generations", "it is <orchestrator.log_samples>"),
+    (
+        "async_train async_enable async_queue_size staleness_threshold max_off_policy_steps max_staleness "
+        "max_head_offpolicyness",
+        "how many steps a batch's tokens may be old: <async_level>",
+    ),
+    ("partial_rollout partial_rollout_enable", "episodes go on over weight updates as a rule: <orchestrator.stale>"),
+    (
+        "max_assistant_turns max_user_turns max_tool_calling_iterations",
+        "turns are limited in an item of <orchestrator.env>: `max_turns`",
+    ),
+    ("tool_config_path function_tool_path multi_turn", "tools and turns are the environment's: <orchestrator.env>"),
+    ("enable_rollout_routing_replay routing_replay", "it is <trainer.router_replay>"),
+    ("full_determinism full_determinism_enable", "it is <trainer.deterministic>"),
+    ("ddp_timeout nccl_timeout", "seconds: <trainer.dist_timeout_s>"),
+    (
+        "default_local_dir save_path ckpt_path default_hdfs_dir",
+        "the run directory is <output_dir>/<name>; checkpoints alone can be elsewhere: <ckpt.path>",
+    ),
+    (
+        "push_to_hub hub_model_id",
+        "nothing is uploaded: a published version (`weights/step_N`) is a directory that Hugging Face loads",
+    ),
+)
+"""Last words of a key there, whatever section they stand in -> what to state here."""
+
+_AS_TYPED: dict[str, str] = {
+    "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `prime-hpc plan` says what would run",
+    "pp.rank": _STAGES,
+    "pp.iroh_seed": _STAGES,
+    "pp.iroh_peer_id": _STAGES,
+    **{
+        f"trainer.wandb.log_extras.{extra}": f"{_EXTRAS}: <wandb.{key}>"
+        for extra, key in (("interval", "samples_interval"), ("samples",) * 2, ("distributions",) * 2)
+    },
+    "data.micro_batch_size": (
+        "micro-batches of RL are counted in tokens, packed: lower <trainer.micro_batch_tokens>; of SFT it is "
+        "<sft.data.micro_batch_size>"
+    ),
+    "train.micro_bs": (
+        "micro-batches are counted in tokens: state <trainer.micro_batch_tokens>, micro_bs times seq_len at most"
+    ),
+    **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _REPEATED),
+    "data.num_workers": "batches of RL come packed from the orchestrator; of SFT it is <sft.data.num_workers>",
+    "batch_size": (
+        "state <orchestrator.batch_size> (samples a step, of RL), <sft.data.batch_size>, or how many requests are in "
+        "flight: <orchestrator.max_concurrent>, <synthesize.max_concurrent>"
+    ),
+}
+"""Keys as a whole, which have another meaning in other sections -> what to state here."""
+
+_KEY = re.compile(r"<([a-z_0-9.]+)>")
+
+
+@cache
+def _by_name() -> dict[str, str]:
+    return {name: answer for names, answer in _ANYWHERE for name in names.split()}
+
+
+def instead_of(path: Sequence[str], *, is_flag: bool) -> str | None:
+    """Return what is to be stated in the place of a key that does not exist; None: nobody else has it either.
+
+    Args:
+        path: of the key as it was typed, in snake case.
+        is_flag: show our keys as flags.
+    """
+    answer = _AS_TYPED.get(".".join(path))
+    names = (".".join(path[begin:]) for begin in range(len(path)))  # the longest that is known
+    answer = answer or next((_by_name()[name] for name in names if name in _by_name()), None)
+    if answer is None:
+        return None
+    return _KEY.sub(lambda key: f"--{key[1].replace('_', '-')}" if is_flag else key[1], answer)
+
+
+def rows() -> Iterator[tuple[list[str], str]]:
+    """Yield names there and the answer, our keys in backticks."""
+    for names, answer in _ANYWHERE:
+        yield names.split(), _KEY.sub(r"`\1`", answer)
+
+
+def named_keys() -> set[str]:
+    """Return the keys of ours that the answers name."""
+    answers = [answer for _, answer in _ANYWHERE] + list(_AS_TYPED.values())
+    return {key for answer in answers for key in _KEY.findall(answer)}
