@@ -25,7 +25,8 @@ BUNDLED: dict[str, str] = {
     "guess-number": "prime_hpc.envs.tasksets.guess_number",
     "calculator": "prime_hpc.envs.tasksets.calculator",
     "reasoning-gym": "prime_hpc.envs.tasksets.reasoning_gym",
-    "prompts": "prime_hpc.envs.tasksets.prompts",
+    "prompts": "prime_hpc.envs.rows.prompts",
+    "rows": "prime_hpc.envs.rows.taskset",
     "word-sorting": "prime_hpc.envs.tasksets.word_sorting",
     "alphabet-sort": "prime_hpc.envs.tasksets.alphabet_sort",
     "countdown": "prime_hpc.envs.tasksets.countdown",
@@ -35,7 +36,7 @@ BUNDLED: dict[str, str] = {
     "python-tool": "prime_hpc.envs.tasksets.python_tool",
     "long-tail": "prime_hpc.envs.tasksets.long_tail",
 }
-"""Short names of the tasksets in `prime_hpc.envs.tasksets`; they win over an installed package of the same name."""
+"""Short names of the tasksets that prime-hpc brings; they win over an installed package of the same name."""
 BENCHMARK_TASKSETS = {
     "math": "prime_hpc.envs.tasksets.math_questions",
     "choice": "prime_hpc.envs.tasksets.choices",

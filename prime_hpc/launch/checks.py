@@ -10,8 +10,10 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
+from prime_hpc.config.env_files import ROWS, named_files, short_id
 from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
@@ -52,6 +54,7 @@ def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = F
         *(_model(experiment) if role != "orchestrator" else []),
         *(trained_models(experiment) if role in (None, "trainer") and experiment.trains else []),
         *(_environments(experiment, starts_elsewhere) if _samples(experiment, role) else []),
+        *(missing_rows(experiment) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
@@ -276,6 +279,19 @@ def missing_environments(experiment: Experiment) -> list[Problem]:
                 )
             )
     return problems
+
+
+def missing_rows(experiment: Experiment) -> Iterator[Problem]:
+    """Yield what is not there of the files that the environment `rows` is given, rows and reward functions."""
+    for key, env in stated_environments(experiment):
+        for name, path in named_files(env.id, env.args) if short_id(env.id) == ROWS else ():
+            try:
+                if name == "files":
+                    find_data(SFTSourceConfig(path=[path]))
+                elif not Path(path).is_file():
+                    yield Problem(f"{path} is no file", f"{key}.args.{name}")
+            except ValueError as error:
+                yield Problem(str(error), f"{key}.args.{name}")
 
 
 def _data(experiment: Experiment) -> list[Problem]:

@@ -6,12 +6,14 @@ and outside.
 """
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.absolute import local_directory
+from prime_hpc.config.env_files import named_files
+from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import ContainerConfig, SiteConfig
 
 ENVIRONMENT_FILE = "container.toml"
@@ -96,6 +98,9 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
             found[key] = path
     for number, text in enumerate(experiment.synthesize.prompts if experiment.kind == "synthesize" else []):
         found[f"synthesize.prompts.{number}"] = _fixed(Path(text))
+    for key, env in _environments(experiment):
+        for number, (argument, text) in enumerate(named_files(env.id, env.args)):
+            found[f"{key}.args.{argument}.{number}"] = _fixed(Path(text))
     if experiment.kind == "sft":
         sources = {"data": experiment.sft.data, "eval": experiment.sft.eval}
         for name, source in sources.items():
@@ -108,6 +113,17 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
     if site.node_local and (fixed := fixed_part(site.node_local)):
         found["site.node_local"] = Path(fixed)
     return found
+
+
+def _environments(experiment: Experiment) -> Iterator[tuple[str, EnvConfig]]:
+    orchestrator = experiment.orchestrator
+    lists: dict[str, Sequence[EnvConfig]] = {"orchestrator.env": orchestrator.env}
+    if orchestrator.eval is not None:
+        lists["orchestrator.eval.env"] = orchestrator.eval.env
+    if experiment.kind in ("eval", "synthesize"):
+        lists[f"{experiment.kind}.env"] = experiment.episodes.env
+    for key, envs in lists.items():
+        yield from ((f"{key}.{number}", env) for number, env in enumerate(envs))
 
 
 def _caches(environ: Mapping[str, str]) -> list[Path]:

@@ -210,7 +210,7 @@ def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> No
 
 
 def test_prompts_are_tasks_and_what_is_none_is_named(tmp_path: Path) -> None:
-    from prime_hpc.envs.tasksets.prompts import Prompts, PromptsConfig
+    from prime_hpc.envs.rows.prompts import Prompts, PromptsConfig
 
     good = [{"prompt": "a", "id": 7, "system": "s"}, {"messages": [{"role": "user", "content": "b"}]}]
     (tmp_path / "good.jsonl").write_text("\n".join(map(json.dumps, good)) + "\n\n")

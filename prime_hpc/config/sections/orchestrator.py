@@ -1,10 +1,11 @@
 """The orchestrator's section: environments, sandboxes, sampling, batching, staleness, evaluation, the client."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from prime_hpc.config.env_files import with_whole_paths
 from prime_hpc.config.named_code import ALGORITHMS, AlgorithmEntry
 from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
@@ -114,6 +115,11 @@ class EnvConfig(Section):
                 f"PYTHONPATH (PYTHONPATH={folder or '.'} before the command; of a job slurm.env.PYTHONPATH, absolute)"
             )
         return ident
+
+    @field_validator("args")
+    @classmethod
+    def _from_the_root(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return with_whole_paths(info.data.get("id", ""), args)
 
     @field_validator("workers")
     @classmethod

@@ -12,15 +12,13 @@ from typing import Any, Literal
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
+from prime_hpc.config.env_files import ROWS, named_files, short_id
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module, trained_names
 from prime_hpc.launch.fetch.named_datasets import datasets_named_in
 from prime_hpc.store.model_config import is_local_path
-
-PROMPTS = "prompts"
-"""The bundled taskset whose rows are the files that it names."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +94,17 @@ def _rows(experiment: Experiment) -> Iterator[Need]:
 def _environments(experiment: Experiment) -> Iterator[Need]:
     """Environments that are not installed, and the data of those that are."""
     for key, env in stated_environments(experiment):
-        known = env.id.replace("_", "-").lower()
-        if known == PROMPTS:
-            for path in env.args.get("files") or []:
-                yield Need("files", f"{key}.args.files", str(path))
-        elif (benchmark := find_benchmark(env.id)) is not None:
+        for name, path in named_files(env.id, env.args):
+            yield Need("files", f"{key}.args.{name}", path)
+        if short_id(env.id) == ROWS and env.args.get("dataset"):
+            subset, split = env.args.get("subset"), env.args.get("dataset_split", "train")
+            yield Need("dataset", f"{key}.args.dataset", str(env.args["dataset"]), subset, split)
+        if (benchmark := find_benchmark(env.id)) is not None:
             data = env.args.get("data")
             yield Need("benchmark", key_of_id(key), benchmark.name, data=str(data) if data else None)
         elif not is_installed(env.id):
             yield Need("environment", key_of_id(key), env.id)
-        elif known not in BUNDLED:
+        elif short_id(env.id) not in BUNDLED:
             for named in datasets_named_in(_sources(env.id), env.args):
                 yield Need("dataset", key_of_id(key), named.name, named.subset, named.split)
 

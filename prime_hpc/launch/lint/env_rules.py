@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
-from prime_hpc.launch.checks import missing_environments, starts_elsewhere
+from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 
 
@@ -76,4 +76,12 @@ def installed(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH232", severity, problem.key, problem.message, remedy)
 
 
-CHECKS = (workers, installed)
+def rows(subject: Subject) -> Iterator[Finding]:
+    """Report files that the environment `rows` is given and that are not there."""
+    experiment = subject.experiment
+    if experiment.samples and not is_parent(experiment):
+        for problem in missing_rows(experiment):
+            yield Finding("PH207", "warning", problem.key, problem.message, "make it before submit, or mend the path")
+
+
+CHECKS = (workers, installed, rows)

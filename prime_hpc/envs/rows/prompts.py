@@ -1,0 +1,68 @@
+"""prompts: files of prompts as tasks, without a score: a reply is a reply. One turn.
+
+A row of a JSONL or Parquet file holds `prompt` (a string, or a list of messages) or `messages`, and may hold `system`;
+all its other fields are handed on to the row that its reply becomes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.rows.reading import Row, as_json, read_files
+
+__all__ = ["Prompts"]
+
+_OWN = ("prompt", "messages", "system")
+
+
+class PromptData(vf.TaskData):
+    """One prompt."""
+
+    handed_on: dict[str, Any] = {}
+    """The row's other fields."""
+
+
+class PromptTask(vf.Task[PromptData]):
+    """Has no right answer."""
+
+    @vf.reward
+    async def replied(self, trace: vf.Trace) -> float:
+        """1 for any text."""
+        return float(bool(trace.last_reply.strip()))
+
+
+class PromptsConfig(vf.TasksetConfig):
+    """Arguments of `prompts`."""
+
+    files: list[str] = []
+    """JSONL or Parquet files, patterns or directories."""
+
+
+class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
+    """The files' rows, in their order."""
+
+    def load(self) -> Iterable[PromptTask]:
+        """One task a row.
+
+        Raises:
+            EnvError: a file is not there, or a row is no prompt; names file and line.
+        """
+        if not self.config.files:
+            raise EnvError("prompts: no file is named: state `--prompts FILE`, or `args.files` of the environment")
+        for place, row in read_files(self.config.files, "prompts"):
+            try:
+                data = _data(row)
+            except (ValueError, ValidationError) as error:
+                raise EnvError(f"{place}: no prompt can be read ({' '.join(str(error).split())[:300]})") from error
+            yield PromptTask(data, self.config.task)
+
+
+def _data(row: Row) -> PromptData:
+    prompt = row.get("prompt") or row.get("messages")
+    if not prompt:
+        raise ValueError(f"it has no `prompt` or `messages`, but {', '.join(row) or 'nothing'}")
+    rest = as_json({name: value for name, value in row.items() if name not in _OWN})
+    return PromptData(prompt=prompt, system_prompt=row.get("system"), handed_on=rest)

@@ -1,0 +1,120 @@
+"""Rows of files and of hub data sets, each with its place for messages."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.store.datafiles import find_data
+
+Row = dict[str, Any]
+
+
+def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of JSONL or Parquet files, in their order, each with its place (`FILE, line 3`).
+
+    Args:
+        patterns: files, patterns or directories.
+        who: asks for them, for messages.
+
+    Raises:
+        EnvError: a file is not there, or cannot be read; names file and line.
+    """
+    try:
+        found = find_data(SFTSourceConfig(path=list(patterns)))
+    except ValueError as error:
+        raise EnvError(f"{who}: {error}") from error
+    if found.kind == "hub":
+        raise EnvError(f"{who}: {found.files[0]} is a folder that `datasets` saved: write it as Parquet (to_parquet)")
+    read = _read_parquet if found.kind == "parquet" else _read_jsonl
+    for path in found.files:
+        yield from read(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    reached = 0
+    if path.suffix == ".zst":
+        raise EnvError(f"{path}: unpack it (zstd -d {path.name}), or compress it by gzip")
+    with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+        try:
+            for line in file:
+                reached += 1
+                if line.strip():
+                    yield f"{path}, line {reached}", _row(json.loads(line, parse_constant=_refuse))
+        except (ValueError, OSError, EOFError, zlib.error) as error:
+            text = " ".join(str(error).split())[:300]
+            raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error
+
+
+def as_json(row: Row) -> Row:
+    """Return a row as JSON has it (traces hold it): dates become texts.
+
+    Raises:
+        ValueError: a column holds bytes; names it.
+    """
+    for name, value in row.items():
+        if any(isinstance(each, bytes) for each in _flat(value)):
+            raise ValueError(f"column {name!r} holds bytes, such as a picture: leave it out of the file")
+    found: Row = json.loads(json.dumps(row, default=str))
+    return found
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _flat(inner)
+    else:
+        yield value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON, and no row that is written could hold it")
+
+
+def _row(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    return value
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise EnvError(f"{path}: needs the package pyarrow (pip install 'prime-hpc[data]')") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise EnvError(
+            f"{path}, row {number + 1}: no row can be read ({' '.join(str(error).split())[:300]})"
+        ) from error
+
+
+def read_hub(name: str, subset: str | None, split: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a data set of the Hugging Face hub, each with its place (`NAME, row 3`).
+
+    Raises:
+        EnvError: it cannot be loaded; says why.
+    """
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, subset, split=split)
+    except Exception as error:  # the library raises of many kinds
+        text = " ".join(str(error).split())[:300]
+        raise EnvError(
+            f"{name} (subset {subset}, split {split}) cannot be loaded: {text}. Where nodes have no network, load it "
+            f'once elsewhere, `python -c "import datasets; datasets.load_dataset({name!r})"`, or name `files`'
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{name}, row {number}", dict(row)

@@ -1,0 +1,212 @@
+"""Reward functions of the environment `rows`: those with a name, and a user's own, as TRL or verl call them.
+
+A function is called with those of its parameters that a reply has, by name:
+
+    completion, response, solution_str   the reply's text
+    answer, ground_truth                 the row's answer
+    prompt                               what was asked, as it stands in the row
+    messages                             the whole conversation, OpenAI's dictionaries
+    row                                  the row's columns; each is there by its own name too
+
+It returns a number, or a dictionary with `score` (or `reward`) whose other numbers become metrics. One that takes
+`completions` is called as TRL calls it: every argument is a list, of one.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.envs.benchmarks.rows import last_box
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.math_answers import same_answer
+from prime_hpc.envs.tasksets.integers import last_number
+from prime_hpc.envs.tasksets.math_questions import answer_in
+
+Function = Callable[..., Any]
+_TEXT = ("completion", "response", "solution_str")
+_ANSWER = ("answer", "ground_truth")
+_MADE = (*_TEXT, *_ANSWER, "prompt", "messages", "row")
+_OF_TRL = ("completions", "prompts")
+_SCORE = ("score", "reward")
+
+
+async def math_score(completion: str, answer: Any) -> float:
+    r"""Return 1 where the reply's last box (of a number: else its last number) is the answer, as mathematics.
+
+    The answer may be a worked solution: what its last `\boxed{}` holds, or what follows `####`, counts.
+    """
+    text = str(answer)
+    gold = last_box(text) or text.rpartition("####")[2].strip()
+    number = last_number(gold)
+    is_number = number is not None and gold.replace(",", "").strip("$ ") == format(number, "f")
+    found = answer_in(completion, integer=is_number)
+    return float(bool(found) and await same_answer(gold.replace(",", "") if is_number else gold, found))
+
+
+def exact_score(completion: str, answer: Any) -> float:
+    """Return 1 where the reply, without its reasoning, is the answer; white space does not count."""
+    return float(_said(completion).split() == str(answer).split())
+
+
+def contains_score(completion: str, answer: Any) -> float:
+    """Return 1 where the reply, without its reasoning, has the answer in it; white space does not count."""
+    said, gold = " ".join(_said(completion).split()), " ".join(str(answer).split())
+    return float(bool(gold) and gold in said)
+
+
+def _said(completion: str) -> str:
+    return completion.rpartition("</think>")[2]
+
+
+NAMED: dict[str, Function] = {"math": math_score, "exact": exact_score, "contains": contains_score}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply and what it is scored by."""
+
+    text: str
+    prompt: Any
+    """As it stands in the row: text or messages."""
+    messages: list[dict[str, Any]]
+    answer: Any
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function with its name among the metrics."""
+
+    name: str
+    function: Function
+    weight: float
+
+    @cached_property
+    def is_plural(self) -> bool:
+        """True if it takes lists, as TRL has it."""
+        return "completions" in inspect.signature(self.function).parameters
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise EnvError where it needs what no reply has.
+
+        Args:
+            columns: of a row.
+        """
+        known = {*columns, *(_OF_TRL if self.is_plural else _MADE)}
+        parameters = inspect.signature(self.function).parameters.values()
+        fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
+        if missing := [name for name in needed if name not in known]:
+            raise EnvError(
+                f"rows: reward {self.name!r} takes {', '.join(missing)}, which no reply has; there are: "
+                f"{', '.join(sorted(known))}"
+            )
+
+    async def value(self, reply: Reply) -> tuple[float, dict[str, float]]:
+        """Return the score, and the metrics beside it.
+
+        Raises:
+            TypeError, ValueError: it returned no finite number.
+        """
+        call = self._call_plural if self.is_plural else self._call
+        if inspect.iscoroutinefunction(self.function):
+            found = await call(reply)
+        else:  # on a thread: it may wait for somebody, a reward model for instance
+            found = await asyncio.to_thread(call, reply)
+            found = await found if isinstance(found, Awaitable) else found
+        if self.is_plural:
+            found = next(iter(found))
+        metrics: dict[str, float] = {}
+        if isinstance(found, Mapping):
+            key = next((name for name in _SCORE if name in found), None)
+            if key is None:
+                raise ValueError(f"reward {self.name!r} returned a dictionary without `score`: {sorted(found)}")
+            numbers = {name: value for name, value in found.items() if name != key and isinstance(value, int | float)}
+            found, metrics = found[key], {str(name): float(value) for name, value in numbers.items()}
+        score = 0.0 if found is None else float(found)  # TRL: None is "does not apply"
+        if not math.isfinite(score):
+            raise ValueError(f"reward {self.name!r} returned {score}")
+        return score, metrics
+
+    def _call(self, reply: Reply) -> Any:
+        offered = {
+            **reply.row,
+            **dict.fromkeys(_TEXT, reply.text),
+            **{name: reply.answer for name in _ANSWER if name not in reply.row},
+            **{"prompt": reply.prompt, "messages": reply.messages, "row": dict(reply.row)},
+        }
+        return self.function(**_accepted(self.function, offered))
+
+    def _call_plural(self, reply: Reply) -> Any:
+        is_chat = not isinstance(reply.prompt, str)
+        completion: Any = [{"role": "assistant", "content": reply.text}] if is_chat else reply.text
+        offered = {name: [value] for name, value in reply.row.items()}
+        offered |= {"completions": [completion], "prompts": [reply.prompt]}
+        return self.function(**_accepted(self.function, offered))
+
+
+def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def find_functions(names: Iterable[str], weights: Iterable[float]) -> tuple[RewardFunction, ...]:
+    """Return the reward functions by their names: one of `NAMED`, `module:function` or `FILE.py:function`.
+
+    Raises:
+        EnvError: one is not there, or two have one name; says where it was looked for.
+    """
+    found = tuple(
+        RewardFunction(name.rpartition(":")[2], NAMED.get(name) or _imported(name), weight)
+        for name, weight in zip(names, weights, strict=True)
+    )
+    labels = [each.name for each in found]
+    if len(set(labels)) < len(labels):
+        raise EnvError(f"rows: two rewards have one name, by which the metrics tell them apart: {', '.join(labels)}")
+    return found
+
+
+def _imported(name: str) -> Function:
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise EnvError(f"rows: no reward is called {name!r}: {', '.join(NAMED)}, or your own as FILE.py:function")
+    try:
+        module = _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        function = getattr(module, attribute)
+    except FileNotFoundError as error:
+        raise EnvError(f"rows: reward {name!r}: {Path(place).absolute()} is no file") from error
+    except (Exception, SystemExit) as error:  # a user's code
+        raise EnvError(f"rows: reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise EnvError(f"rows: reward {name!r} is a {type(function).__name__}, no function")
+    return function
+
+
+def _file_module(path: Path) -> Any:
+    """Import a file once, under a name that no package has; files beside it can be imported by it."""
+    where = path.expanduser().resolve(strict=True)
+    name = f"prime_hpc_rewards_{where.stem}_{zlib.crc32(str(where).encode()):x}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, where)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        if str(where.parent) not in sys.path:
+            sys.path.append(str(where.parent))
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,0 +1,183 @@
+"""rows: a data set of one's own and reward functions of one's own. One turn.
+
+Rows as TRL and verl have them work as they are: `prompt` (text or messages) or `question`, and an answer in `answer`,
+`ground_truth`, `solution`, `label` or verl's `reward_model.ground_truth`. The functions: `rows/scoring.py`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.math_answers import open_comparison
+from prime_hpc.envs.rows.reading import Row, as_json, read_files, read_hub
+from prime_hpc.envs.rows.scoring import Reply, RewardFunction, find_functions
+
+__all__ = ["Rows"]
+
+PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query")
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target")
+
+
+class RowData(vf.TaskData):
+    """One row."""
+
+    answer: Any = None
+    row: Row = {}
+    """Its columns but for the prompt's."""
+
+
+class RowTask(vf.Task[RowData]):
+    """Scores a reply by the functions."""
+
+    functions: tuple[RewardFunction, ...] = ()
+
+    @vf.reward
+    async def rewards(self, trace: vf.Trace) -> dict[str, float]:
+        """Record every function's score with its weight, and what it measures beside it.
+
+        Raises:
+            Exception: a function's own; the episode has failed then.
+        """
+        if not self.functions:
+            raise RuntimeError("the task has lost its reward functions")
+        reply = Reply(
+            text=trace.last_reply,
+            prompt=_plain(self.data.prompt),
+            messages=_plain(trace.messages),
+            answer=self.data.answer,
+            row=self.data.row,
+        )
+        for each in self.functions:
+            value, metrics = await each.value(reply)
+            if each.weight:
+                trace.record_reward(each.name, value, each.weight)
+            else:
+                trace.record_metric(each.name, value)
+            for name, figure in metrics.items():
+                trace.record_metric(name if len(self.functions) == 1 else f"{each.name}/{name}", figure)
+        return {}
+
+
+def _plain(messages: Any) -> Any:
+    """Return messages as OpenAI's dictionaries; a text as it is."""
+    if isinstance(messages, str) or messages is None:
+        return messages
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+class RowsConfig(vf.TasksetConfig):
+    """Arguments of `rows`."""
+
+    files: list[str] = []
+    """JSONL or Parquet files, patterns or directories; relative to where the run is started."""
+    dataset: str | None = None
+    """Or a data set of the hub."""
+    subset: str | None = None
+    """Its configuration."""
+    dataset_split: str = "train"
+    """Its split."""
+    prompt: str | None = None
+    """Column of the prompt, a text or messages; default: the first of `prompt`, `messages`, `question`, ..."""
+    answer: str | None = None
+    """Column of the answer, `a.b` within another; default: the first of `answer`, `ground_truth`, ... that is there."""
+    question: str = "{}"
+    """The user's words around a prompt that is a text; `{}` stands for it."""
+    instructions: str | None = None
+    """The system prompt."""
+    reward: str | list[str] = "math"
+    """`math`, `exact`, `contains`, or your own as `FILE.py:function` or `module:function`; several add up."""
+    weights: list[float] = []
+    """Of several rewards; default 1 each. One of weight 0 is a metric."""
+
+
+class Rows(vf.Taskset[RowTask, RowsConfig]):
+    """The rows, in their order."""
+
+    async def open_scorer(self) -> None:
+        """Start what compares answers.
+
+        Raises:
+            EnvError: math-verify cannot be imported.
+        """
+        if "math" in _listed(self.config.reward):
+            await open_comparison()
+
+    def load(self) -> Iterable[RowTask]:
+        """One task a row.
+
+        Raises:
+            EnvError: nothing is named, cannot be read or is no prompt; a reward is not there or takes what no row has.
+        """
+        config = self.config
+        if bool(config.files) == bool(config.dataset):
+            raise EnvError("rows: state `args.files` (JSONL or Parquet) or `args.dataset` (of the hub), one of them")
+        if config.question.count("{}") != 1:
+            raise EnvError(f"rows: `question` needs one {{}}, which stands for the prompt, not {config.question!r}")
+        functions = _functions(config)
+        for number, (place, row) in enumerate(_read(config)):
+            try:
+                data = _data(config, row)
+            except (ValueError, ValidationError) as error:
+                raise EnvError(f"rows: {place}: {' '.join(str(error).split())[:300]}") from error
+            if number == 0:
+                _check(functions, data, place)
+            task = RowTask(data, config.task)
+            task.functions = functions
+            yield task
+
+
+def _read(config: RowsConfig) -> Iterator[tuple[str, Row]]:
+    if config.dataset is None:
+        return read_files(config.files, "rows")
+    return read_hub(config.dataset, config.subset, config.dataset_split)
+
+
+def _listed(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _functions(config: RowsConfig) -> tuple[RewardFunction, ...]:
+    names = _listed(config.reward)
+    weights = config.weights or [1.0] * len(names)
+    if not names or len(names) != len(weights):
+        raise EnvError(f"rows: {len(names)} rewards and {len(weights)} weights: state a weight for each reward")
+    return find_functions(names, weights)
+
+
+def _check(functions: Iterable[RewardFunction], data: RowData, place: str) -> None:
+    for each in functions:
+        each.check(data.row)
+        if data.answer is None and each.name in ("math", "exact", "contains"):
+            raise EnvError(
+                f"rows: {place}: no answer for reward {each.name!r}: state its column as `args.answer`; the columns "
+                f"are: {', '.join(data.row)}"
+            )
+
+
+def _data(config: RowsConfig, row: Row) -> RowData:
+    column = config.prompt or next((name for name in PROMPTS if row.get(name)), None)
+    if column is None or not row.get(column):
+        wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
+        raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
+    prompt = row[column]
+    if isinstance(prompt, str):
+        prompt = config.question.replace("{}", prompt)
+    elif config.question != "{}":
+        raise ValueError(f"`question` is for prompts that are texts, `{column}` holds messages")
+    rest = as_json({name: value for name, value in row.items() if name != column})
+    return RowData(prompt=prompt, system_prompt=config.instructions, answer=_answer(config, rest), row=rest)
+
+
+def _answer(config: RowsConfig, row: Row) -> Any:
+    for path in (config.answer,) if config.answer else ANSWERS:
+        value: Any = row
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    if config.answer:
+        raise ValueError(f"it has no answer `{config.answer}`; its columns are: {', '.join(row) or 'none'}")
+    return None

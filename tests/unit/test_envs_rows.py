@@ -1,0 +1,216 @@
+"""The environment `rows`: data as TRL, verl and people have it, and reward functions as each of them calls them."""
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.rows.scoring import Reply, exact_score, find_functions, math_score
+from prime_hpc.envs.task_sources import EnvSource
+from prime_hpc.launch.checks import check
+from prime_hpc.launch.fetch.needs import needs_of
+from prime_hpc.launch.lint.lint import lint
+from prime_hpc.slurm.containers import stated_paths
+
+FUNCTIONS = """
+import beside
+
+def own(completion, answer, level, row, messages, prompt):
+    assert (level, row["level"], prompt, messages) == (3, 3, "2 + 2?", [{"role": "user", "content": "2 + 2?"}])
+    return completion == answer
+
+async def waits(response):
+    return len(response)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("sums", {"index": 1})
+    return {"score": float(solution_str == ground_truth), "acc": 1, "said": solution_str}
+
+def of_trl(prompts, completions, level, **kwargs):
+    assert len(prompts) == len(completions) == len(level) == len(kwargs["answer"]) == 1
+    return [float(c == a) for c, a in zip(completions, kwargs["answer"])]
+
+def of_trl_chat(completions, **kwargs):
+    return [len(c[0]["content"]) for c in completions]
+
+def none(completions):
+    return [None]
+
+def needs(tests):
+    return 1.0
+
+def nothing(completion):
+    return float("nan")
+
+def unnamed(completion):
+    return {"points": 1}
+
+def raises(completion):
+    raise KeyError("mine")
+"""
+SUM = {"prompt": "2 + 2?", "answer": "4", "level": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def data_of(**args: Any) -> list[Any]:
+    made = EnvSource(EnvConfig(id="rows", args=args), "eval", 0, beside=[])
+    return [made.task(index).data for index in range(made.num_tasks or 0)]
+
+
+def value(name: str, text: str, row: dict[str, Any] = SUM, prompt: Any = "2 + 2?") -> tuple[float, dict[str, float]]:
+    (function,) = find_functions([f"mine.py:{name}"], [1.0])
+    function.check(row)
+    answer = row.get("answer", row.get("reward_model", {}).get("ground_truth"))
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    return asyncio.run(function.value(Reply(text, prompt, asked, answer, row)))
+
+
+def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
+    verl = {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 1},
+    }
+    parquet.write_table(pa.Table.from_pylist([verl]), folder / "verl.parquet")
+    (of_verl,) = data_of(files=["verl.parquet"], reward="mine.py:compute_score")
+    assert (of_verl.prompt[0].content, of_verl.answer, of_verl.row["extra_info"]) == ("2 + 2?", "4", {"index": 1})
+    path = jsonl(folder / "a.jsonl", {"question": "6 * 7?", "solution": "so #### 42", "n": 1})
+    (own,) = data_of(files=[path], question="Q: {}", instructions="Be short.")
+    assert (own.prompt, own.system_prompt, own.answer) == ("Q: 6 * 7?", "Be short.", "so #### 42")
+    assert own.row == {"solution": "so #### 42", "n": 1}
+    (stated,) = data_of(files=[path], prompt="solution", answer="n")
+    assert (stated.prompt, stated.answer) == ("so #### 42", 1)
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps(SUM).encode()))
+    assert data_of(files=["c.jsonl.gz"])[0].row == {"answer": "4", "level": 3}
+
+
+@pytest.mark.parametrize(
+    ("row", "args", "said"),
+    [
+        ({"text": "a"}, {}, r"line 1: it has no prompt \(state its column"),
+        ({"prompt": "a", "answer": 1}, {"prompt": "question"}, "line 1: it has no `question`; its columns are: prompt"),
+        ({"prompt": "a"}, {}, "line 1: no answer for reward 'math': state its column"),
+        ({"prompt": "a"}, {"answer": "b.c"}, "line 1: it has no answer `b.c`"),
+        ({"prompt": [{"role": "user", "content": "a"}], "answer": 1}, {"question": "Q {}"}, "`prompt` holds messages"),
+        ({"prompt": [{"role": "nobody"}], "answer": 1}, {}, "line 1: "),
+        (SUM, {"question": "no place"}, "needs one {}"),
+        (SUM, {"reward": "maths"}, "no reward is called 'maths': math, exact, contains"),
+        (SUM, {"reward": "mine.py:absent"}, "mine.py:absent' cannot be imported: AttributeError"),
+        (SUM, {"reward": "gone.py:own"}, "gone.py is no file"),
+        (SUM, {"reward": "mine.py:needs"}, "takes tests, which no reply has; there are: answer, completion"),
+        (SUM, {"reward": ["math", "exact"], "weights": [1]}, "2 rewards and 1 weights"),
+        (SUM, {"reward": ["mine.py:own", "mine.py:own"]}, "two rewards have one name"),
+        (SUM, {"rewards": "math"}, "did you mean 'reward'"),
+    ],
+)
+def test_what_is_wrong_is_said(folder: Path, row: dict[str, Any], args: dict[str, Any], said: str) -> None:
+    with pytest.raises(EnvError, match=said):
+        data_of(files=[jsonl(folder / "a.jsonl", row)], **args)
+
+
+def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None:
+    (folder / "cut.jsonl").write_text(json.dumps(SUM) + '\n{"prompt": "a')
+    with pytest.raises(EnvError, match=r"cut.jsonl, line 2: no row can be read"):
+        data_of(files=["cut.jsonl"])
+    (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(EnvError, match=r"cut.parquet, row 1: no row can be read"):
+        data_of(files=["cut.parquet"])
+    picture = pa.Table.from_pylist([{"prompt": "a", "answer": 1, "picture": {"bytes": b"x"}}])
+    parquet.write_table(picture, folder / "pictures.parquet")
+    with pytest.raises(EnvError, match=r"pictures.parquet, row 1: column 'picture' holds bytes"):
+        data_of(files=["pictures.parquet"])
+    with pytest.raises(EnvError, match="one of them"):
+        data_of()
+
+
+def test_functions_are_called_as_they_are_written(folder: Path) -> None:
+    assert value("own", "4") == (1.0, {}) and value("own", "5") == (0.0, {})
+    assert value("waits", "four") == (4.0, {})
+    verl = {"data_source": "sums", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}}
+    assert value("compute_score", "4", verl) == (1.0, {"acc": 1.0})
+    assert value("of_trl", "4") == (1.0, {})
+    assert value("of_trl_chat", "four", prompt=[{"role": "user", "content": "2 + 2?"}]) == (4.0, {})
+    assert value("none", "4") == (0.0, {})
+    for name, error in {"nothing": ValueError, "unnamed": ValueError, "raises": KeyError}.items():
+        with pytest.raises(error):
+            value(name, "4")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "score"),
+    [
+        ("42", "It is 42.", 1.0),
+        (42, "6 * 7 = \\boxed{42}", 1.0),
+        ("so 1000 + 1 = 1001\n#### 1,001", "1001", 1.0),
+        ("so \\boxed{\\frac{1}{2}}", "\\boxed{0.5}", 1.0),
+        ("\\frac{1}{2}", "it is 0.5", 0.0),  # nothing is boxed, and the answer is no number
+        ("42", "42 or 43", 0.0),
+        ("42", "<think>42</think> I do not know", 0.0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(answer: Any, reply: str, score: float) -> None:
+    assert asyncio.run(math_score(reply, answer)) == score
+
+
+def test_answers_are_compared_as_text() -> None:
+    assert exact_score("<think>4</think>  the\n sky", "the sky") == 1.0
+    assert exact_score("the sky.", "the sky") == 0.0
+
+
+def experiment(folder: Path, **args: Any) -> Experiment:
+    text = json.dumps([{"id": "rows", "args": args}])
+    argv = ["--model.name", str(folder), "--orchestrator.env", text, "--output-dir", str(folder / "outputs")]
+    return load_experiment(argv, "rl", {}).experiment
+
+
+def test_its_files_are_absolute_looked_for_and_mounted(folder: Path) -> None:
+    jsonl(folder / "a.jsonl", SUM)
+    found = experiment(folder, files=["a.jsonl"], reward=["mine.py:own", "math", "some.module:function"])
+    args = found.orchestrator.env[0].args
+    assert args["files"] == [str(folder / "a.jsonl")]
+    assert args["reward"] == [f"{folder / 'mine.py'}:own", "math", "some.module:function"]
+    needs = {(need.key, need.name) for need in needs_of(found) if need.kind == "files"}
+    assert needs == {
+        ("orchestrator.env.0.args.files", str(folder / "a.jsonl")),
+        ("orchestrator.env.0.args.reward", str(folder / "mine.py")),
+    }
+    paths = stated_paths(found, SiteConfig(name="s"), found.run_dir)
+    assert {folder / "a.jsonl", folder / "mine.py"} <= set(paths.values())
+    (need,) = [n for n in needs_of(experiment(folder, dataset="o/d", subset="main")) if n.kind == "dataset"]
+    assert (need.name, need.subset, need.split) == ("o/d", "main", "train")
+
+
+def test_files_that_are_not_there_are_said_before_anything_starts(folder: Path) -> None:
+    text = json.dumps([{"id": "rows", "args": {"files": ["none.jsonl"], "reward": "gone.py:own"}}])
+    loaded = load_experiment(["--model.name", str(folder), "--orchestrator.env", text], "rl", {})
+    with pytest.raises(ConfigError) as caught:
+        check(loaded)
+    said = {problem.key: problem.message for problem in caught.value.problems}
+    assert said["orchestrator.env.0.args.files"] == f"{folder / 'none.jsonl'} does not exist"
+    assert said["orchestrator.env.0.args.reward"] == f"{folder / 'gone.py'} is no file"
+    assert {f.key for f in lint(loaded.experiment, SiteConfig(name="s")) if f.code == "PH207"} == {
+        "orchestrator.env.0.args.files",
+        "orchestrator.env.0.args.reward",
+    }
