@@ -28,12 +28,12 @@ _NODES = (
     "a job follow, or are <slurm.trainer.nodes>, <slurm.inference.nodes>, with <slurm.gpus_per_node>"
 )
 _TASKS = (
-    "tasks of RL are an environment's, <orchestrator.env>: `rows` reads files and data sets of the hub; rows of SFT are "
-    "files (<sft.data.path>) or a data set (<sft.data.name>)"
+    "tasks of RL are an environment's, <orchestrator.env>: `rows` reads files and data sets of the hub; rows of SFT "
+    "are files (<sft.data.path>) or a data set (<sft.data.name>)"
 )
 _REWARDS = (
-    "rewards are the environment's, <orchestrator.env>: `rows` takes reward functions of your own, as TRL and verl call "
-    "them (its arguments `reward`, `weights`); else a verifiers package brings them"
+    "rewards are the environment's, <orchestrator.env>: `rows` takes reward functions of your own, as TRL and verl "
+    "call them (its arguments `reward`, `weights`); else a verifiers package brings them"
 )
 _CRITIC = "there is no critic and no value model: advantages are those of a group, <orchestrator.advantage.type>"
 _ENTROPY = "there is no entropy bonus (the metric is `entropy`): a higher <trainer.loss.clip_high> keeps it up"
