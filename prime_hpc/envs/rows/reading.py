@@ -44,21 +44,21 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             for line in file:
                 reached += 1
                 if line.strip():
-                    yield f"{path}, line {reached}", _row(json.loads(line, parse_constant=_refuse))
+                    yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode("utf-8-sig")))
         except (ValueError, OSError, EOFError, zlib.error) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error
 
 
-def as_json(row: Row) -> Row:
+def _as_json(row: Row, place: str) -> Row:
     """Return a row as JSON has it (traces hold it): dates become texts.
 
     Raises:
-        ValueError: a column holds bytes; names it.
+        EnvError: a column holds bytes; names it.
     """
     for name, value in row.items():
         if any(isinstance(each, bytes) for each in _flat(value)):
-            raise ValueError(f"column {name!r} holds bytes, such as a picture: leave it out of the file")
+            raise EnvError(f"{place}: column {name!r} holds bytes, such as a picture: leave it out of the file")
     found: Row = json.loads(json.dumps(row, default=str))
     return found
 
@@ -73,6 +73,10 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON, and no row that is written could hold it")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+"""Made once: `json.loads` would make one a line."""
 
 
 def _row(value: Any) -> Row:
@@ -93,7 +97,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", _as_json(row, f"{path}, row {number}")
     except (pa.ArrowException, OSError) as error:
         raise EnvError(
             f"{path}, row {number + 1}: no row can be read ({' '.join(str(error).split())[:300]})"
@@ -117,4 +121,4 @@ def read_hub(name: str, subset: str | None, split: str) -> Iterator[tuple[str, R
             f'once elsewhere, `python -c "import datasets; datasets.load_dataset({name!r})"`, or name `files`'
         ) from error
     for number, row in enumerate(rows, 1):
-        yield f"{name}, row {number}", dict(row)
+        yield f"{name}, row {number}", _as_json(dict(row), f"{name}, row {number}")

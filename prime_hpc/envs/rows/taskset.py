@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, as_json, read_files, read_hub
+from prime_hpc.envs.rows.reading import Row, read_files, read_hub
 from prime_hpc.envs.rows.scoring import Reply, RewardFunction, find_functions
 
 __all__ = ["Rows"]
@@ -167,7 +167,7 @@ def _data(config: RowsConfig, row: Row) -> RowData:
         prompt = config.question.replace("{}", prompt)
     elif config.question != "{}":
         raise ValueError(f"`question` is for prompts that are texts, `{column}` holds messages")
-    rest = as_json({name: value for name, value in row.items() if name != column})
+    rest = {name: value for name, value in row.items() if name != column}
     return RowData(prompt=prompt, system_prompt=config.instructions, answer=_answer(config, rest), row=rest)
 
 
