@@ -320,9 +320,3 @@ def rows() -> Iterator[tuple[list[str], str]]:
     """Yield names there and the answer, our keys in backticks."""
     for names, answer in _ANYWHERE:
         yield names.split(), _KEY.sub(r"`\1`", answer)
-
-
-def named_keys() -> set[str]:
-    """Return the keys of ours that the answers name."""
-    answers = [answer for _, answer in _ANYWHERE] + list(_AS_TYPED.values())
-    return {key for answer in answers for key in _KEY.findall(answer)}
