@@ -278,7 +278,7 @@ class Supervisor:
     def _finished(self) -> Ended:
         """All workers are done: with the work, or with what a stop asked for."""
         progress = self._console.progress()
-        is_over = self._children is None and (progress["step"] or 0) >= progress["max_steps"]
+        is_over = self._children is None and (progress["step"] or 0) >= (progress["max_steps"] or 1)
         if self._stop is None or is_over:
             return Ended(0, "done")
         request = self._stop[0]

@@ -142,7 +142,7 @@ def test_means_over_seeds(sweep: Sweep) -> None:
     for result in failed:
         if result.view.row.name == "1-1":
             result.view.state = "failed"
-    assert [(g.values, g.num_seeds) for g in over_seeds(failed, "max")] == [({"lr": 3}, 1), ({"lr": 2}, 2), ({"lr": 1}, 1)]
+    assert [(g.values["lr"], g.num_seeds) for g in over_seeds(failed, "max")] == [(3, 1), (2, 2), (1, 1)]
 
 
 def test_seeds_of_a_point_are_one_line_in_a_band(sweep: Sweep) -> None:

@@ -1,4 +1,4 @@
-"""The results of a sweep: one metric of every point, best first; points that did not come to their end after those that did."""
+"""The results of a sweep: one metric of every point, best first, after those that came to their end the others."""
 
 import json
 import math
