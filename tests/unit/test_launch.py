@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,44 @@ def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) 
     assert (run_dir / "attempts.jsonl").exists()
     prepare_run(loaded(tmp_path, model, clean=True))
     assert not (run_dir / "attempts.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "outcome", "saved", "words"),
+    [
+        ({"ckpt": {}}, "failed", 40, "go on from step 40: rl exp.yaml --api-key '***' --ckpt.resume-step latest"),
+        ({"ckpt": {}}, "stopped", 40, "go on from step 40"),
+        ({"ckpt": {}}, "interrupted", None, "nothing was saved. To start over: the same command with --clean"),
+        ({}, "failed", None, "checkpoints are off: `--ckpt` switches them on"),
+        (
+            {"kind": "eval", "orchestrator": {}, "eval": {"environment_ids": ["reverse-text"]}},
+            "failed",
+            7,
+            "the same command goes on",
+        ),
+        ({"ckpt": {}}, "completed", 40, ""),
+    ],
+)
+def test_what_failed_on_this_machine_says_how_it_goes_on(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    values: dict[str, Any],
+    outcome: str,
+    saved: int | None,
+    words: str,
+) -> None:
+    def supervise(run_dir: Path) -> int:
+        attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+        rewrite_row(run_dir / "attempts.jsonl", {**asdict(attempt), "outcome": outcome, "saved_step": saved})
+        return 1
+
+    monkeypatch.setattr("prime_hpc.supervisor.main.supervise", supervise)
+    monkeypatch.setattr("sys.argv", ["/bin/rl", "exp.yaml", "--clean", "--api-key", "sk-secret"])
+    assert local.run(loaded(tmp_path, model, **values)) == 1
+    said = capsys.readouterr().err
+    assert words in said if words else said == ""
 
 
 def test_a_life_that_ended_before_it_wrote_anything_is_no_run(tmp_path: Path, model: Path) -> None:
