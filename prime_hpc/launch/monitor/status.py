@@ -20,6 +20,7 @@ from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
 from prime_hpc.launch.purge import purge_warning
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
+from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import run_name
 
 _THREADS = 16
@@ -113,7 +114,8 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
         status.purge = purge_warning(path)
         status.note = "; ".join(filter(None, [status.note, *_unreadable(path)]))
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
-            status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
+            with on_cluster(cluster_of(path)):
+                status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
     return status
 
 
