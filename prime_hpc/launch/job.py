@@ -147,6 +147,7 @@ def _leave_result(run_dir: Path, code: int) -> None:
 def main() -> None:
     """Entry point of the batch script."""
     from prime_hpc.config.errors import ConfigError
+    from prime_hpc.runtime.home import missing_home
     from prime_hpc.store.errors import Unreadable
     from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, requeue_blindly
     from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
@@ -156,8 +157,10 @@ def main() -> None:
     except Unreadable as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_AGAIN if requeue_blindly(os.environ) else EXIT_UNREADABLE)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (ConfigError, RuntimeError) as error:
+        if not (reason := str(error) if isinstance(error, ConfigError) else missing_home(error)):
+            raise
+        print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
