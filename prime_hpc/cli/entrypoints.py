@@ -126,11 +126,9 @@ def _of_this_machine(error: Exception) -> str:
             f"{around!r} holds bytes that are no text in this locale ({sys.getfilesystemencoding()}): "
             "export LC_ALL=C.UTF-8, or rename the file or folder"
         )
-    if str(error) != "Could not determine home directory.":  # pathlib's words
-        return ""
-    if os.environ.get("HOME"):
-        return "a path begins with ~NAME, and this machine knows no user of that name: write the path out"
-    return f"HOME is not set, and this machine knows no user with the id {os.getuid()}: export HOME=FOLDER"
+    from prime_hpc.runtime.home import missing_home
+
+    return missing_home(error)
 
 
 def _launch(verb: str, argv: list[str], program: str) -> int:

@@ -41,7 +41,7 @@ INDEX = "JOB_COMPLETION_INDEX"
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 MANY = 1_000_000
 """Of pods that failed: Kubernetes is to make new ones for as long as the supervisor wants; it counts crashes itself."""
-FINAL_CODES = [1, 2, 3, 130]
+FINAL_CODES = [1, 2, 3, 66, 130]
 """Exit codes of the supervisor after which another attempt would change nothing; 75, 74 and signals come back."""
 
 

@@ -11,8 +11,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prime_hpc.runtime.atomic_write import write_atomic
+
+if TYPE_CHECKING:
+    from prime_hpc.store.run_dirs import SubmissionRecord
 
 USAGE = "usage: python -m prime_hpc.launch.job RUN_DIR [-- FILE [--KEY VALUE ...]] | --point SWEEP_DIR INDEX"
 
@@ -63,18 +67,20 @@ def slurm_job(arguments: list[str]) -> int:
             return 0  # a late duplicate is no failure: it must not come back
     else:
         raise ConfigError(USAGE)
+    from prime_hpc.store.run_dirs import read_record
     from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, mode_of_run
     from prime_hpc.supervisor.main import supervise
 
     mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
     if mode == "successor":
         _queue_successor(run_dir)
+    record = read_record(run_dir)
     code = supervise(run_dir, in_job=True)
     if mode == "successor" and code not in (
         0,
         EXIT_AGAIN,
     ):  # it would start all the same: this end is none that is well
-        _drop_successor(run_dir)
+        _drop_successor(run_dir, record)
     if code != EXIT_AGAIN or mode == "successor":  # a result under an id that comes back would call it done
         _leave_result(run_dir, code)
     return code
@@ -92,15 +98,15 @@ def _queue_successor(run_dir: Path) -> None:
         logger.warning(f"no successor waits behind this job yet: {refusal.words}")
 
 
-def _drop_successor(run_dir: Path) -> None:
-    """Take it out of the queue again."""
+def _drop_successor(run_dir: Path, record: "SubmissionRecord | None") -> None:
+    """Take it out of the queue again. `record`: as it was, where the run directory is gone."""
     from loguru import logger
 
     from prime_hpc.slurm.client import SlurmError
     from prime_hpc.slurm.queue import drop_successor
 
     try:
-        drop_successor(run_dir)
+        drop_successor(run_dir, record)
     except SlurmError as error:
         logger.warning(f"the successor may start: {error}")
 
@@ -141,6 +147,7 @@ def _leave_result(run_dir: Path, code: int) -> None:
 def main() -> None:
     """Entry point of the batch script."""
     from prime_hpc.config.errors import ConfigError
+    from prime_hpc.runtime.home import missing_home
     from prime_hpc.store.errors import Unreadable
     from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, requeue_blindly
     from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
@@ -150,8 +157,10 @@ def main() -> None:
     except Unreadable as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_AGAIN if requeue_blindly(os.environ) else EXIT_UNREADABLE)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (ConfigError, RuntimeError) as error:
+        if not (reason := str(error) if isinstance(error, ConfigError) else missing_home(error)):
+            raise
+        print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

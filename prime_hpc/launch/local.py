@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -10,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
+from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
@@ -26,7 +29,7 @@ from prime_hpc.store.attempts import is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.network import Network
-from prime_hpc.store.run_dirs import read_json, read_record
+from prime_hpc.store.run_dirs import read_json, read_record, read_rows
 from prime_hpc.supervisor.attempt.start import run_paths
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import node_caches
@@ -34,6 +37,9 @@ from prime_hpc.supervisor.roles.spec import inference_spec, orchestrator_spec, r
 
 POLL_S = 0.3
 END_TIMEOUT_S = 30.0
+USAGE = ConfigError.exit_code
+"""Nothing of the run was begun."""
+RESUME = ["--ckpt.resume-step", "latest"]
 
 
 def run(loaded: Loaded) -> int:
@@ -41,7 +47,36 @@ def run(loaded: Loaded) -> int:
     run_dir = prepare_run(loaded)
     from prime_hpc.supervisor.main import supervise
 
-    return supervise(run_dir)
+    code = supervise(run_dir)
+    if code != USAGE and (words := how_to_go_on(loaded.experiment, run_dir, _command_again())):
+        print(words, file=sys.stderr)
+    return code
+
+
+def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
+    """Say how a run on this machine goes on, which nobody starts again; empty where it is complete.
+
+    Args:
+        experiment: of the run.
+        run_dir: its directory.
+        again: the command that goes on from the newest checkpoint.
+    """
+    row = next(iter(read_rows(run_dir / ATTEMPTS_JSONL)[-1:]), None)
+    if row is None or row.get("outcome") in (None, "completed"):
+        return ""
+    if not experiment.trains or is_parent(experiment):
+        return "the same command goes on with what is missing"
+    if row.get("saved_step") is None:
+        off = "" if experiment.ckpt is not None else ", for checkpoints are off: `--ckpt` switches them on"
+        return f"nothing was saved{off}. To start over: the same command with --clean"
+    return f"go on from step {row['saved_step']}: {again}"
+
+
+def _command_again() -> str:
+    """Return this command as it goes on from the newest checkpoint, for the eyes of others."""
+    words = [word for word in sys.argv[1:] if word != "--clean"]
+    words += [] if words[-2:] == RESUME else RESUME
+    return shlex.join(masked_command([Path(sys.argv[0]).name, *words]))
 
 
 def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json: bool) -> int:
@@ -76,7 +111,10 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
         _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
         return 130
     try:
-        return int(job.result())
+        code = int(job.result())
+        if words := how_to_go_on(loaded.experiment, run_dir, f"prime-hpc resume {shlex.quote(str(run_dir))}"):
+            print(words, flush=True)
+        return code
     except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
         print(f"error: the job ended without a result: {error}", file=sys.stderr)
         return 1

@@ -1,10 +1,14 @@
 """Before a run: what of an evaluation follows from files, and the run directory, which never takes in a second run."""
 
+import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.config.child_config import is_parent
@@ -17,6 +21,7 @@ from prime_hpc.evals.versions import adapter_rank, find_versions
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.lint.attention_rules import REMEDY, flash_problem
+from prime_hpc.launch.monitor.diff import config_changes, stated_config
 from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.child_runs import list_children
@@ -24,6 +29,10 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.model_config import read_config
 from prime_hpc.store.run_paths import refuse_other_owner
 
+MOST_CHANGES = 20
+"""Keys of a run that goes on that are named."""
+_OF_THE_START = ("clean", "ckpt.resume_step", "launch", "output_dir", "name")
+"""Keys that say how a run is started, not what it is."""
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
 
 
@@ -70,9 +79,23 @@ def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         if not is_in_job:
             (run_dir / STOP).unlink(missing_ok=True)
+        before: Any = {}
+        with suppress(ConfigError):  # a damaged one is replaced
+            before = stated_config(run_dir) if (run_dir / ATTEMPTS_JSONL).exists() else {}
         write_snapshot(loaded.experiment, run_dir, sys.argv)
+        if before:
+            _tell_changes(config_changes(before, stated_config(run_dir), but=_OF_THE_START))
     except OSError as error:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+
+
+def _tell_changes(changes: Mapping[str, Sequence[object]]) -> None:
+    """Say what is asked otherwise than before of a run that goes on: what it has done so far was of the former."""
+    for key, pair in list(changes.items())[:MOST_CHANGES]:
+        words = " -> ".join(json.dumps(value, default=str) for value in pair)
+        print(f"changed since this run was last started: {key}: {words}", file=sys.stderr)
+    if len(changes) > MOST_CHANGES:
+        print(f"and {len(changes) - MOST_CHANGES} more keys, all of them in run.yaml", file=sys.stderr)
 
 
 def claim_directory(experiment: Experiment, run_dir: Path) -> None:

@@ -262,6 +262,13 @@ def _saved(run_dir: Path, job_id: str | None = None) -> Any:
     return None if is_service else (_last_row(run_dir, job_id) or {}).get("saved_step")
 
 
+def has_saved(run_dir: Path, outcome: str | None) -> bool:
+    """Return whether a run that ended so, when it was asked to save and end, left something to go on from."""
+    if outcome != "stopped":
+        return outcome == "completed"
+    return _saved(run_dir) is not None or not _has_checkpoints(run_dir)
+
+
 def _has_checkpoints(run_dir: Path) -> bool:
     """Return whether what the run saves are steps of training: not episodes, nor what users of a service train."""
     from prime_hpc.config.snapshot import load_run

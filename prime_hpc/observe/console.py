@@ -177,7 +177,9 @@ class Console:
     def progress(self) -> dict[str, Any]:
         """Return the last step of this attempt, with its reward or loss; None before the first."""
         name, values = ("reward", self._rewards.get("")) if self._kind != "sft" else ("loss", self._losses)
-        return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
+        is_known = self._step is not None or self._kind in ("rl", "sft")  # of episodes their first line says it
+        max_steps = self._max_steps if is_known else None
+        return {"step": self._step, "max_steps": max_steps, name: values[-1] if values else None}
 
     def needs_s(self) -> float:
         """Return what one more step and a save took at most lately, in seconds: of a save all of it, also what went on

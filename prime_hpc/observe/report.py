@@ -19,9 +19,15 @@ PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
 def _series(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of a metric; a later attempt's row for the same step replaces the earlier one."""
-    values = {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
-    steps = sorted(values)
+    """Return steps and values of a metric; a later attempt's row for the same step replaces the earlier one, whose rows
+    of steps beyond its last one are of no run any more."""
+    values: dict[int, float] = {}
+    last = 0
+    for row in rows:
+        if isinstance(row.get(key), int | float):
+            last = row["step"]
+            values[last] = row[key]
+    steps = sorted(step for step in values if step <= last)
     return steps, [values[s] for s in steps]
 
 
@@ -40,7 +46,7 @@ def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "s
     orchestrator = read_metrics(metrics_file(run_dir, "orchestrator"))
     if not trainer:
         return [f"{name}: no step was completed; logs are in {run_dir / 'logs' / 'latest'}"]
-    lines = [f"{name}: {len({row['step'] for row in trainer if row['step']})} steps, run directory {run_dir}"]
+    lines = [f"{name}: {len(_series(trainer, 'time/step')[0])} steps, run directory {run_dir}"]
     if kind == "rl":
         lines += _rl_summary(run_dir, orchestrator, trainer)
     else:

@@ -16,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.runtime.activity import now_doing
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.runtime.home import missing_home
 from prime_hpc.runtime.process_memory import resident_bytes
 from prime_hpc.runtime.role_context import RoleContext
 
@@ -119,7 +120,9 @@ class RoleStatus:
         self._stopped.set()
         if self._row["state"] == "failed":
             return
-        text = self._ends_for or (error if isinstance(error, str) else f"{type(error).__name__}: {error}")
+        if isinstance(error, BaseException):
+            error = missing_home(error) or f"{type(error).__name__}: {error}"
+        text = self._ends_for or error
         self._report(state="failed", error=text)
 
     def start_heartbeat(self, interval_s: float = 5.0) -> None:

@@ -203,6 +203,8 @@ def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any], *, share
 
 def _faults(role: str, curves: Curves) -> Iterable[str]:
     faults = curves.faults
+    if faults.unreadable:
+        yield f"metrics/{role}.jsonl: cannot be read: {faults.unreadable}"
     if faults.torn:
         yield f"metrics/{role}.jsonl: {faults.torn} torn or foreign lines were left out"
     if faults.not_finite:

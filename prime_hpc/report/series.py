@@ -4,6 +4,7 @@ A cell holds mean, least and greatest value of its steps, so that a peak of one 
 As long as the steps fit, a cell is one step.
 """
 
+import errno
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,20 +36,23 @@ class Faults:
     """Values that are NaN or infinite, by metric."""
     left_out: set[str] = field(default_factory=set)
     """Metrics beyond `MAX_CURVES`."""
+    unreadable: str | None = None
+    """Why the file, or its rest, could not be read."""
 
 
 def read_lines(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file, one at a time; torn ones are counted. A file that is not there has none."""
+    """Yield the rows of a JSON-lines file, one at a time; torn ones are counted. A file that is not there has none; why
+    one cannot be read is noted."""
     try:
-        file = path.open("rb")
-    except OSError:
-        return
-    with file:
-        while line := file.readline(_LONGEST_LINE):
-            if (row := parse_row(line)) is not None:
-                yield row
-            elif line.strip():
-                faults.torn += 1
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                if (row := parse_row(line)) is not None:
+                    yield row
+                elif line.strip():
+                    faults.torn += 1
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            faults.unreadable = error.strerror or str(error)
 
 
 class _Cells:

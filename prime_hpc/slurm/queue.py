@@ -340,8 +340,12 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
 
 
 @_where_it_was_sent
-def drop_successor(run_dir: Path) -> str | None:
+def drop_successor(run_dir: Path, before: SubmissionRecord | None = None) -> str | None:
     """Take the successor out of the queue: for a job that ends ill and is not to come back.
+
+    Args:
+        run_dir: the run directory.
+        before: its record as it was, should the directory be gone.
 
     Returns:
         its job id; None: there was none.
@@ -349,14 +353,16 @@ def drop_successor(run_dir: Path) -> str | None:
     Raises:
         SlurmError: Slurm cannot be asked.
     """
-    record = read_record(run_dir) or SubmissionRecord()
+    now = read_record(run_dir)
+    record = now or before or SubmissionRecord()
     successor = record.get("successor")
     if not successor:
         return None
     info = jobs([str(successor)], ASK_TIMEOUT_S).get(str(successor))
     if info is not None and info.is_pending and _is_ours(info, record):
         run_slurm(["scancel", str(successor)], ASK_TIMEOUT_S)
-    write_record(run_dir, successor=None)
+    if now is not None:
+        write_record(run_dir, successor=None)
     return str(successor)
 
 

@@ -165,9 +165,10 @@ def jobs_of_cut_off_submit(token: str, sent: float, subject: str, key: str) -> l
     Raises:
         SlurmRefused: Slurm cannot be asked.
     """
+    began, left_s = time.monotonic(), min(QUEUE_ANSWER_S, sent + QUEUE_ANSWER_S - time.time())  # its clock may be ahead
     try:
         found = find_by_token(token, ASK_TIMEOUT_S)
-        while not found and (wait_s := sent + QUEUE_ANSWER_S - time.time()) > 0:
+        while not found and (wait_s := began + left_s - time.monotonic()) > 0:
             note(f"an earlier submit was cut off; looking for its job for {wait_s:.0f} s more")
             time.sleep(min(_POLL_S, wait_s))
             found = find_by_token(token, ASK_TIMEOUT_S)

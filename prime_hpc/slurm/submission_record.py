@@ -20,6 +20,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.store.attempts import process_token
 from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, read_json, read_record
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
@@ -109,7 +110,8 @@ def submitting(run_dir: Path) -> Iterator[None]:
         ConfigError: the directory cannot be written.
     """
     lock = run_dir / LOCK
-    mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": new_token()})
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "process": process_token(os.getpid())}
+    mine = json.dumps({**me, "time": time.time(), "id": new_token()})
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         while not _take(lock, mine):
@@ -148,9 +150,11 @@ def _is_held(lock: Path, text: str) -> bool:
         host, pid, since = holder["host"], int(holder["pid"]), float(holder["time"])
     except (ValueError, KeyError, TypeError):
         # it was killed between creating the file and writing into it, or is about to
-        return lock.exists() and time.time() - lock.stat().st_mtime < 5
+        return lock.exists() and abs(time.time() - lock.stat().st_mtime) < 5  # a clock may have been set back
     if host != socket.gethostname():
-        return time.time() - since < _FOREIGN_LOCK_S
+        return abs(time.time() - since) < _FOREIGN_LOCK_S
+    if holder.get("process"):
+        return process_token(pid) == holder["process"]
     from prime_hpc.runtime.process_tree import runs_since
 
     return runs_since(pid, since)

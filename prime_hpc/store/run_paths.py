@@ -243,8 +243,8 @@ def refuse_other_owner(run_dir: Path) -> None:
         )
 
 
-def check_incarnation(paths: RunPaths, incarnation: int) -> None:
-    """Refuse to go on as an old attempt.
+def check_incarnation(paths: RunPaths, incarnation: int) -> int:
+    """Refuse to go on as an old attempt; returns the newest one, which is lower only where the directory is gone.
 
     Raises:
         FencedError: an attempt with a higher number has begun.
@@ -255,3 +255,4 @@ def check_incarnation(paths: RunPaths, incarnation: int) -> None:
             f"{paths.root}: this process belongs to incarnation {incarnation}, but incarnation {newest} has begun; "
             "it may not write any more"
         )
+    return newest

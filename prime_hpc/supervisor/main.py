@@ -1,7 +1,7 @@
 """The job's process: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
-Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 74 something cannot be read now, 75 of a job: another
-attempt follows, or has begun already; 130 interrupted.
+Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 66 the run directory is gone, 74 something cannot be
+read now, 75 of a job: another attempt follows, or has begun already; 130 interrupted.
 """
 
 import os
@@ -56,6 +56,7 @@ from prime_hpc.supervisor.attempt.early_end import (
     tell_unreadable_apart,
     write_early_end,
 )
+from prime_hpc.supervisor.attempt.fence import EXIT_GONE
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide, mode_of_run, return_to_queue
@@ -176,6 +177,8 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _end_early(run_dir, environment, in_job, end.request, controls)
     finally:
         ports.release(sockets.reserved())
+    if code == EXIT_GONE:
+        return code  # nothing is left that says how the run went, or how it comes back
     if experiment.trainer.tinker is not None and supervisor.attempt.ended is not None:
         forget_address(run_dir)  # a trainer that was killed could not; a newer attempt's is left alone
     try:

@@ -144,10 +144,9 @@ class Controls:
             return self.cancelled() or self._of_signal(self._signals[0])
         if self._asked_to_stop is not None:
             return self._of_request()
-        now = time.time()
-        if now < self._next_look:
+        if time.monotonic() < self._next_look:
             return None
-        self._next_look = now + LOOK_S
+        self._next_look, now = time.monotonic() + LOOK_S, time.time()
         if self._warned:
             request = self._of_grace(now)
             if request is not None:
@@ -190,8 +189,8 @@ class Controls:
         """Return the end that is under way, and its deadline; a scancel that came since takes its place, and Slurm may
         have put the job back into the queue meanwhile. Looks for WHY, as `poll` does no more: people ask about a save
         that takes long."""
-        if time.time() >= self._next_look_for_why:  # `poll` moves its own on, with a grace time too
-            self._next_look_for_why = time.time() + LOOK_S
+        if time.monotonic() >= self._next_look_for_why:  # `poll` moves its own on, with a grace time too
+            self._next_look_for_why = time.monotonic() + LOOK_S
             with contextlib.suppress(StoreError, OSError):  # nothing that a save should end of
                 self._look_for_why(self._names())
         cancel = self.cancelled(request.outcome)

@@ -21,7 +21,7 @@ from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, Ended, close_attempt, write_attempt
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
+from prime_hpc.supervisor.agent import BEAT_S, FENCE
 from prime_hpc.supervisor.attempt.fence import Fence
 from prime_hpc.supervisor.attempt.restart_policy import FINAL
 from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
@@ -51,7 +51,7 @@ HELD_UP_S = 5.0
 
 
 class Supervisor:
-    """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 130 interrupted."""
+    """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 66 directory gone, 130 interrupted."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Supervisor:
         self._ended_by: tuple[Role | None, list[str]] = None, []  # the role, and its nodes that were lost
         self._stop: tuple[StopRequest, float] | None = None
         self._health = HealthChecks(self._clock.now)
-        self._fence = Fence(self._paths, attempt.incarnation, FENCE_LOOK_S, self._clock.now)
+        self._fence = Fence(self._paths, attempt.incarnation, self._clock.now, experiment.supervisor.read_timeout_s)
         self._last_tick, self._missed = self._clock.now(), 0.0
         self._ready_at: float | None = None
         self._children: ChildOrchestrators | None = None
@@ -278,7 +278,7 @@ class Supervisor:
     def _finished(self) -> Ended:
         """All workers are done: with the work, or with what a stop asked for."""
         progress = self._console.progress()
-        is_over = self._children is None and (progress["step"] or 0) >= progress["max_steps"]
+        is_over = self._children is None and (progress["step"] or 0) >= (progress["max_steps"] or 1)
         if self._stop is None or is_over:
             return Ended(0, "done")
         request = self._stop[0]

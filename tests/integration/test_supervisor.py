@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.store.attempts import begin, read_attempts
+from prime_hpc.supervisor.attempt import fence
 from prime_hpc.supervisor.roles import at_crash
 from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.spec import RoleSpec
@@ -27,15 +29,17 @@ def role(name: str, run_dir: Path, *actions: str, **options: object) -> RoleSpec
     return RoleSpec(name, command, **{"start_timeout_s": 120.0, **options})  # type: ignore[arg-type]
 
 
-def supervise(run_dir: Path, specs: list[RoleSpec], **settings: object) -> tuple[int, dict]:
+def supervise(run_dir: Path, specs: list[RoleSpec], *, read: bool = True, **settings: object) -> tuple[int, dict]:
     experiment = Experiment.model_validate(
         {"output_dir": str(run_dir.parent), "name": run_dir.name, "supervisor": {"grace_s": 2, **settings}}
     )
     attempts = run_dir / "attempts.jsonl"
+    (run_dir / "incarnation").mkdir(exist_ok=True)
+    (run_dir / "incarnation" / "000001").touch()  # the attempt's claim
     attempt = begin(attempts, incarnation=1, why="test", resume_step=None, job_id=None)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     code = Supervisor(experiment, run_dir, attempt, specs, {}, environment).run()
-    return code, dict(read_attempts(attempts)[-1])
+    return code, dict(read_attempts(attempts)[-1]) if read else {}
 
 
 @pytest.fixture
@@ -112,7 +116,6 @@ def test_a_failed_role_ends_the_run_and_is_named(run_dir: Path) -> None:
 
 def test_what_fails_after_a_newer_life_has_begun_is_called_fenced(run_dir: Path) -> None:
     """A newer attempt sweeps up what it finds: that, and not the missing file, is why the older one's roles fail."""
-    (run_dir / "incarnation").mkdir()
     newer = run_dir / "incarnation" / "000002"
     words: list[str] = []
     sink = logger.add(words.append, level="ERROR")
@@ -123,6 +126,38 @@ def test_what_fails_after_a_newer_life_has_begun_is_called_fenced(run_dir: Path)
         logger.remove(sink)
     assert code == 1 and attempt["ended"] is None  # the newer attempt writes down how this one ended
     assert "incarnation 2 has begun" in words[-1], words
+
+
+@pytest.mark.parametrize("roles", ["go on, and make their folders again", "fail of it"])
+def test_a_run_directory_that_is_moved_ends_the_run_with_a_code_of_its_own(
+    run_dir: Path, roles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fence, "SURE_S", 0.5)
+    monkeypatch.setattr(fence, "FENCE_LOOK_S", 0.2)
+    marker, moved = run_dir.parent / "is ready", run_dir.parent / "moved"
+    words: list[str] = []
+    sink = logger.add(words.append, level="ERROR")
+
+    def move() -> None:
+        while not marker.exists():
+            time.sleep(0.02)
+        run_dir.rename(moved)
+        if roles != "fail of it":
+            (run_dir / "checkpoints").mkdir(parents=True)
+        marker.with_name("moved away").touch()
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    actions = ["ready", f"touch:{marker}", f"await:{marker.with_name('moved away')}"]
+    actions += ["fail:no such file", "exit:1"] if roles == "fail of it" else ["sleep:300"]
+    try:
+        code = supervise(run_dir, [role("trainer", run_dir, *actions)], read=False)[0]
+    finally:
+        logger.remove(sink)
+        mover.join()
+    assert code == fence.EXIT_GONE == 66
+    assert "was deleted or moved" in words[-1] and "resume" in words[-1], words
+    assert not (run_dir / "attempts.jsonl").exists() and read_attempts(moved / "attempts.jsonl")[0]["ended"] is None
 
 
 def test_exit_code_zero_without_done_is_a_failure(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ import yaml
 from prime_hpc.config import Experiment
 from prime_hpc.runtime.process_tree import family
 from prime_hpc.store.attempts import begin
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.roles.spec import RoleSpec
 from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.runs import ROOT, background, command, rows, wait_until
@@ -37,7 +38,8 @@ def test_a_step_that_stands_still_is_looked_into_once_and_kept(tmp_path: Path) -
         {"output_dir": str(tmp_path), "name": "run", "supervisor": {"grace_s": 2, "stalls": stalls}}
     )
     run_dir.mkdir()
-    attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    number = claim_incarnation(RunPaths(run_dir))
+    attempt = begin(run_dir / "attempts.jsonl", incarnation=number, why="test", resume_step=None, job_id=None)
     seen: list[dict[str, Any]] = []
     folder = run_dir / "logs" / "attempt_1" / "stalls"
 

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import socketserver
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from prime_hpc.launch.lint.lint import lint
 from prime_hpc.observe.metric_names import is_known, near
 from prime_hpc.supervisor.alarms.actions import TELL, ActionError, call_webhook, run_command, send_mail, with_retries
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
-from prime_hpc.supervisor.alarms.rules import Alarm, Watcher, figures_of, rules_of
+from prime_hpc.supervisor.alarms.rules import BUILT_IN, Alarm, Watcher, figures_of, rules_of
 
 LIMIT_S = 60.0
 ALARM = Alarm(AlarmRule(metric="trainer.entropy", below=0.1), 0.05, 7, "trainer.entropy is 0.05 at step 7, below 0.1")
@@ -197,6 +198,15 @@ def test_a_command_gets_the_facts_and_none_of_the_runs_keys(tmp_path: Path, monk
         run_command(config(command="echo no; exit 3"), ALARM, tmp_path)
 
 
+def test_a_command_tells_of_a_full_disk_where_temporary_files_lie_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    run_command(config(command="echo told"), ALARM, tmp_path)
+    with pytest.raises(ActionError, match="exit status 3: no"):
+        run_command(config(command="echo no; exit 3"), ALARM, tmp_path)
+
+
 def test_what_a_command_leaves_in_the_background_is_no_failure(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     run_command(config(command=f"sleep 600 & echo $! > {pid}", timeout_s=30.0), ALARM, tmp_path)
@@ -312,10 +322,20 @@ def test_figures_of_the_run_itself(tmp_path: Path) -> None:
     ]
     one = Watched(tmp_path / "run", rules=rules, builtin=False)
     wait_for(lambda: [row["rule"] for row in one.record()] == ["space"], "only what is true")
-    one.facts = {"stall_s": 99.0, "time_left_s": 30.0}
+    one.facts = {"stall_s": 99.0, "time_left_s": 700.0}
+    wait_for(lambda: {row["rule"] for row in one.record()} == {"stall", "space"}, "there is time")
+    one.facts["time_left_s"] = 30.0
     wait_for(lambda: {row["rule"] for row in one.record()} == {"stall", "space", "walltime"}, "the others")
     one.watch.close()
     assert math.isfinite(one.record()[0]["value"])
+
+
+def test_a_job_that_is_given_little_time_is_not_warned_of_it_as_it_begins() -> None:
+    walltime = next(rule for rule in BUILT_IN if rule.name == "walltime")
+    assert fired(walltime, [590.0, 300.0, 3.0]) == []
+    assert fired(walltime, [590.0, 4000.0, 599.0, 500.0]) == [2]  # Slurm gave it more meanwhile
+    assert fired(walltime, [601.0, 599.0]) == [1]
+    assert fired(walltime.model_copy(update={"metric": "run.free_gib"}), [590.0]) == [0]
 
 
 def test_a_built_in_rule(tmp_path: Path) -> None:

@@ -168,6 +168,21 @@ def test_a_home_directory_that_nobody_knows(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "plan", *ENV]
     done = subprocess.run(command, env={"PYTHONPATH": str(CHECKOUT)}, capture_output=True, timeout=280, check=False)
     assert done.returncode == 2 and b"HOME is not set" in done.stderr, done.stderr
+    # a job that was sent with plain sbatch reads its experiment on such a node; its roles may be the first that ask
+    job = code.replace("cli import main; sys.exit(main())", "launch.job import main; main()")
+    command = [
+        sys.executable,
+        "-c",
+        job,
+        str(tmp_path / "out" / "run"),
+        "--",
+        "--output-dir",
+        str(tmp_path / "out"),
+        *ENV,
+    ]
+    done = subprocess.run(command, env={"PYTHONPATH": str(CHECKOUT)}, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 2 and b"error: HOME is not set" in done.stderr, done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_a_locale_without_utf_8(tmp_path: Path) -> None:

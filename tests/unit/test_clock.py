@@ -11,12 +11,15 @@ import pytest
 from prime_hpc.observe import role_status as status_module
 from prime_hpc.observe.role_status import RoleStatus, read_status
 from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.slurm import sbatch_errors
 from prime_hpc.store import attempts
-from prime_hpc.store.attempts import begin, is_held, read_attempts
+from prime_hpc.store.attempts import begin, is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.checkpoint.checkpoints import newest_first, prune_checkpoints
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor import stop_requests
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.spec import RoleSpec
+from prime_hpc.supervisor.stop_requests import Controls
 from tests.support.checkpoints import make_checkpoint
 
 HOURS = 5 * 3600.0
@@ -128,3 +131,33 @@ def test_latest_and_retention_go_by_steps_not_by_times(tmp_path: Path) -> None:
             os.utime(file, (moment, moment))
     assert next(newest_first(paths.checkpoints)).step == 30
     assert prune_checkpoints(paths, 1) == [10, 20]
+
+
+def test_a_stop_is_found_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Controls(tmp_path, None, 120.0)
+    assert asked.poll() is None
+    wall = SimpleNamespace(time=lambda: time.time() - HOURS, monotonic=lambda: time.monotonic() + stop_requests.LOOK_S)
+    monkeypatch.setattr(stop_requests, "time", wall)
+    (tmp_path / "STOP").touch()
+    request = asked.poll()
+    assert request is not None and request.outcome == "stopped"
+
+
+def test_a_submit_of_the_future_is_looked_for_no_longer_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: 1000.0 + sum(slept), sleep=slept.append)
+    monkeypatch.setattr(sbatch_errors, "time", clock)
+    monkeypatch.setattr(sbatch_errors, "find_by_token", lambda *_: [])
+    assert sbatch_errors.jobs_of_cut_off_submit("token", time.time() + HOURS, "run", "name") == []
+    assert 0 < sum(slept) <= sbatch_errors.QUEUE_ANSWER_S
+
+
+@pytest.mark.parametrize(("age_s", "is_alive"), [(5, True), (-5, True), (3600, False), (-3600, False)])
+def test_a_sign_of_life_of_the_future_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, is_alive: bool
+) -> None:
+    begin(tmp_path / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id=None)
+    (row,) = read_attempts(tmp_path / "attempts.jsonl")
+    row["host"] = "elsewhere"
+    monkeypatch.setattr(attempts, "file_age_s", lambda path: age_s)
+    assert (runs_elsewhere(tmp_path, row) is not None) == is_alive

@@ -22,12 +22,16 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.submission_record import write_record
-from prime_hpc.store.attempts import Attempt, begin, read_attempts, write_attempt
+from prime_hpc.store.attempts import Attempt, Ended, begin, read_attempts, write_attempt
 from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.run_dirs import IN_PLACE, read_record
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor import main
+from prime_hpc.supervisor.agent import FENCE_LOOK_S
 from prime_hpc.supervisor.attempt import in_place, start
+from prime_hpc.supervisor.attempt.fence import EXIT_GONE, Fence
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
@@ -330,3 +334,63 @@ def test_an_early_end_that_cannot_be_written_comes_back(run: Run, monkeypatch: p
         ended_with = main._end_early(run.dir, environ, True, request, None)
         assert ended_with == (EXIT_AGAIN if outcome == "preempted" else 0)
     assert run.requeued == ["100"]
+
+
+class Clock:
+    """Seconds that pass where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def fence_of(root: Path, clock: Clock) -> Fence:
+    claim_incarnation(RunPaths(root))
+    return Fence(RunPaths(root), 1, lambda: clock.now, 600.0, clock.sleep)
+
+
+def test_a_run_directory_that_is_gone_is_believed_when_it_still_is_a_moment_later(tmp_path: Path) -> None:
+    fence = fence_of(tmp_path / "run", clock := Clock())
+    fence.look()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    clock.now += FENCE_LOOK_S
+    fence.look()
+    (tmp_path / "moved").rename(tmp_path / "run")  # no more than a moment
+    clock.now += FENCE_LOOK_S
+    fence.look()
+    done = Ended(0, "done")
+    assert fence.true_end(done) is done and not fence.is_fenced
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)  # a role's doing
+    end = fence.true_end(done)
+    assert end.code == EXIT_GONE and "deleted or moved" in end.cause and fence.is_fenced
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_run_directory_that_cannot_be_listed_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    fence = fence_of(tmp_path / "run", clock := Clock())
+
+    def fail(path: Path) -> list[str]:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, "list_dir", fail)
+    for _ in range(100):
+        fence.look()
+        clock.now += FENCE_LOOK_S
+    assert not fence.is_fenced
+
+
+def test_a_file_system_that_is_not_mounted_for_a_while_has_deleted_nothing(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    fence = fence_of(runs / "run", clock := Clock())
+    runs.rename(tmp_path / "elsewhere")
+    for _ in range(59):
+        fence.look()
+        clock.now += FENCE_LOOK_S
+    clock.now += FENCE_LOOK_S
+    with pytest.raises(Ended, match="deleted or moved"):
+        fence.look()

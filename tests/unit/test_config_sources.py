@@ -64,6 +64,15 @@ def test_provenance_names_the_winner(tmp_path: Path) -> None:
     assert "async_level" not in provenance
 
 
+def test_a_section_that_was_off_is_of_whoever_switched_it_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "ckpt: {interval: 5}\nmodel:\n  lora: null\n")
+    provenance = load_experiment(
+        ["@", path, "--model.lora.rank", "4", "--ckpt.interval", "6", *ENV], "rl", {}
+    ).provenance
+    assert provenance["model.lora"] == Origin("command line", "--model.lora.rank")
+    assert provenance["ckpt"] == Origin("file", path, 1)
+
+
 def test_yaml_and_toml_mean_the_same(tmp_path: Path) -> None:
     yaml = write(
         tmp_path / "a.yaml",

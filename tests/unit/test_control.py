@@ -1,5 +1,6 @@
 """Successors, `cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -57,6 +58,15 @@ def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> 
     assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
     assert drop_successor(run_dir(config)) == third
     assert fake.jobs()[2]["state"] == "CANCELLED"
+
+
+def test_the_successor_of_a_run_whose_directory_is_gone_does_not_start_it_over(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.restart.how", "successor"))
+    before = read_record(run_dir(config))
+    shutil.rmtree(run_dir(config))
+    assert drop_successor(run_dir(config)) is None
+    assert drop_successor(run_dir(config), before) == fake.jobs()[1]["id"]
+    assert fake.jobs()[1]["state"] == "CANCELLED" and not run_dir(config).exists()
 
 
 def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Path) -> None:

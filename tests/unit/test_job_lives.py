@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
+from prime_hpc.launch.monitor.run_facts import Queue
+from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.report.accounting import Devices, account, charged_hours
 from prime_hpc.report.phases import AttemptSums
 from prime_hpc.report.spans import held_spans, own_lives
+from prime_hpc.report.usage import read_usage
 from prime_hpc.slurm.queue_facts.job_lives import JobLife, job_lives
 from prime_hpc.store.run_dirs import IN_PLACE
 from tests.support.made_runs import BEGAN, Life, make_run
@@ -190,3 +193,20 @@ def test_the_report_asks_once_for_all_runs(
         assert abs(one["accounting"]["slurm"]["difference"]) < 0.02
     [asked] = (tmp_path / "asked").read_text().splitlines()
     assert "-j 7,8" in asked
+
+
+def test_each_cluster_is_asked_about_the_runs_that_were_sent_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run(tmp_path / name, [Life(0, 5)]) for name in ("here", "there", "gone")]
+    for run, job, other in zip(runs, ("7", "8", "9"), (None, "north", "south"), strict=True):
+        record = {"token": "t", "state": "sent", "job_id": job, "other_cluster": other, "time": BEGAN}
+        (run / "submit.json").write_text(json.dumps(record))
+    (runs[2] / "attempts.jsonl").unlink()
+    sacct(tmp_path, SACCT, monkeypatch)
+    list(read_usage([(run, run.name) for run in runs[:2]], tmp_path))
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert sorted(line.startswith("--clusters=north ") for line in asked) == [False, True]
+    assert all("-j 8" in line if "north" in line else "-j 7" in line for line in asked)
+    status_of(runs[2], ask=lambda wanted, by_token: Queue())  # what became of a job that Slurm does not know any more
+    assert (tmp_path / "asked").read_text().splitlines()[-1].startswith("--clusters=south ")

@@ -17,7 +17,7 @@ from prime_hpc.launch.checks import _weights_bytes, check
 from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.role_context import RESUME_STEP
-from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row
+from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from tests.support.checkpoints import make_checkpoint
@@ -151,6 +151,70 @@ def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) 
     assert (run_dir / "attempts.jsonl").exists()
     prepare_run(loaded(tmp_path, model, clean=True))
     assert not (run_dir / "attempts.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "outcome", "saved", "words"),
+    [
+        ({"ckpt": {}}, "failed", 40, "go on from step 40: rl exp.yaml --api-key '***' --ckpt.resume-step latest"),
+        ({"ckpt": {}}, "stopped", 40, "go on from step 40"),
+        ({"ckpt": {}}, "interrupted", None, "nothing was saved. To start over: the same command with --clean"),
+        ({}, "failed", None, "checkpoints are off: `--ckpt` switches them on"),
+        (
+            {"kind": "eval", "orchestrator": {}, "eval": {"environment_ids": ["reverse-text"]}},
+            "failed",
+            7,
+            "the same command goes on",
+        ),
+        ({"ckpt": {}}, "completed", 40, ""),
+    ],
+)
+def test_what_failed_on_this_machine_says_how_it_goes_on(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    values: dict[str, Any],
+    outcome: str,
+    saved: int | None,
+    words: str,
+) -> None:
+    def supervise(run_dir: Path) -> int:
+        attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+        attempt.outcome, attempt.saved_step = outcome, saved
+        write_attempt(run_dir / "attempts.jsonl", attempt)
+        return 1
+
+    monkeypatch.setattr("prime_hpc.supervisor.main.supervise", supervise)
+    monkeypatch.setattr("sys.argv", ["/bin/rl", "exp.yaml", "--clean", "--api-key", "sk-secret"])
+    assert local.run(loaded(tmp_path, model, **values)) == 1
+    said = capsys.readouterr().err
+    assert words in said if words else said == ""
+
+
+def test_what_is_asked_otherwise_of_a_run_that_goes_on_is_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def envs(**args: object) -> dict[str, Any]:
+        return {"env": [{"id": "reverse-text", "args": args}], "sampling": {"max_tokens": 16}}
+
+    run_dir = prepare_run(loaded(tmp_path, model, ckpt={}, orchestrator=envs(num_words=3), inference={"api_key": "a"}))
+    attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    attempt.ended = time.time()
+    write_attempt(run_dir / "attempts.jsonl", attempt)
+    assert capsys.readouterr().err == ""
+    again: dict[str, Any] = {"ckpt": {"resume_step": "latest"}, "inference": {"api_key": "b"}}
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4, more=[1])))
+    assert capsys.readouterr().err.splitlines() == [
+        "changed since this run was last started: orchestrator.env.0.args.num_words: 3 -> 4",
+        'changed since this run was last started: inference.api_key: "***" -> "*** (another)"',
+        "changed since this run was last started: orchestrator.env.0.args.more: null -> [1]",
+    ]
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4, more=[1])))
+    assert capsys.readouterr().err == ""
+    (run_dir / "run.yaml").write_text("kind: [")
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4)))
+    assert load_run(run_dir).orchestrator.env[0].args == {"num_words": 4}
 
 
 def test_a_life_that_ended_before_it_wrote_anything_is_no_run(tmp_path: Path, model: Path) -> None:

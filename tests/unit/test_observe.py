@@ -290,6 +290,13 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").stat().st_size > 5000
 
 
+def test_a_report_leaves_out_the_steps_that_a_run_went_back_behind(tmp_path: Path) -> None:
+    rows = [{"step": s, "time/step": 1.0, "loss": float(s)} for s in (1, 2, 3, 4, 5, 3)]
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [*rows, {"step": 2, "eval/loss": 0.5}])
+    lines = write_report(tmp_path, "x", "sft")
+    assert lines[0].startswith("x: 3 steps, ") and lines[1] == "loss 1.0000 at step 1 -> 3.0000 at step 3"
+
+
 def test_the_environments_log_level_overrides_the_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

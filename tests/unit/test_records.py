@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prime_hpc.config import ConfigError
@@ -82,21 +83,48 @@ def dead_pid() -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("kind", ["dead process", "reused pid", "another host, long ago", "empty, long ago"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dead process",
+        "reused pid",
+        "reused pid, clock set back",
+        "another host, long ago",
+        "another host, ahead",
+        "empty, long ago",
+        "empty, ahead",
+    ],
+)
 def test_a_dead_clients_lock_is_taken_over(tmp_path: Path, kind: str) -> None:
     lock = tmp_path / submission_record.LOCK
     lock.write_text(
         {
             "dead process": holder(pid=dead_pid()),
             "reused pid": holder(time=time.time() - 1e6),  # this process is younger than that lock
+            "reused pid, clock set back": holder(process="another boot:1", time=time.time() + 1e6),
+            "another host, ahead": holder(host="elsewhere", time=time.time() + 1e6),
+            "empty, ahead": "",
             "another host, long ago": holder(host="elsewhere", time=time.time() - 1e6),
             "empty, long ago": "",
         }[kind]
     )
-    os.utime(lock, (1, 1))
+    os.utime(lock, (1, 1) if "ahead" not in kind else (2**32, 2**32))
     with submitting(tmp_path):
         assert json.loads(lock.read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("set_by", [-18_000.0, 18_000.0])
+def test_a_lock_is_held_by_its_process_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_by: float
+) -> None:
+    real = psutil.Process.create_time
+    with submitting(tmp_path):
+        monkeypatch.setattr(
+            psutil.Process, "create_time", lambda self: real(self) + set_by
+        )  # as boot time moves with it
+        with pytest.raises(ConfigError, match="under way"), submitting(tmp_path):
+            pass
 
 
 @pytest.mark.parametrize("is_empty", [False, True])

@@ -237,8 +237,11 @@ def test_half_written_foreign_and_broken_directories(tmp_path: Path, capsys: pyt
     (run / "run.yaml").write_text("kind: [rl\n")
     for name in ("metrics/trainer.jsonl", "metrics/orchestrator.jsonl", "attempts.jsonl"):
         (run / name).unlink()
+    (run / "metrics" / "trainer.jsonl").symlink_to("trainer.jsonl")
     code, found, _ = report(capsys, run)
     assert code == 0 and "run.yaml" in found["runs"][0]["notes"][0]
+    assert "metrics/trainer.jsonl: cannot be read: Too many levels" in "\n".join(found["runs"][0]["notes"])
+    assert main(["metrics", str(run)]) == 2 and "trainer.jsonl cannot be read" in capsys.readouterr().err
 
 
 def test_nothing_of_a_rollout_ends_the_data_and_secrets_stay_hidden(

@@ -1,5 +1,6 @@
 """`prime-hpc status`: every state from its evidence, Slurm's answers as `JobInfo`, and the pages as users see them."""
 
+import errno
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from prime_hpc import cli
 from prime_hpc.launch.monitor.run_facts import Queue, RunStatus
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.monitor.status import Ask, PatientAsk, collect, status_of
+from prime_hpc.observe.console import Console
 from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.store.run_dirs import list_runs
 
@@ -141,6 +143,41 @@ def test_before_the_first_attempt(
     status = run.sent(**{"host": socket.gethostname(), **record}).status(*jobs, trouble=trouble)
     assert (status.state, status.attempt) == (state, None)
     assert note in status.note
+
+
+@pytest.mark.parametrize(
+    "record", [{"state": "sending", "job_id": None}, {"state": "failed", "job_id": None, "error": "no partition"}]
+)
+@pytest.mark.parametrize(("outcome", "state"), [("completed", "completed"), ("stopped", "stopped"), ("failed", None)])
+def test_a_run_that_was_over_stays_so_where_slurm_got_no_job_of_its_resume(
+    run: Run, record: dict[str, Any], outcome: str, state: str | None
+) -> None:
+    run.sent(**{"age": 300, "host": socket.gethostname(), **record}).attempt(ended=400, outcome=outcome)
+    status = run.status()
+    assert status.state == (state or ("lost" if record["state"] == "sending" else "failed"))
+    assert ("submitted again since, in vain" in status.note) == (state is not None)
+    assert ("submit it again" if record["state"] == "sending" else "no partition") in status.note
+
+
+def test_an_evaluation_has_no_step_before_its_first_episodes(run: Run) -> None:
+    (run.path / "run.yaml").write_text("kind: eval\nname: x\nmax_steps: 100\n")
+    console = Console(run.path, 100, kind="eval")
+    assert console.progress()["max_steps"] is None
+    run.sent().attempt().word("starting", step=None, max_steps=None)
+    status = status_of(run.path, ask=answering(job("RUNNING")))
+    assert (status.state, status.step, status.max_steps) == ("starting", None, None)
+    run.metrics("eval", [{"step": 3, "total": 8, "version": "base", "episodes_per_s": 1.0, "eta_s": None}])
+    console.tick({})
+    assert (console.progress()["step"], console.progress()["max_steps"]) == (3, 8)
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_an_absent_one_in_silence(run: Run) -> None:
+    run.sent().attempt().word()
+    (run.path / "metrics").mkdir()
+    file = run.path / "metrics" / "trainer.jsonl"
+    file.symlink_to(file)
+    status = status_of(run.path, ask=answering(job("RUNNING")))
+    assert status.state == "running" and status.note.endswith(f"{file} cannot be read: {os.strerror(errno.ELOOP)}")
 
 
 def test_a_pending_job_carries_slurms_estimate(run: Run) -> None:

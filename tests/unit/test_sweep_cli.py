@@ -54,12 +54,29 @@ def test_results_have_a_row_a_point_and_say_what_the_value_is(folder: Path, caps
     assert lines[0] == "sweep lr: reward/mean: mean over the last 2 steps, highest first"
     assert lines[1].split() == ["POINT", "REWARD/MEAN", "STEP", "STATE", "VALUES"]
     assert [line.split()[:4] for line in lines[2:]] == [
-        ["1", "lr0.0001-async_level2", "0.3", "3"],
-        ["2", "lr0.0001-async_level0", "0.2", "3"],
-        ["3", "lr1e-05-async_level2", "0.1", "3"],
-        ["4", "lr1e-05-async_level0", "0", "3"],
-        ["5", "lr0.001-async_level0", "-", "-"],
-        ["6", "lr0.001-async_level2", "-", "-"],
+        ["-", "lr0.0001-async_level2", "0.3", "3"],
+        ["-", "lr0.0001-async_level0", "0.2", "3"],
+        ["-", "lr1e-05-async_level2", "0.1", "3"],
+        ["-", "lr1e-05-async_level0", "0", "3"],
+        ["-", "lr0.001-async_level0", "-", "-"],
+        ["-", "lr0.001-async_level2", "-", "-"],
+        [],
+        ["-:", "4", "not", "completed:"],
+    ]
+
+
+def test_results_rank_what_is_completed_before_what_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "lr0.0001-async_level2", "lr1e-05-async_level2", "lr1e-05-async_level0"
+    for name, outcome in zip(names, ("failed", "completed", "completed"), strict=True):
+        row = {"attempt": 1, "began": 1.0, "ended": 2.0, "outcome": outcome, "host": "h", "pid": 1, "cause": "test"}
+        (folder / "out" / "lr" / name / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["sweep", "results", "lr"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[:5] for line in lines[:4]] == [
+        ["1", "lr1e-05-async_level2", "0.1", "3", "completed"],
+        ["2", "lr1e-05-async_level0", "0", "3", "completed"],
+        ["-", "lr0.0001-async_level2", "0.3", "3", "failed"],
+        ["-", "lr0.0001-async_level0", "0.2", "3", "missing"],
     ]
 
 

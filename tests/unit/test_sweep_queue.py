@@ -17,7 +17,8 @@ from prime_hpc.cli.verbs.experiment.sweep import run
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.config.site import read_site
 from prime_hpc.launch.sweep import queue
-from prime_hpc.launch.sweep.progress import RESUME
+from prime_hpc.launch.sweep.cancel import _counted
+from prime_hpc.launch.sweep.progress import RESUME, look
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
 from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
@@ -374,6 +375,18 @@ def test_cancel_ends_the_successor_in_which_a_point_runs(slurm: FakeSlurm, folde
     slurm.add(state="RUNNING", name="s", comment="prime-hpc:of-another-run", nodes="n2")
     assert run(["cancel", str(sweep.dir), "--now"], "sweep") == 0
     assert [job["state"] for job in slurm.jobs()] == ["CANCELLED", "CANCELLED", "RUNNING"]
+
+
+def test_a_point_that_was_cancelled_while_it_started_has_saved_nothing(slurm: FakeSlurm, folder: Path) -> None:
+    submit(write_sweep(folder, AXES))
+    sweep = read_sweep(folder / "out" / "s")
+    ended(sweep.run_dir(sweep.rows[0]), "stopped", "100_0")
+    ended(sweep.run_dir(sweep.rows[1]), "stopped", "100_1")
+    rows = sweep.run_dir(sweep.rows[1]) / "attempts.jsonl"
+    rows.write_text(json.dumps({**json.loads(rows.read_text()), "saved_step": 20}) + "\n")
+    views = [view for view in look(sweep) if view.row.index < 2]
+    outcome = _counted(sweep, views, waiting=0, left=[])
+    assert (outcome.saved, outcome.ended) == (1, 1) and "1 ended without a save" in outcome.describe()
 
 
 def test_an_ordinary_run_is_not_taken_for_a_sweep(slurm: FakeSlurm, folder: Path) -> None:

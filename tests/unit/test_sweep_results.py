@@ -138,6 +138,11 @@ def test_means_over_seeds(sweep: Sweep) -> None:
         ({"lr": 1}, 2, 0.3, 0.141421),
     ]
     assert over_seeds([r for r in results(sweep) if r.view.row.values["seed"] == 0], "max") == []
+    failed = results(sweep)
+    for result in failed:
+        if result.view.row.name == "1-1":
+            result.view.state = "failed"
+    assert [(g.values["lr"], g.num_seeds) for g in over_seeds(failed, "max")] == [(3, 1), (2, 2), (1, 1)]
 
 
 def test_seeds_of_a_point_are_one_line_in_a_band(sweep: Sweep) -> None:

@@ -193,6 +193,8 @@ class Tree:
                     here.append(below)
                 else:
                     here[name] = below
+                    if (section := ".".join(node.path[:depth])) in self.provenance:  # it was off: no more from there
+                        self.provenance[section] = entry.origin
             here = below
             if isinstance(here, list) and not (node.path[depth].isdigit() and int(node.path[depth]) <= len(here)):
                 message = f"no element {node.path[depth]!r}: the list has {len(here)}"

@@ -31,13 +31,8 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
         `figures`: name -> {a, b, ratio}; `missing`: files that one of them lacks.
     """
     locks = [read_json(run / LOCK_JSON) or {} for run in (a, b)]
+    config = config_changes(stated_config(a), stated_config(b), but=_OF_THE_DIRECTORY)
     missing = [str(run / name) for run in (a, b) for name in (RUN_YAML, LOCK_JSON) if not (run / name).exists()]
-    configs = [flatten(_config(run)) for run in (a, b)]
-    config = {
-        key: _hidden(key, pair)
-        for key, pair in differences(*configs).items()
-        if key.partition(".")[0] not in _OF_THE_DIRECTORY
-    }
     return {
         "runs": [str(a), str(b)],
         "config": config,
@@ -84,6 +79,16 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
     """Keys whose values differ, with both values, in a's order and then b's; None where a key is absent."""
     keys = [*a, *(key for key in b if key not in a)]
     return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def config_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, but: Sequence[str]) -> dict[str, Pair]:
+    """Keys of two configs whose values differ, secrets hidden; without `but` and what is below these."""
+    found = differences(flatten(a), flatten(b))
+    return {
+        key: _hidden(key, pair)
+        for key, pair in found.items()
+        if not any(key == left_out or key.startswith(f"{left_out}.") for left_out in but)
+    }
 
 
 def beside(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
@@ -175,7 +180,8 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _config(run: Path) -> Any:
+def stated_config(run: Path) -> Any:
+    """Return the content of a run's `run.yaml`; {} where it cannot be read. Raises ConfigError where it is no YAML."""
     import yaml
 
     try:

@@ -24,7 +24,8 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         one: the run's files.
         brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
     """
-    if status.max_steps is None and not status.runs and not _trains_many(one.path):
+    has_steps = line_of(one.path / RUN_YAML, "kind: ") not in ("eval", "synthesize")
+    if status.max_steps is None and has_steps and not status.runs and not _trains_many(one.path):
         text = line_of(one.path / RUN_YAML, "max_steps: ")
         if text is None:
             text = line_of(one.path / "roles" / "trainer" / RUN_YAML, "max_steps: ")

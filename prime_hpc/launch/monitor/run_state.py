@@ -131,6 +131,7 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
     state, age = record.get("state"), now - (number(record.get("time")) or now)
     if state == "failed":
         status.state, status.note = "failed", str(record.get("error") or "sbatch refused the job")
+        _stay_as_before(status, one)
     elif state == "local":
         status.state = "starting" if age < QUIET_S else "lost"
         status.note = "as a local job" if age < QUIET_S else f"the local job began no attempt in {span(age)}"
@@ -143,9 +144,18 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
             if status.state == "submitting"
             else "the submission was interrupted, and Slurm has no job with its token: submit it again"
         )
+        if status.state == "lost":
+            _stay_as_before(status, one)
     else:
         job = job if state == "sending" else _find(queue, record, record.get("job_id"))
         _judge_waiting(status, job, queue, age, is_cancelled=_was_cancelled(record, job, number(record.get("time"))))
+
+
+def _stay_as_before(status: RunStatus, one: Evidence) -> None:
+    """Have a run that was over remain so where it was submitted again and Slurm got no job."""
+    outcome = str((one.last or {}).get("outcome"))
+    if outcome in _OVER:
+        status.state, status.note = _OVER[outcome], f"submitted again since, in vain: {status.note}"
 
 
 def _sent(record: SubmissionRecord, queue: Queue) -> "JobInfo | None":

@@ -5,18 +5,22 @@ Nothing is asked of the run itself. Of each directory three small files are read
 only about runs whose directory leaves a doubt. Works without accounting, and without Slurm at all.
 """
 
+import errno
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, read_evidence
 from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, add_service, log_paths
 from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
 from prime_hpc.launch.purge import purge_warning
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
+from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import run_name
 
 _THREADS = 16
@@ -108,9 +112,23 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
         add_service(status, path)
         status.logs = log_paths(path, status.attempt)
         status.purge = purge_warning(path)
+        status.note = "; ".join(filter(None, [status.note, *_unreadable(path)]))
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
-            status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
+            with on_cluster(cluster_of(path)):
+                status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
     return status
+
+
+def _unreadable(path: Path) -> Iterator[str]:
+    """Say which of a run's files are there and cannot be read: they were taken for absent."""
+    names = SUBMIT_JSON, ATTEMPTS_JSONL, STATUS_JSON
+    for file in [*(path / name for name in names), *(metrics_file(path, role) for role in ("trainer", "orchestrator"))]:
+        try:
+            with file.open("rb") as stream:
+                stream.read(1)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                yield f"{file} cannot be read: {error.strerror}"
 
 
 def _cluster(one: Evidence) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from prime_hpc.config.errors import Problem
 from prime_hpc.config.run_files import STOP
 from prime_hpc.launch.monitor.status import PatientAsk
-from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, cancel_run
+from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, cancel_run, has_saved
 from prime_hpc.launch.sweep.progress import PointView, ask_strictly, look
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
 from prime_hpc.runtime.backoff import Backoff
@@ -146,7 +146,7 @@ def _counted(sweep: Sweep, running: Sequence[PointView], *, waiting: int, left: 
     names = [view.row.name for view in left]
     wanted = {view.row.index for view in running} - {view.row.index for view in left}
     now = [view for view in look(sweep) if view.row.index in wanted]
-    saved = sum(view.status.outcome in ("stopped", "completed") for view in now)
+    saved = sum(has_saved(sweep.run_dir(view.row), view.status.outcome) for view in now)
     return Cancelled(waiting, saved, len(now) - saved, names)
 
 

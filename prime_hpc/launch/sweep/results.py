@@ -1,4 +1,4 @@
-"""The results of a sweep: one metric of every point, best first."""
+"""The results of a sweep: one metric of every point, best first, after those that came to their end the others."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.launch.monitor.run_facts import FINAL
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
@@ -57,6 +58,11 @@ class Result:
     series: list[float] = field(default_factory=list)
     """Value by step; of the file's end only, unless asked for whole."""
 
+    @property
+    def is_ranked(self) -> bool:
+        """True of a point that came to its end: the last values of others are those of another step."""
+        return self.view.state == "completed"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         row = self.view.row
@@ -66,6 +72,7 @@ class Result:
             "index": row.index,
             "values": row.values,
             "state": self.view.state,
+            "ranked": self.is_ranked,
             "value": self.value,
             "step": self.step,
             "num_values": self.num_values,
@@ -102,7 +109,8 @@ def _natural_goal(metric: str) -> Literal["max", "min"]:
 
 
 def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *, whole: bool = False) -> list[Result]:
-    """Every point's value, best first; those without one at the end, by index.
+    """Every point's value, best first: of points that are completed, then of others; those without one at the end, by
+    index.
 
     Args:
         sweep: whose points they are.
@@ -123,9 +131,12 @@ def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *,
     if seen and all(result.value is None for result in results):
         _refuse_unknown(metric.name, seen)
     sign = -1 if metric.goal == "max" else 1
-    return sorted(
-        results, key=lambda r: (r.value is None, 0.0 if r.value is None else sign * r.value, r.view.row.index)
-    )
+
+    def place(result: Result) -> tuple[bool, bool, float, int]:
+        value = 0.0 if result.value is None else sign * result.value
+        return result.value is None, not result.is_ranked, value, result.view.row.index
+
+    return sorted(results, key=place)
 
 
 def _refuse_unknown(name: str, seen: set[str]) -> None:
@@ -195,10 +206,10 @@ def _is_number(value: Any) -> bool:
 
 def by_seed(results: Iterable[Result]) -> list[tuple[dict[str, Any], list[Result]]]:
     """Return points that have a value, those that differ in their seed alone together, with the values that they share;
-    empty where no two do."""
+    empty where no two do. Points that ended before their end (failed, lost, stopped) are left out."""
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
-        if result.value is not None:
+        if result.value is not None and (result.is_ranked or result.view.state not in FINAL):
             rest = {key: value for key, value in result.view.row.values.items() if key != "seed"}
             groups[json.dumps(rest, sort_keys=True, default=str)].append(result)
     if not any(len(members) > 1 for members in groups.values()):

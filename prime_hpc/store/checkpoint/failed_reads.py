@@ -72,7 +72,7 @@ def clear_failed_reads(paths: RunPaths) -> None:
 class FailedReads:
     """First readings, and when they were; shared by all tries of one start."""
 
-    def __init__(self, recheck_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, recheck_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`recheck_s`: seconds between the first reading and the one that is believed."""
         self._recheck_s, self._clock = recheck_s, clock
         self._first: dict[Path, float] = {}

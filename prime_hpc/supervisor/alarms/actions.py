@@ -5,7 +5,6 @@ import os
 import signal
 import smtplib
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from email.message import EmailMessage
@@ -36,7 +35,7 @@ def run_command(config: AlarmsConfig, alarm: Alarm, run_dir: Path) -> None:
     leaves in the background is its own affair: it does not keep the end of a pipe that is read here."""
     facts = facts_of(alarm, run_dir)
     names = {"PRIMEHPC_ALARM": alarm.rule.title} | {f"PRIMEHPC_ALARM_{k.upper()}": str(v) for k, v in facts.items()}
-    with tempfile.TemporaryFile() as output:
+    with os.fdopen(os.memfd_create("alarm"), "w+b") as output:  # in memory: the alarm may be that a disk is full
         process = subprocess.Popen(
             ["/bin/sh", "-c", config.command or ""],
             env={**_without_secrets(os.environ), **names},

@@ -7,13 +7,14 @@ from typing import Any
 
 from prime_hpc.config.sections.supervisor import AlarmRule, AlarmsConfig
 
+TIME_LEFT = "run.time_left_s"
 BUILT_IN = (
     AlarmRule(name="entropy", metric="trainer.entropy", below=0.01, for_steps=10),
     AlarmRule(name="kl", metric="trainer.kl", above=0.1, for_steps=5),
     AlarmRule(name="reward", metric="orchestrator.reward/mean", falls_to=0.25, for_steps=10),
     AlarmRule(name="idle", metric="trainer.idle_share", above=0.9, for_steps=20),
     AlarmRule(name="disk", metric="run.free_share", below=0.03),
-    AlarmRule(name="walltime", metric="run.time_left_s", below=600.0),
+    AlarmRule(name="walltime", metric=TIME_LEFT, below=600.0),
     AlarmRule(name="stall", metric="run.stall_s", above=0.0),
     AlarmRule(name="successor", metric="run.no_successor_s", above=0.0),
 )
@@ -53,6 +54,8 @@ class Watcher:
         number = _number(value)
         if number is None:
             return None
+        if not self._last and self.rule.metric == TIME_LEFT and self._breaks(number):
+            self._is_broken = True  # the job was given no more from its beginning: no line is crossed
         self._last.append(number)
         if not self._breaks(number):
             self._in_a_row, self._is_broken = 0, False

@@ -1,5 +1,7 @@
-"""An attempt's look for a newer one of its run, after whose beginning it may change nothing any more."""
+"""An attempt's look for a newer one of its run, after whose beginning it may change nothing any more, and for its run
+directory, without which nothing that it does is of use."""
 
+import time
 from collections.abc import Callable
 
 from loguru import logger
@@ -7,6 +9,13 @@ from loguru import logger
 from prime_hpc.store.attempts import Ended
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
+from prime_hpc.supervisor.agent import FENCE_LOOK_S
+
+EXIT_GONE = 66
+"""EX_NOINPUT (sysexits.h): the run directory was deleted or moved under the attempt. Nothing brings the job back."""
+SURE_S = 10.0
+"""So long the attempt's own number is not listed before that is believed: a name may be missing for a moment."""
+POLL_S = 0.5
 
 
 class Fence:
@@ -15,34 +24,82 @@ class Fence:
     Args:
         paths: the run.
         incarnation: of the attempt.
-        look_s: pause between two looks.
         clock: of the supervisor, seconds.
+        unseen_s: so long the folder of the runs may be away, or another file system's, as where it is not mounted.
+        sleep: seconds.
     """
 
-    def __init__(self, paths: RunPaths, incarnation: int, look_s: float, clock: Callable[[], float]) -> None:
-        self._paths, self._incarnation, self._look_s, self._clock = paths, incarnation, look_s, clock
+    def __init__(
+        self,
+        paths: RunPaths,
+        incarnation: int,
+        clock: Callable[[], float],
+        unseen_s: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._paths, self._incarnation, self._clock = paths, incarnation, clock
+        self._unseen_s, self._sleep = unseen_s, sleep
         self._next_look = 0.0
+        self._missing_since: float | None = None
+        self._device = self._folders_device()
         self.is_fenced = False
+        """The attempt may write nothing more."""
+        self.is_gone = False
+        """Because its run directory is."""
 
     def look(self) -> None:
-        """Raise Ended where a newer attempt of the run has begun elsewhere."""
+        """Raise Ended where a newer attempt of the run has begun elsewhere, or the run directory is gone."""
         now = self._clock()
         if now < self._next_look:
             return
-        self._next_look = now + self._look_s
+        self._next_look = now + FENCE_LOOK_S
         try:
-            check_incarnation(self._paths, self._incarnation)
+            newest = check_incarnation(self._paths, self._incarnation)
         except FencedError as error:
             self.is_fenced = True
             raise Ended(1, str(error)) from error
         except OSError as error:  # the file system does not answer: whoever writes will see
             logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
+            return
+        if newest >= self._incarnation:
+            self._missing_since = None
+            return
+        if self._missing_since is None:
+            self._missing_since = now
+            logger.warning(f"{self._paths.root} does not hold attempt {self._incarnation} any more: deleted or moved?")
+        if now - self._missing_since >= (SURE_S if self._is_folder_there() else max(SURE_S, self._unseen_s)):
+            self.is_fenced = self.is_gone = True
+            raise Ended(EXIT_GONE, gone_words(self._paths, self._incarnation))
 
     def true_end(self, ended: Ended) -> Ended:
-        """Return the end as it truly is: what fails after a newer attempt has begun fails because of it."""
-        self._next_look = 0.0
+        """Return the end as it truly is: what fails after a newer attempt has begun, or without the run directory,
+        fails because of it."""
+        began = self._clock()
         try:
-            self.look()
+            while True:
+                self._next_look = 0.0
+                self.look()
+                if self._missing_since is None or self._clock() - began > SURE_S:
+                    return ended
+                self._sleep(POLL_S)
         except Ended as fenced:
             return fenced
-        return ended
+
+    def _is_folder_there(self) -> bool:
+        """Return whether the folder of the runs answers as it did: then what it does not hold is not there."""
+        return self._device is not None and self._folders_device() == self._device
+
+    def _folders_device(self) -> int | None:
+        try:
+            return self._paths.root.parent.stat().st_dev
+        except OSError:
+            return None
+
+
+def gone_words(paths: RunPaths, incarnation: int) -> str:
+    """Say that a run directory is gone, and what to do."""
+    return (
+        f"{paths.root} was deleted or moved while the run wrote there (it holds no incarnation/{incarnation:06d} any "
+        "more): the run ends, and does not come back by itself. Where it was moved to, `prime-hpc resume` goes on from "
+        "its newest checkpoint; what came after the move lies at the old place, if anywhere, and is of no run"
+    )

@@ -165,9 +165,9 @@ def require_successor(
     """
     if (read_record(run_dir) or {}).get("successor"):
         return None
-    end = min(time.time() + LAST_TRIES_S, float("inf") if ends_at is None else ends_at - LEAVE_S)
+    end = time.monotonic() + min(LAST_TRIES_S, float("inf") if ends_at is None else ends_at - LEAVE_S - time.time())
     while (refusal := try_successor(run_dir, job_id)) is not None:
-        left = end - time.time()
+        left = end - time.monotonic()
         if refusal.is_final or left <= 0:
             logger.error(f"the job does not come back, for no successor waits behind it: {refusal.words}")
             return refusal

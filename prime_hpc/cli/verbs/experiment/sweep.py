@@ -152,8 +152,11 @@ def _print_results(sweep_dir: Path, metric: Metric, results: list[Result], every
         row = result.view.row
         value = "-" if result.value is None else f"{result.value:.5g}"
         steps = "-" if result.step is None else str(result.step)
-        rows.append((str(rank), row.name, value, steps, result.view.state, _values_text(row.values)))
+        place = str(rank) if result.is_ranked and result.value is not None else "-"
+        rows.append((place, row.name, value, steps, result.view.state, _values_text(row.values)))
     _table(("", "POINT", metric.name.upper(), "STEP", "STATE", "VALUES"), rows, everything)
+    if early := sum(result.value is not None and not result.is_ranked for result in results):
+        print(f"\n-: {early} not completed: what they show is of the step that they came to")
 
 
 def _values_text(values: dict[str, Any]) -> str:

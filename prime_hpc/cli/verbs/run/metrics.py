@@ -8,7 +8,9 @@ token is not this user's alone.
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from prime_hpc.cli.common import parse
@@ -101,13 +103,20 @@ def _written(path: Path) -> str:
         return ""
 
 
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    faults = Faults()
+    yield from read_lines(file, faults)
+    if faults.unreadable:
+        raise ConfigError(f"{file} cannot be read: {faults.unreadable}")
+
+
 def _computed(path: Path) -> str:
     """Return what the run's files tell; its counters count all attempts."""
     figures = Figures(label_of(path))
     for role in ROWS:
-        for row in read_lines(path / "metrics" / f"{role}.jsonl", Faults()):
+        for row in _rows(path / "metrics" / f"{role}.jsonl"):
             figures.take_row(role, row)
-    for row in read_lines(path / ALARMS_JSONL, Faults()):
+    for row in _rows(path / ALARMS_JSONL):
         figures.take_alarm(row)
     try:
         take_files(figures, path, line_of(path / RUN_YAML, "kind: ") or "rl")
