@@ -220,6 +220,7 @@ def test_a_checkpoint_of_a_version_before_is_resumed(tmp_path: Path, monkeypatch
     data = build.RealData.__new__(build.RealData)
     data._config, data._timeout_s = SFTDataConfig(name="owner/set"), 1.0
     data._fingerprint, data._former, data._num_rows, data._prefetcher = 1, 2, 5, None
+    data._looks, data._template = 8, "the chat template own.jinja"
     data._rows, data._seed = opened(tmp_path / "cache", path=tmp_path / "saved"), 7
     with_id = fingerprint_of(fingerprint_of(former_fingerprint(data._rows), *whole), True, 7)
     data._stream = SimpleNamespace(start=lambda position: began.append(position.row))  # type: ignore[assignment]
@@ -227,4 +228,7 @@ def test_a_checkpoint_of_a_version_before_is_resumed(tmp_path: Path, monkeypatch
         assert data.start({"data_row": 3, "data_fingerprint": known})["data_fingerprint"] == 1
     with pytest.raises(SFTDataError, match="other rows"):
         data.start({"data_row": 3, "data_fingerprint": 4})
-    assert began == [3, 3, 3]
+    with pytest.raises(SFTDataError, match=r"another chat template.*own\.jinja now.*on_change = restart"):
+        data.start({"data_row": 3, "data_fingerprint": 1, "data_looks": 9})
+    assert data.start({"data_row": 3, "data_fingerprint": 1, "data_looks": 8})["data_looks"] == 8
+    assert began == [3, 3, 3, 3]

@@ -67,6 +67,9 @@ class SFTDataConfig(SFTSourceConfig):
 
     batch_size: int = Field(64, ge=1)
     """Samples a step, over all ranks."""
+    num_epochs: float | None = Field(None, gt=0)
+    """Passes over the data, instead of `max_steps`: the trainer counts their steps at its start, for which it tokenises
+    every row once (what it finds is kept in `cache_dir`). The last step takes what is left."""
     batch_tokens: int | None = Field(None, ge=2)
     """Tokens a step at most, over all ranks, instead of `batch_size`: whole samples as long as they fit."""
     pack: bool = True
@@ -102,7 +105,8 @@ class SFTDataConfig(SFTSourceConfig):
     cache_dir: Path | None = None
     """Folder of line indices and unpacked files; default `<output_dir>/.sft-cache`."""
     on_change: Literal["error", "restart"] = "error"
-    """Treatment of a resume with other data or another order than the checkpoint's: `restart` begins an epoch."""
+    """Treatment of a resume with other data, another order or another chat template than the checkpoint's: `restart`
+    begins an epoch."""
 
     _cache_from_here = field_validator("cache_dir")(from_here)
 
@@ -120,6 +124,12 @@ class SFTDataConfig(SFTSourceConfig):
     def _padding_needs_rows(self) -> "SFTDataConfig":
         if self.pad_multiple is not None and self.pack:
             raise ValueError("pad_multiple fills rows of one sample each: set pack = false, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_end(self) -> "SFTDataConfig":
+        if self.num_epochs is not None and self.type == "fake":
+            raise ValueError("num_epochs counts passes over rows, and random tokens have no end: set max_steps")
         return self
 
 

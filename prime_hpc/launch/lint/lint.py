@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.estimate.epochs import with_expected_steps
 from prime_hpc.launch.estimate.memory import read_model
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.for_slurm import is_for_slurm
@@ -24,6 +25,7 @@ from prime_hpc.launch.lint import (
     own_code_rules,
     parallel_rules,
     run_rules,
+    sft_rules,
     sharing_rules,
     slurm_rules,
     time_rules,
@@ -42,6 +44,7 @@ _ANYWHERE: tuple[Check, ...] = (
     *attention_rules.CHECKS,
     *parallel_rules.CHECKS,
     *run_rules.CHECKS,
+    *sft_rules.CHECKS,
     *env_rules.CHECKS,
     *own_code_rules.CHECKS,
     *effect_rules.CHECKS,
@@ -93,6 +96,7 @@ def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:
     """Everything that the checks look at, worked out once."""
     experiment, _ = with_micro_batch(experiment, site if is_for_slurm(experiment, site) else None)
+    experiment = with_expected_steps(experiment)
     facts = read_model(experiment.model.name)
     views = {role: served_by(experiment, role) for role in engine_roles(experiment)}
     engines = tuple(Engines(role, view, read_model(view.model.name)) for role, view in views.items())
