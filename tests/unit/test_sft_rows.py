@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.observe.report import left_out
 from prime_hpc.trainer.data.messages import Conversation, SFTDataError
 from prime_hpc.trainer.data.samples import RowResult, RowTokenizer, SFTSample
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -232,6 +233,24 @@ def test_template_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     assert "prefix property" not in (result(row, chat).error or "")
     with pytest.raises(SFTDataError, match=r"sft\.data\.chat_template = .*none\.jinja"):
         ChatTokenizer(tokenizer, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, tokenizer: Any, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "name"}]}
+    assert result(row, chat).counts.unended == 0
+    file = tmp_path / "mine.jinja"
+    text = "{% for m in messages %}[{{ m.role }}]<think>{{ m.content }}END\n{% endfor %}"
+    text += "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    file.write_text(text)
+    own = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert result(row, own).counts.unended == 1 and result(row, own, split_turns=True).counts.unended == 1
+    only_user = result(row, own, loss_roles=("user",))
+    assert only_user.samples and only_user.counts.unended == 0
+    file.write_text(text.replace("END", "{% if loop.last %}{{ eos_token }}{% endif %}"))
+    assert result(row, ChatTokenizer(tokenizer, chat_template=str(file))).counts.unended == 0
+    plain = result({"prompt": "a", "completion": "b"}, ChatTokenizer(tokenizer, chat_template="none"))
+    assert plain.samples and plain.counts.unended == 0
+    assert "nothing teaches the model to stop" in left_out({"data/rows": 1.0, "data/unended": 1.0})
 
 
 def test_forms_that_data_sets_have(tokenizer: Any) -> None:

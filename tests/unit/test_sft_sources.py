@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.datafiles import find_data, first_columns
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
@@ -184,6 +184,23 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SFTDataError, match="no whole gzip file"):
         opened(tmp_path / "cache", path=tmp_path / "torn.jsonl.gz")
     assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "latin-1"])
+def test_other_encodings_are_named_with_what_to_do(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    text = '{"prompt": "a", "completion": "b"}\n{"prompt": "caf\u00e9", "completion": "b"}\n'
+    file.write_bytes(text.encode(encoding))
+    names = {"latin-1": "ISO-8859-1", "utf-16": "UTF-16", "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}
+    with pytest.raises(SFTDataError) as refused:
+        read(opened(tmp_path / "cache", path=file))
+    assert f"iconv -f {names[encoding]} -t UTF-8 rows.jsonl > utf8.jsonl" in str(refused.value)
+    if encoding != "latin-1":
+        with pytest.raises(ValueError, match="not UTF-8"):
+            first_columns(find_data(SFTDataConfig(path=str(file))))
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(ValueError, match=r"rows.csv is a table.*read_csv"):
+        find_data(SFTDataConfig(path=str(tmp_path / "rows.csv")))
 
 
 def test_fingerprint_sees_rows_that_change(tmp_path: Path) -> None:

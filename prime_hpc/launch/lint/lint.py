@@ -4,6 +4,7 @@
 findings over one `Subject`.
 """
 
+import sys
 from collections.abc import Iterable
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
@@ -82,6 +83,13 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
 def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     """Return the findings for which `submit` refuses an experiment."""
     return [finding for finding in lint(experiment, site) if finding.severity == "error"]
+
+
+def print_warnings(findings: Iterable[Finding]) -> None:
+    """Tell whoever starts a run what lint warns of."""
+    for finding in findings:
+        if finding.severity == "warning":
+            print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
 
 
 def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:

@@ -15,9 +15,14 @@ def data(subject: Subject) -> Iterator[Finding]:
         if subject.is_rl or source is None or not source.paths:
             continue
         try:
-            columns = first_columns(found := find_data(source))
+            found = find_data(source)
         except ValueError as error:
-            yield Finding("PH207", "warning", key, f"{error}: it is not there (yet)", "make it before submit")
+            yield Finding("PH207", "warning", key, str(error), "make it before submit")
+            continue
+        try:
+            columns = first_columns(found)
+        except ValueError as error:
+            yield Finding("PH207", "error", key, str(error), "")
             continue
         if columns is not None and not has_columns(columns, source):
             said, to_do = missing_columns(columns, source).split(". ", 1)

@@ -33,13 +33,15 @@ class RowCounts:
     """Samples without a token that would be trained: left out."""
     bad: int = 0
     """Rows skipped for an error."""
+    unended: int = 0
+    """Conversations trained without the end of any reply."""
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
         return RowCounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
-    def values(self) -> tuple[int, int, int, int, int]:
+    def values(self) -> tuple[int, ...]:
         """In the fields' order."""
-        return self.rows, self.overlong, self.truncated, self.untrained, self.bad
+        return self.rows, self.overlong, self.truncated, self.untrained, self.bad, self.unended
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class RowTokenizer:
         for talk in self._talks(parsed):
             plain = isinstance(talk, PlainText)
             sample = SFTSample(*(self._tokenizer.plain(talk) if plain else self._tokenizer.conversation(talk)))
-            length = len(sample.token_ids)
+            length, unended = len(sample.token_ids), not plain and self._is_unended(talk, sample)
             if length > self._seq_len:
                 if self._config.overlong == "error":
                     raise SFTDataError(
@@ -103,9 +105,16 @@ class RowTokenizer:
             self._refuse_unknown(sample.token_ids)
             if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
                 samples.append(sample)
+                counts += RowCounts(unended=int(unended))
             else:
                 counts += RowCounts(untrained=1)
         return RowResult(samples, counts)
+
+    def _is_unended(self, talk: Conversation, sample: SFTSample) -> bool:
+        """Return whether no reply that is trained ends with a token of its own: nothing teaches the model to stop."""
+        roles = (message["role"] for message, trained in zip(talk.messages, talk.trained, strict=True) if trained)
+        last = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
+        return "assistant" in roles and not any(self._tokenizer.ends_turns(int(sample.token_ids[i])) for i in last)
 
     def _refuse_unknown(self, token_ids: NDArray[np.int32]) -> None:
         """Raise for a token that the model has no embedding of: a split embedding would give zeros in its place."""

@@ -26,7 +26,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store.datafiles import DataFiles, has_columns, is_compressed, missing_columns
+from prime_hpc.store.datafiles import DataFiles, has_columns, is_compressed, missing_columns, other_encoding
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -108,7 +108,12 @@ class JsonLines:
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
         try:
             return json.loads(os.pread(self._file, end - begin, begin))
-        except ValueError as error:  # not JSON, or not UTF-8
+        except UnicodeDecodeError as error:
+            raise SFTDataError(
+                f"byte {error.object[error.start]:#04x} at {error.start} of the line is no UTF-8: if the "
+                f"file is Latin-1, iconv -f ISO-8859-1 -t UTF-8 {self._shown.name} > utf8.jsonl"
+            ) from error
+        except ValueError as error:
             raise SFTDataError(f"not JSON ({error})") from error
 
     def where(self, index: int) -> str:
@@ -130,10 +135,12 @@ def _write_index(path: Path, target: Path) -> None:
     """Offsets of the non-empty lines, and of the end."""
     starts: list[NDArray[np.int64]] = []
     with path.open("rb") as file:
-        first = file.read(4096).lstrip()[:1]
-        if first == b"[":
+        head = file.read(4096)
+        if wrong := other_encoding(path, head):
+            raise SFTDataError(wrong)
+        if head.lstrip()[:1] == b"[":
             raise SFTDataError(
-                f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > rows.jsonl"
+                f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > utf8.jsonl"
             )
         file.seek(0)
         offset, pending = 0, 0  # of the block, and of the line that began last

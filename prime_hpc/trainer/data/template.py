@@ -75,6 +75,10 @@ class ChatTokenizer:
         """Name of the template for messages to people."""
         return self._origin
 
+    def ends_turns(self, token: int) -> bool:
+        """Return whether a token may end a turn: no piece of text does."""
+        return token in self._ends or token in self._added
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added."""
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
