@@ -16,6 +16,8 @@ Kind = Literal["jsonl", "parquet", "hub", "fake"]
 _JSONL, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
 _COMPRESSED = (".gz", ".zst")
 _TABLES = (".csv", ".tsv", ".xls", ".xlsx")
+_OF_TURNS = {"prompt", "completion", "conversations", "conversation", "instruction", "output", "response"}
+_OF_TURNS |= {"question", "answer", "chosen", "rejected"}
 _WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
 _SAVED = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
@@ -110,20 +112,38 @@ def _kind(files: list[Path]) -> Kind:
 
 def has_columns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     """Return whether a row with these columns can be trained on."""
+    return _has_turns(names, source) or is_text(names, source)
+
+
+def _has_turns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
     return named["messages"] in names or (named["prompt"] in names and named["completion"] in names)
 
 
+def is_text(names: Sequence[str], source: SFTSourceConfig) -> bool:
+    """Return whether rows with these columns are plain text. Beside columns of a conversation `text` may be that
+    conversation rendered by somebody's template: there it counts only where `sft.data.columns` names it."""
+    is_meant = "text" in source.columns or not _OF_TURNS.intersection(names)
+    return source.columns.get("text", "text") in names and is_meant and not _has_turns(names, source)
+
+
 def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
-    named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
+    named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion", "text")}
     have = ", ".join(sorted(map(str, names))) or "none"
     such_as = '{"prompt": "question", "completion": "answer"}'
     if "conversations" in names:
         such_as = '{"messages": "conversations"}'
+    elif {"instruction", "output"} <= set(names):
+        such_as = '{"prompt": "instruction", "completion": "output"}'
+        if "input" in names:
+            such_as += (
+                ' (without `input`; with it: jq -c \'{prompt: ([.instruction, .input | select(. != null and . != "")] '
+                '| join("\\n\\n")), completion: .output}\')'
+            )
     return (
-        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`; the columns are: {have}. "
-        f"Map them with sft.data.columns, such as {such_as}"
+        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone; "
+        f"the columns are: {have}. Map them with sft.data.columns, such as {such_as}"
     )
 
 

@@ -219,6 +219,26 @@ def test_a_text_begins_with_one_token_of_beginning(tmp_path: Path, in_template: 
         assert not plain.loss_mask[0]
 
 
+def test_rows_of_text_are_trained_whole(tokenizer: Any, chat: ChatTokenizer) -> None:
+    made = sample({"text": "add the name", "id": 7}, chat)  # also where there is a template
+    assert made.token_ids.tolist() == [*chat.encode("add the name"), tokenizer.eos_token_id] and made.loss_mask.all()
+    row = {"text": "name " * 30}
+    assert result(row, chat, seq_len=16).counts.overlong == 1
+    pieces = result(row, chat, seq_len=16, overlong="split").samples
+    whole = sample(row, chat)
+    assert [int(t) for n, p in enumerate(pieces) for t in p.token_ids[n > 0 :]] == whole.token_ids.tolist()
+    assert {len(p.token_ids) for p in pieces[:-1]} == {16} and len(pieces) > 1
+    talk = {"prompt": "a" * 90, "completion": "b"}
+    assert "only rows of `text` are split" in (result(talk, chat, seq_len=16, overlong="split").error or "")
+    for other in ({"prompt": "a"}, {"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"}):
+        assert "columns are" in refusal({"text": "rendered by somebody"} | other, chat)
+    both = {"text": "rendered", "prompt": "add", "completion": "name"}
+    assert trained_text(sample(both, chat), tokenizer) == ["name<|im_end|>"]
+    mapped = sample({"body": "add", "answer": "b"}, chat, columns={"text": "body"})
+    assert mapped.token_ids.tolist() == [*chat.encode("add"), tokenizer.eos_token_id]
+    assert "expected `text` as a string" in refusal({"text": 3}, chat)
+
+
 def test_half_a_character_in_plain_text_is_refused(tokenizer: Any) -> None:
     chat = ChatTokenizer(tokenizer, chat_template="none")
     assert "half a character" in refusal({"prompt": "my \udc00", "completion": "number"}, chat)

@@ -120,8 +120,8 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     datasets.Dataset.from_list(pictured, features=features).save_to_disk(tmp_path / "pictured")
     seen = [opened(tmp_path / "cache", path=tmp_path / "pictured") for _ in range(2)]
     assert seen[0].fingerprint == seen[1].fingerprint and read(seen[0]) == rows_of(2)
-    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
-    with pytest.raises(SFTDataError, match="the columns are: text"):
+    datasets.Dataset.from_list([{"body": "a"}]).save_to_disk(tmp_path / "other")
+    with pytest.raises(SFTDataError, match="the columns are: body"):
         opened(tmp_path / "cache", path=tmp_path / "other")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="saved is a folder that `datasets` saved: state it as path"):

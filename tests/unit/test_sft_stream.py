@@ -227,8 +227,8 @@ def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path)
     bad = lambda indices: [RowResult([], RowCounts(rows=1), f"row {i} is bad") for i in indices]  # noqa: E731
     with pytest.raises(SFTDataError, match="row 0 is bad"):
         lengths_of(recipe, opened, 3, bad, Exchange(10))
-    none = lambda indices: [RowResult([], RowCounts(rows=1)) for _ in indices]  # noqa: E731
-    with pytest.raises(SFTDataError, match="no row can be trained on"):
+    none = lambda indices: [RowResult([], RowCounts(rows=1, overlong=1)) for _ in indices]  # noqa: E731
+    with pytest.raises(SFTDataError, match=r"no row can be trained on: of 5 rows so far: 5 longer than seq_len"):
         lengths_of(recipe, opened, 4, none, Exchange(10))
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
 
-COLUMNS = ("messages", "prompt", "completion", "tools")
+COLUMNS = ("messages", "prompt", "completion", "tools", "text")
 """The parts that a row may hold, by the product's names."""
 
 
@@ -18,8 +18,9 @@ class SFTSourceConfig(Section):
     type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
     path: str | list[str] | None = None
-    """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, or with `messages` (and
-    `tools`). Files may be compressed (.gz, .zst). What is named twice is trained on twice an epoch."""
+    """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, with `messages` (and
+    `tools`), or with nothing but `text`, all of which is trained. Files may be compressed (.gz, .zst). What is named
+    twice is trained on twice an epoch."""
     name: str | None = None
     """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
     subset: str | None = None
@@ -27,7 +28,7 @@ class SFTSourceConfig(Section):
     split: str = "train"
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
-    """The data's own names of the columns `messages`, `prompt`, `completion`, `tools`: `{prompt: question}`."""
+    """The data's own names of the columns `messages`, `prompt`, `completion`, `tools`, `text`: `{prompt: question}`."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -94,8 +95,9 @@ class SFTDataConfig(SFTSourceConfig):
     chat_template: str = "auto"
     """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file, which the published
     weights hold in the place of the model's."""
-    overlong: Literal["error", "drop", "truncate"] = "drop"
-    """Treatment of a sample longer than `seq_len`; counted in the metrics."""
+    overlong: Literal["error", "drop", "truncate", "split"] = "drop"
+    """Treatment of a sample longer than `seq_len`; counted in the metrics. `split`, of rows of `text` alone: each piece
+    is a sample."""
     bad_rows: Literal["error", "skip"] = "error"
     """Treatment of a row that cannot be read or that the template refuses; skipped ones are counted."""
     num_workers: int | None = Field(None, ge=0)

@@ -30,7 +30,7 @@ def expected_steps(experiment: Experiment) -> int | None:
     data, rows = experiment.sft.data, num_rows(experiment)
     if experiment.num_steps is not None or data.num_epochs is None:
         return experiment.max_steps
-    if rows is None or data.batch_tokens is not None or data.split_turns:
+    if rows is None or data.batch_tokens is not None or data.split_turns or data.overlong == "split":
         return None
     return max(1, math.ceil(max(1, round(data.num_epochs * rows)) / data.batch_size))
 

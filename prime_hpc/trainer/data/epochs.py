@@ -6,7 +6,7 @@ sweep find them there.
 import math
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,12 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc import __version__
+from prime_hpc.observe.report import left_out
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.samples import RowCounts
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, Tokenise
 from prime_hpc.trainer.data.workers import Recipe
@@ -74,36 +76,36 @@ def lengths_of(recipe: Recipe, rows: Rows, made_by: int, tokenise: Tokenise, exc
     kept = _kept_at(recipe, rows, made_by)
     lengths = _read(kept) if exchange.rank == 0 else None
     if not exchange.gather(lengths is not None)[0]:
-        lengths = _count(rows.num_rows, tokenise, exchange)
+        lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange)
         if lengths is not None:
             _write(kept, lengths)
-    empty = lengths is not None and not len(lengths.tokens)
-    if exchange.gather(empty)[0]:
-        raise SFTDataError(
-            f"{recipe.source.label}: no row can be trained on: all are longer than seq_len, hold nothing of the roles "
-            "of sft.data.loss_roles, or are skipped (sft.data.bad_rows)"
-        )
     return lengths
 
 
-def _count(num_rows: int, tokenise: Tokenise, exchange: Exchange) -> Lengths | None:
+def _count(label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange) -> Lengths | None:
     """Tokenise all rows, each rank its share of each round."""
     if exchange.rank == 0:
         logger.info(f"sft.data.num_epochs: {num_rows:,} rows are tokenised once, to count the steps")
     counts: list[NDArray[np.int64]] = []
     tokens: list[NDArray[np.int64]] = []
+    seen, is_barren = RowCounts(), True
     for first in range(0, num_rows, _ROUND * exchange.world_size):
         begin = min(num_rows, first + exchange.rank * _ROUND)
         results = tokenise(range(begin, min(num_rows, begin + _ROUND)))
         error = next((result.error for result in results if result.error is not None), None)
         own = [len(result.samples) for result in results]
         made = [len(sample.token_ids) for result in results for sample in result.samples]
-        gathered = exchange.gather((np.array(own, np.int64), np.array(made, np.int64), error))
+        found = sum((result.counts for result in results), RowCounts())
+        gathered = exchange.gather((np.array(own, np.int64), np.array(made, np.int64), found, error))
         if said := next((said for *_, said in gathered if said is not None), None):
             raise SFTDataError(said)
-        if exchange.rank == 0:
-            counts += [part for part, *_ in gathered]
-            tokens += [part for _, part, _ in gathered]
+        seen = sum((part for _, _, part, _ in gathered), seen)
+        is_barren = is_barren and not any(len(part) for _, part, *_ in gathered)
+        counts += [part for part, *_ in gathered if exchange.rank == 0]
+        tokens += [part for _, part, *_ in gathered if exchange.rank == 0]
+    if is_barren:
+        figures = {f"data/{name}": count for name, count in asdict(seen).items()}
+        raise SFTDataError(f"{label}: no row can be trained on: {left_out(figures)}")
     return Lengths(np.concatenate(counts), np.concatenate(tokens)) if exchange.rank == 0 else None
 
 
