@@ -48,7 +48,7 @@ class Experiment(Section):
     """Seed of everything random: weights that are drawn, the order of tasks and rows. Replies of two runs of one seed
     differ all the same: engines draw them in the order in which requests come (`prime-hpc replay` repeats batches)."""
     max_steps: int = Field(100, ge=1)
-    """Optimizer updates in all, also after a resume."""
+    """Optimizer updates in all, also after a resume. SFT may state `sft.data.num_epochs` instead."""
     async_level: int = Field(2, ge=0)
     """Batch n holds no token sampled by a version older than max(0, n - 1 - async_level); 0 is on-policy."""
     seq_len: int = Field(2048, ge=2)
@@ -122,6 +122,11 @@ class Experiment(Section):
     def run_dir(self) -> Path:
         """Directory that holds everything this run writes."""
         return self.output_dir / self.name
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer updates in all; None where the data decide (`sft.data.num_epochs`): the trainer counts them."""
+        return None if self.kind == "sft" and self.sft.data.num_epochs is not None else self.max_steps
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -223,7 +228,7 @@ class Experiment(Section):
         self._sources_fit()
         self._can_evaluate()
         resume = self.ckpt.resume_step if self.ckpt is not None else None
-        if isinstance(resume, int) and resume >= self.max_steps:
+        if isinstance(resume, int) and self.num_steps is not None and resume >= self.num_steps:
             raise ValueError(
                 f"ckpt.resume_step ({resume}) is not below max_steps ({self.max_steps}): nothing is left to do; raise "
                 "--max-steps"
@@ -303,6 +308,11 @@ class Experiment(Section):
 
     def _sft_fits(self) -> None:
         data, evaluation = self.sft.data, self.orchestrator.eval
+        if self.num_steps is None and self.max_steps != Experiment.model_fields["max_steps"].default:
+            raise ValueError(
+                f"max_steps ({self.max_steps}) and sft.data.num_epochs ({data.num_epochs:g}) both say how long to "
+                "train: leave one of them out"
+            )
         if evaluation is not None and not evaluation.env:
             raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
         longest = data.seq_len or self.seq_len

@@ -28,6 +28,9 @@ SYNC_S = 1.0
 """Lines are on the disk after so long at most: what a node loses with its memory is played again."""
 
 COMPLETED, FAILED, TIMEOUT = "completed", "failed", "timeout"
+UNANSWERED = "Unanswered"
+"""Class of a timeout before an API's reply: the model may be slow, or the API hang. It is scored as any timeout, but
+counts as a failure in `max_failed_share`, and is played again as one."""
 
 
 class Key(NamedTuple):
@@ -77,6 +80,11 @@ class Record:
         """True if it has a score."""
         return self.state != FAILED
 
+    @property
+    def has_failed(self) -> bool:
+        """True if nobody knows what the model would have scored."""
+        return not self.is_scored or self.error == UNANSWERED
+
 
 def results_file(run_dir: Path) -> Path:
     """Of a run directory."""
@@ -93,7 +101,7 @@ def num_episodes(run_dir: Path) -> int:
 
 
 def read_records(path: Path) -> tuple[dict[Key, Record], int]:
-    """All episodes of a file, one a key: a scored one wins over a failed one, else the first.
+    """All episodes of a file, one a key: one that is as it should be wins over a failed one, else the first.
 
     Returns:
         the episodes, and the bytes of whole lines: what is beyond them was cut off.
@@ -109,7 +117,11 @@ def read_records(path: Path) -> tuple[dict[Key, Record], int]:
 
 def replaces(record: Record, earlier: Record | None) -> bool:
     """Return whether an episode counts beside an earlier one of its key."""
-    return earlier is None or (record.is_scored and not earlier.is_scored)
+    return earlier is None or _rank(record) > _rank(earlier)
+
+
+def _rank(record: Record) -> int:
+    return record.is_scored + (not record.has_failed)
 
 
 def read_lines(path: Path, record_type: type[Record]) -> Iterator[tuple[Record | None, int, int]]:
@@ -225,7 +237,7 @@ class EpisodeLog:
 
         def is_there(key: Key) -> bool:
             record = self.records.get(key)
-            return record is not None and (record.is_scored or not retry_failed)
+            return record is not None and not (record.has_failed and retry_failed)
 
         return [key for key in wanted if not is_there(key)]
 

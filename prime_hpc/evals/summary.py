@@ -50,7 +50,7 @@ def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfi
         "num_failed": sum(record.state == FAILED for record in records),
         "num_timeout": sum(record.state == TIMEOUT for record in records),
         "num_truncated": sum(record.truncated for record in scored),
-        "failures": dict(sorted(_count(record.error for record in records if record.state == FAILED).items())),
+        "failures": dict(sorted(_count(record.error for record in records if record.has_failed).items())),
     }
     if not scored:
         return found
@@ -199,9 +199,10 @@ def too_many_failed(summary: Mapping[str, Any], max_share: float) -> list[str]:
     found = []
     for version in summary["versions"]:
         for name, env in version["environments"].items():
-            if env["num_episodes"] and env["num_failed"] / env["num_episodes"] > max_share:
+            failed = sum(env["failures"].values())
+            if env["num_episodes"] and failed / env["num_episodes"] > max_share:
                 kinds = ", ".join(f"{kind} x{count}" for kind, count in env["failures"].items())
-                found.append(f"{version['label']}, {name}: {env['num_failed']} of {env['num_episodes']} ({kinds})")
+                found.append(f"{version['label']}, {name}: {failed} of {env['num_episodes']} ({kinds})")
     return found
 
 

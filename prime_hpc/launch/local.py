@@ -19,7 +19,7 @@ from prime_hpc.config.site import load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.lint.lint import lint, refuse_errors
+from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
 from prime_hpc.launch.prepare import for_evaluation, prepare_run, write
@@ -44,6 +44,10 @@ RESUME = ["--ckpt.resume-step", "latest"]
 
 def run(loaded: Loaded) -> int:
     """Run an experiment in the foreground; returns the exit code."""
+    if loaded.experiment.kind == "sft":
+        with suppress(ConfigError):
+            here = loaded.experiment.model_copy(update={"launch": "local"})
+            print_warnings(lint(here, load_site(here.slurm.site)))
     run_dir = prepare_run(loaded)
     from prime_hpc.supervisor.main import supervise
 
@@ -86,7 +90,10 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
     """
     loaded = for_evaluation(loaded)
     here = loaded.experiment.model_copy(update={"launch": "local"})
-    refuse_errors(loaded, lint(here, load_site(here.slurm.site)))
+    findings = lint(here, load_site(here.slurm.site))
+    refuse_errors(loaded, findings)
+    if not as_json:
+        print_warnings(findings)
     if dry_run:
         show_dry_run(loaded.experiment, local_plan(loaded.experiment), None, as_json)
         return 0

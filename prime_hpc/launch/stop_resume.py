@@ -365,7 +365,7 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
         step = newest.step if asked == "latest" else resolve_resume(paths.checkpoints, asked, deep=False).step
     except (StoreError, OSError) as error:
         raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
-    if step >= experiment.max_steps:
+    if experiment.num_steps is not None and step >= experiment.num_steps:
         raise ConfigError(
             Problem(f"checkpoint {step} is the last of max_steps = {experiment.max_steps}: raise it", "max_steps")
         )

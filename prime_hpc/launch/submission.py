@@ -121,12 +121,11 @@ def _refuse_login_node(experiment: Experiment, environ: Mapping[str, str], why: 
 
 def _refuse(loaded: Loaded, made: Submission, *, quiet: bool) -> None:
     """Raise for what lint calls an error; print what it warns of, unless quiet."""
-    from prime_hpc.launch.lint.lint import lint, refuse_errors
+    from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
 
     findings = lint(made.experiment, made.site)
-    for finding in findings:
-        if finding.severity == "warning" and not quiet:
-            print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
+    if not quiet:
+        print_warnings(findings)
     refuse_errors(loaded, findings)
     run_dir, scratch = made.experiment.run_dir.resolve(), made.site.scratch
     if not (scratch is not None and run_dir.is_relative_to(scratch)) and not any(f.code == "PH313" for f in findings):

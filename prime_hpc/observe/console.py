@@ -121,7 +121,7 @@ class Console:
     def __init__(
         self,
         run_dir: Path,
-        max_steps: int,
+        max_steps: int | None,
         *,
         kind: Literal["rl", "sft", "eval", "synthesize"],
         clock: AwakeClock | None = None,
@@ -249,12 +249,14 @@ class Console:
         self._seconds["waiting"] += wait
         self._seconds["saving"] += save
         self._seconds["useful"] += max(0.0, row["time/step"] - wait - save)
+        if "run/max_steps" in row and "run" not in row:  # the data decide (`sft.data.num_epochs`): it has counted
+            self._max_steps = int(row["run/max_steps"])
         parts = [f"step {step:>4}/{self._max_steps}"]
         if "run" in row:  # one of several runs of this trainer: the row is of its step
             parts = [f"{row['run']} step {row['run/step']:>4}/{row['run/max_steps']}"]
         parts += self._rl_parts(row, took) if self._kind == "rl" else self._sft_parts(row)
         parts += [f"{took:.1f} s/step"]
-        if "run" not in row:
+        if "run" not in row and self._max_steps is not None:
             parts += [f"ETA {duration(sum(self._times) / len(self._times) * (self._max_steps - step))}"]
         logger.info("  ".join(parts))
 

@@ -14,6 +14,7 @@ _LEFT_OUT = {
     "truncated": "longer than seq_len and cut (sft.data.overlong)",
     "untrained": "without anything to train (sft.data.loss_roles)",
     "bad": "refused and skipped (sft.data.bad_rows)",
+    "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 

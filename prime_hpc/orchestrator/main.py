@@ -33,7 +33,7 @@ from prime_hpc.orchestrator.setup import (
     warn_of_few_open_files,
     with_env_hosts,
 )
-from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
+from prime_hpc.orchestrator.sft_eval_loop import EvalLoop, with_last_version
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc
@@ -111,7 +111,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
         freeze_gc()
         sys.setswitchinterval(SWITCH_S)
         if exp.kind == "sft":
-            await EvalLoop(exp, parts, start_step=start_step).run()
+            await EvalLoop(await with_last_version(exp, parts), parts, start_step=start_step).run()
             return
         orchestrator = Orchestrator(exp, parts, start_step=start_step, state=state)
         logger.info(_start_line(exp, urls, start_step, orchestrator))

@@ -25,7 +25,7 @@ from prime_hpc.orchestrator.weight_sync import READER, WeightSync
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
 from prime_hpc.store.errors import ArtifactTimeout
-from prime_hpc.store.leases import drop_lease, set_floor
+from prime_hpc.store.leases import drop_lease, last_version, set_floor
 from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 ROLE = "orchestrator"
@@ -52,6 +52,19 @@ def due_versions(
 def due_sources(intervals: Sequence[int], version: int, last: int) -> list[int]:
     """Return sources to evaluate at a version: the first and the last one concern all."""
     return [source for source, interval in enumerate(intervals) if version == last or version % interval == 0]
+
+
+async def with_last_version(exp: Experiment, parts: Parts) -> Experiment:
+    """Return the experiment with the run's last step, which the trainer says where the data decide it.
+
+    The trainer may count for long: it ends the run, and this wait, where it cannot.
+    """
+    if exp.num_steps is not None:
+        return exp
+    parts.status.ready(servers=list(parts.urls))
+    while (last := await asyncio.to_thread(last_version, parts.paths)) is None:
+        await asyncio.sleep(LOOK_S)
+    return exp.model_copy(update={"max_steps": last})
 
 
 class EvalLoop:

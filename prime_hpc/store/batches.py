@@ -243,8 +243,9 @@ def prune_batches(
 ) -> list[int]:
     """Delete old batches. One process calls it: trainer rank 0, after a step that all ranks have taken.
 
-    Kept are the newest `keep_last` of the batches up to `trained`, everything after it, and `keep`. A checkpoint needs
-    no batch once it is whole: the orchestrator's state is part of it.
+    Kept are the newest `keep_last` of the batches up to `trained`, everything after it, `keep`, and what no attempt
+    wrote: batches that somebody put there to be trained on. A checkpoint needs no batch once it is whole: the
+    orchestrator's state is part of it.
 
     Args:
         paths: the run.
@@ -263,7 +264,8 @@ def prune_batches(
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, is {keep_last}: a checkpoint of the last step needs its batch")
     check_incarnation(paths, incarnation)
-    removed = [step for step in list_batches(paths) if step <= trained - keep_last and step not in keep]
+    old = [step for step in list_batches(paths) if step <= trained - keep_last and step not in keep]
+    removed = [step for step in old if not (incarnation and is_given(paths.rollouts_step(step)))]
     for step in removed:
         _discard(paths, step, incarnation)
     return removed

@@ -15,6 +15,10 @@ from prime_hpc.store.manifest import MANIFEST
 Kind = Literal["jsonl", "parquet", "hub", "fake"]
 _JSONL, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
 _COMPRESSED = (".gz", ".zst")
+_TABLES = (".csv", ".tsv", ".xls", ".xlsx")
+_OF_TURNS = {"prompt", "completion", "conversations", "conversation", "instruction", "output", "response"}
+_OF_TURNS |= {"question", "answer", "chosen", "rejected"}
+_WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
 _SAVED = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 
@@ -49,6 +53,11 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
         files += found
     if not any(path.is_dir() or path.stat().st_size for path in files):
         raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {path} are empty")
+    if table := next((path for path in files if plain_suffix(path).lower() in _TABLES), None):
+        raise ValueError(
+            f'{table} is a table, and rows are JSON lines or Parquet: python -c "import pandas; '
+            f"pandas.read_csv('{table.name}').to_json('rows.jsonl', orient='records', lines=True)\""
+        )
     saved = [path for path in files if is_saved(path)]
     if not saved and source.type != "hub":
         return DataFiles(source.type if source.type != "auto" else _kind(files), files)
@@ -103,27 +112,61 @@ def _kind(files: list[Path]) -> Kind:
 
 def has_columns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     """Return whether a row with these columns can be trained on."""
+    return _has_turns(names, source) or is_text(names, source)
+
+
+def _has_turns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
     return named["messages"] in names or (named["prompt"] in names and named["completion"] in names)
 
 
+def is_text(names: Sequence[str], source: SFTSourceConfig) -> bool:
+    """Return whether rows with these columns are plain text. Beside columns of a conversation `text` may be that
+    conversation rendered by somebody's template: there it counts only where `sft.data.columns` names it."""
+    is_meant = "text" in source.columns or not _OF_TURNS.intersection(names)
+    return source.columns.get("text", "text") in names and is_meant and not _has_turns(names, source)
+
+
 def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
-    named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
+    named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion", "text")}
     have = ", ".join(sorted(map(str, names))) or "none"
     such_as = '{"prompt": "question", "completion": "answer"}'
     if "conversations" in names:
         such_as = '{"messages": "conversations"}'
+    elif {"instruction", "output"} <= set(names):
+        such_as = '{"prompt": "instruction", "completion": "output"}'
+        if "input" in names:
+            such_as += (
+                ' (without `input`; with it: jq -c \'{prompt: ([.instruction, .input | select(. != null and . != "")] '
+                '| join("\\n\\n")), completion: .output}\')'
+            )
     return (
-        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`; the columns are: {have}. "
-        f"Map them with sft.data.columns, such as {such_as}"
+        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone; "
+        f"the columns are: {have}. Map them with sft.data.columns, such as {such_as}"
     )
 
 
+def other_encoding(path: Path, head: bytes) -> str | None:
+    """Return why a file that begins so holds no JSON lines; None where it is UTF-8, as far as that tells."""
+    wide = _WIDE.get(head[:2]) or ("UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE" if head[:1] == b"\0" else None)
+    if wide is None:
+        return None
+    from_it = "UTF-16" if head[:2] in _WIDE else wide  # iconv then leaves the mark of the byte order out
+    return f"{path} is {wide}, not UTF-8: iconv -f {from_it} -t UTF-8 {path.name} > utf8.jsonl"
+
+
 def first_columns(found: DataFiles) -> list[str] | None:
-    """Return the keys of the first row, where that can be told by reading a little: plain JSON lines; else None."""
+    """Return the keys of the first row, where that can be told by reading a little: plain JSON lines; else None.
+
+    Raises:
+        ValueError: the file is no UTF-8.
+    """
     if found.kind != "jsonl" or is_compressed(found.files[0]):
         return None
+    with contextlib.suppress(OSError), found.files[0].open("rb") as file:
+        if wrong := other_encoding(found.files[0], file.read(2)):
+            raise ValueError(wrong)
     with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:
         row = json.loads(next((line for line in itertools.islice(file, 100) if line.strip()), b"null"))
         return sorted(row) if isinstance(row, dict) else None

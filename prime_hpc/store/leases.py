@@ -4,6 +4,8 @@ The orchestrator sets its floor after every served version, or of an SFT run bef
 file per reader, replaced in one rename. `prime-hpc eval` of a run that still trains sets none: a floor keeps all that
 is made above it, for hours, and for good where the evaluation is killed. What stays for it are the versions of
 checkpoints.
+
+The other way round the trainer says here which version is its last, where its data decide that (`sft.data.num_epochs`).
 """
 
 import json
@@ -17,6 +19,7 @@ from prime_hpc.store.run_paths import RunPaths
 
 _READER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READ_DEADLINE_S = 2.0
+_LAST = "last_version"
 
 
 def set_floor(paths: RunPaths, reader: str, floor: int) -> None:
@@ -45,7 +48,7 @@ def drop_lease(paths: RunPaths, reader: str) -> None:
 def clear_leases(paths: RunPaths) -> None:
     """Forget all readers. The supervisor calls it before it starts the roles of an attempt: the old ones are dead."""
     for name in files.list_dir(paths.leases):
-        if name.endswith(".json"):
+        if name.endswith(".json") or name == _LAST:
             files.remove_file(paths.leases / name)
 
 
@@ -54,6 +57,19 @@ def min_floor(paths: RunPaths) -> int | None:
     names = [n for n in files.list_dir(paths.leases) if n.endswith(".json") and not n.startswith(".")]
     floors = [_read_floor(paths.leases / name) for name in sorted(names)]
     return min((floor for floor in floors if floor is not None), default=None)
+
+
+def set_last_version(paths: RunPaths, version: int) -> None:
+    """Tell readers of this attempt the version that the run ends with. Raises StoreError as `set_floor`."""
+    files.make_dir(paths.leases)
+    files.write_atomic(paths.leases / _LAST, str(version).encode())
+
+
+def last_version(paths: RunPaths) -> int | None:
+    """Return what `set_last_version` said in this attempt; None before."""
+    if _LAST not in files.list_dir(paths.leases):  # listed: an NFS client would remember for a minute that it is not
+        return None
+    return files.retry_read(lambda: int((paths.leases / _LAST).read_bytes()), deadline_s=_READ_DEADLINE_S)
 
 
 def _path(paths: RunPaths, reader: str) -> Path:

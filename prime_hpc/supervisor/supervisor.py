@@ -104,7 +104,7 @@ class Supervisor:
         self._last_tick, self._missed = self._clock.now(), 0.0
         self._ready_at: float | None = None
         self._children: ChildOrchestrators | None = None
-        self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
+        self._console = Console(run_dir, experiment.num_steps, kind=experiment.kind, clock=self._clock)
         lead_s = experiment.slurm.restart.signal_lead_s
         self._controls = controls or Controls(run_dir, steps.allocation if steps else None, lead_s)
         self._controls.needs_s = self._console.needs_s
@@ -278,7 +278,7 @@ class Supervisor:
     def _finished(self) -> Ended:
         """All workers are done: with the work, or with what a stop asked for."""
         progress = self._console.progress()
-        is_over = self._children is None and (progress["step"] or 0) >= (progress["max_steps"] or 1)
+        is_over = self._children is None and 0 < (progress["max_steps"] or 0) <= (progress["step"] or 0)
         if self._stop is None or is_over:
             return Ended(0, "done")
         request = self._stop[0]

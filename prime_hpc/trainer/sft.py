@@ -4,19 +4,22 @@ import time
 
 from loguru import logger
 
-from prime_hpc.store.leases import min_floor
+from prime_hpc.store.leases import min_floor, set_last_version
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.build import Progress, build_data, without_padding
 from prime_hpc.trainer.data.eval_loss import HeldOut
 from prime_hpc.trainer.objectives import sft_loss
+from prime_hpc.trainer.optim.schedule import learning_rate_factor
 from prime_hpc.trainer.trainer import Signal, Trainer
+from prime_hpc.trainer.weights.publish import Publisher, kept_versions
 
 _RL_ONLY = ("reward", "lag_mean", "lag_max")
 
 
 def run_sft(trainer: Trainer) -> None:
-    """Train until `max_steps`, or until the supervisor publishes "stop"; returns when all saves are whole. Collective.
+    """Train until `max_steps` or the end of `sft.data.num_epochs`, or until the supervisor publishes "stop"; returns
+    when all saves are whole. Collective.
 
     Raises:
         SFTDataError: the data set cannot be trained on; names the row.
@@ -26,6 +29,7 @@ def run_sft(trainer: Trainer) -> None:
     start, progress = trainer.resume()
     progress = data.start(progress)
     trainer.status.ready(step=start, world_size=trainer.world_size)
+    figures = end_with(trainer, data.last_step(start))
     if held_out is not None and start == 0:
         _report_untrained(trainer, held_out)
     for step in range(start + 1, trainer.last_step + 1):
@@ -35,7 +39,7 @@ def run_sft(trainer: Trainer) -> None:
             return
         with trainer.train_step.timer("data"):
             batch, progress = data.next()
-        metrics = trainer.train(step, batch, sft_loss) | data.figures
+        metrics = trainer.train(step, batch, sft_loss) | data.figures | figures
         without_padding(metrics)
         if held_out is not None and held_out.is_due(step):
             with trainer.train_step.timer("eval"):
@@ -48,6 +52,28 @@ def run_sft(trainer: Trainer) -> None:
     data.close()
     trainer.finish_saves()
     _finish(trainer)
+
+
+def end_with(trainer: Trainer, last: int | None) -> dict[str, float]:
+    """Have the run end with step `last`, which the data say, and tell everybody; None: with `max_steps`.
+
+    Returns:
+        what every step's metrics say of it.
+
+    Raises:
+        ValueError: the learning-rate schedule does not fit into so many steps.
+    """
+    if last is None:
+        return {}
+    last = max(1, last)
+    trainer.experiment = trainer.experiment.model_copy(update={"max_steps": last})
+    learning_rate_factor(trainer.experiment.trainer.scheduler, last, last)
+    trainer.train_step.max_steps = trainer.saver.max_steps = last
+    if isinstance(trainer.publisher, Publisher):
+        trainer.publisher.is_kept = kept_versions(trainer.experiment)
+    if trainer.rank == 0:
+        set_last_version(trainer.paths, last)
+    return {"run/max_steps": last}
 
 
 def _is_published(trainer: Trainer, step: int) -> bool:

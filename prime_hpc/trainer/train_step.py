@@ -109,7 +109,7 @@ class TrainStep:
         self.policy = policy
         self.optimizer = optimizer
         self.timer = PhaseTimer.of(device)
-        self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
+        self._optim, self._scheduler, self.max_steps = optim, scheduler, max_steps
         self._normalize, self._device = normalize, device
         self._reshard = reshard and not gathers_from_itself(policy.parallel)
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
@@ -329,7 +329,7 @@ class TrainStep:
         return {
             **{k: total[k] for k in stats.totals},
             "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
-            "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self._max_steps),
+            "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self.max_steps),
             "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),
             **{k: total[k] / targets for k in stats.sums},
             **top,

@@ -365,7 +365,8 @@ def build_trainer(
 
 def check_schedule(experiment: Experiment) -> None:
     """Raise a ValueError for a learning-rate schedule that does not fit into the run."""
-    learning_rate_factor(experiment.trainer.scheduler, experiment.max_steps, experiment.max_steps)
+    if (last := experiment.num_steps) is not None:
+        learning_rate_factor(experiment.trainer.scheduler, last, last)
 
 
 def open_trainer(

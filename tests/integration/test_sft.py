@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.report import write_report
 from prime_hpc.observe.role_status import read_status
+from prime_hpc.store.leases import last_version
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
 from tests.integration.test_trainer import assert_done, run_trainer, weights, write_run
@@ -104,6 +105,28 @@ def test_resumed_on_two_ranks_trains_the_same_samples(folder: Path, whole: RunPa
             assert theirs[step][key] == mine[step][key], (step, key)
     assert theirs[STEPS]["eval/loss"] == pytest.approx(mine[STEPS]["eval/loss"], rel=1e-4)
     assert theirs[STEPS]["eval/num_tokens"] == mine[STEPS]["eval/num_tokens"]
+
+
+def test_epochs_decide_the_steps_and_the_schedule(folder: Path) -> None:
+    """42 rows, of which one is too long and one holds nothing to train: 40 samples, 16 a step."""
+    trainer = TRAINER | {"scheduler": {"type": "linear"}}
+    one = run(folder, "epochs", data={"num_epochs": 2}, max_steps=100, trainer=trainer, ckpt={"interval": 3})
+    rows = rows_of(one)
+    assert sorted(rows) == [1, 2, 3, 4, 5] and list_versions(one) == [5] and last_version(one) == 5
+    assert [row["lr"] / 5e-3 for row in rows.values()] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert rows[5]["data/epoch"] == 2 and rows[5]["data/rows"] == 84 and rows[5]["run/max_steps"] == 5
+    two = run(folder, "epochs_two", 2, data={"num_epochs": 2}, max_steps=100, trainer=trainer)
+    for step, row in rows_of(two).items():
+        assert row["num_targets"] == rows[step]["num_targets"] and row["lr"] == rows[step]["lr"]
+        assert row["loss"] == pytest.approx(rows[step]["loss"], rel=1e-4)
+    resume = {"resume_step": str(one.root / "checkpoints" / "step_3")}
+    resumed = run(folder, "epochs_on", data={"num_epochs": 2}, max_steps=100, trainer=trainer, ckpt=resume)
+    assert sorted(rows_of(resumed)) == [4, 5]
+    a, b = weights(one, 5), weights(resumed, 5)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    resume = {"resume_step": str(one.root / "checkpoints" / "step_5")}
+    longer = run(folder, "epochs_more", data={"num_epochs": 2.5}, max_steps=100, trainer=trainer, ckpt=resume)
+    assert sorted(rows_of(longer)) == [6, 7]
 
 
 def test_padded_rows_train_the_same(folder: Path, whole: RunPaths) -> None:

@@ -342,6 +342,26 @@ def test_a_batch_of_which_a_file_is_gone_is_left_out(
     assert [path.name for path in (back / "rollouts").iterdir()] == ["step_000004"]
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_batch_that_is_damaged_is_named_and_the_rest_is_kept(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, folder: bool
+) -> None:
+    file = next((run_dir / "rollouts" / "step_000002").glob("rank*"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    target = tmp_path / ("to" if folder else "a.tar.gz")
+    words = ["--rollouts", "--delete-source", *(["--folder"] if folder else [])]
+    said = ask(capsys, run_dir, target, *words, code=1)
+    assert "left out, it is damaged" in said and f"rollouts/step_000002/{file.name}" in said
+    assert run_dir.is_dir()  # what is not in the archive is not deleted
+    made = target / run_dir.name if folder else target
+    back = Path(ask(capsys, "--restore", made, tmp_path / "back")["path"])
+    assert not (back / "rollouts" / "step_000002" / file.name).exists()
+    assert (back / "rollouts" / "step_000004").is_dir() and (back / "metrics" / "trainer.jsonl").exists()
+    file.write_bytes(whole)  # put back: the next archive has it
+    assert ask(capsys, run_dir, tmp_path / "b.tar", "--rollouts")["damaged"] == []
+
+
 @pytest.mark.parametrize("suffix", [".tar.zst", ".tar.gz"])
 def test_an_archive_damaged_in_what_is_compressed_is_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, suffix: str

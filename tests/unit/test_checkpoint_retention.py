@@ -157,6 +157,15 @@ def test_a_disk_that_refuses_to_delete_says_so(paths: RunPaths) -> None:
     assert there(paths) == [1, 2]
 
 
+def test_batches_that_somebody_put_there_stay(paths: RunPaths) -> None:
+    for step in (1, 2, 3):
+        write_batch(paths, step, [RankBatch.empty(1)], state={"step": step})
+    number = claim_incarnation(paths)
+    for step in (4, 5):
+        write_batch(paths, step, [RankBatch.empty(1)], state={"step": step}, incarnation=number)
+    assert prune_batches(paths, 1, trained=5, incarnation=number) == [4] and list_batches(paths) == [1, 2, 3, 5]
+
+
 def test_old_batches_go_only_when_nothing_needs_them(paths: RunPaths) -> None:
     for step in range(1, 7):
         write_batch(paths, step, [RankBatch.empty(1)], state={"step": step})

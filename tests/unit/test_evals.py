@@ -13,7 +13,18 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.compare import compare, lines, read_side
-from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record, read_records, results_file
+from prime_hpc.evals.episodes import (
+    COMPLETED,
+    FAILED,
+    TIMEOUT,
+    UNANSWERED,
+    EpisodeLog,
+    Key,
+    Record,
+    read_records,
+    replaces,
+    results_file,
+)
 from prime_hpc.evals.play import _judge
 from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
@@ -222,6 +233,28 @@ def test_scores_leave_failed_episodes_out_and_count_timeouts_as_zero() -> None:
     assert found["avg"]["value"] == pytest.approx((0.5 + 0.5 / 3) / 2)
     assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 0) / 2) and found["pass"]["2"]["num_tasks"] == 2
     assert found["pass"]["4"] == {"value": 1.0, "interval": [1.0, 1.0], "num_tasks": 1}  # of task 1 three are left
+
+
+def test_an_api_that_does_not_answer_in_time_counts_as_failed_and_is_asked_again(paths: RunPaths) -> None:
+    silent = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", "Timeout")
+    error, reason = _judge(silent, Version(0), is_api=True)
+    assert error == UNANSWERED and "no end after 9 s" in reason
+    assert _judge(silent, Version(0), is_api=False)[0] == "Timeout"  # own engines: the reply was too long
+    records = [episode(task, 0, 0.0, TIMEOUT, error=error if task < 3 else "Timeout") for task in range(8)]
+    config = StandaloneEvalConfig(environment_ids=["e"], num_resamples=200)
+    found = summarize([(Version(0), [r.key for r in records])], {r.key: r for r in records}, config, {}, "model")
+    (env,) = (v["environments"]["e"] for v in found["versions"])
+    assert (env["num_failed"], env["num_timeout"], env["avg"]["value"]) == (0, 8, 0.0)
+    assert found["too_many_failed"] == ["base, e: 3 of 8 (Unanswered x3)"]
+    better, failed = episode(0, 0, 1.0), episode(0, 0, None, FAILED, error="ProviderError")
+    assert replaces(better, records[0]) and replaces(records[0], failed) and replaces(better, failed)
+    assert not replaces(records[0], better) and not replaces(failed, records[0]) and not replaces(better, better)
+    log = EpisodeLog(paths, 1)
+    for one in records:
+        log.add(one)
+    keys = [one.key for one in records]
+    assert log.missing(keys, retry_failed=True) == keys[:3] and not log.missing(keys, retry_failed=False)
+    log.close()
 
 
 def test_summary_table_and_picture(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH204", "error", {"orchestrator": {"env": [], "eval": {}}}, {}, "neither it nor the training"),
     ("PH205", "warning", {"ckpt": None}, {}, "begins again at step 1"),
     ("PH206", "warning", {"ckpt": {"interval": 100}}, {}, "only the last step"),
-    ("PH207", "warning", {"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, {}, "is not there"),
+    ("PH207", "warning", {"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, {}, "does not exist"),
     (
         "PH207",
         "warning",
@@ -343,6 +343,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("PH233", "warning", {"trainer": {"loss": {"type": "prime_hpc.trainer:f"}}}, {}, "defines no 'f'"),
     ("PH233", "warning", {"trainer": {"loss": {"type": "nowhere:f"}}}, {"container": {"image": "/x.sif"}}, "nowhere"),
+    (
+        "PH235",
+        "warning",
+        {"inference": None, "orchestrator": {"client": {"base_url": "http://a/v1", "api_key_var": "NO_SUCH_KEY"}}},
+        {},
+        "NO_SUCH_KEY is not set",
+    ),
     ("PH234", "error", {"output_dir": f"{__file__}/below"}, {}, "is a file"),
     (
         "PH240",
@@ -428,8 +435,23 @@ def test_servers_by_hand_and_a_misspelt_word_are_told_on_one_machine_too(model: 
     assert found["PH242"].remedy == "did you mean latest?"
 
 
+def test_a_key_that_is_set_or_not_named_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(client: dict[str, Any], **more: Any) -> set[str]:
+        tree = {"kind": "eval", "eval": {"environment_ids": ["reverse-text"], "client": client}, "model": {"name": "m"}}
+        found = lint(Experiment.model_validate(tree | more), SiteConfig.model_validate(SITE))
+        return {f.key or "" for f in found if f.code == "PH235"}
+
+    api = {"base_url": "https://api.example.org/v1"}
+    assert said(api) == set()
+    assert said(api | {"api_key_var": "NO_SUCH_KEY"}) == {"eval.client.api_key_var"}
+    assert said(api | {"api_key_var": "NO_SUCH_KEY"}, slurm={"env": {"NO_SUCH_KEY": "x"}}) == set()
+    monkeypatch.setenv("NO_SUCH_KEY", "x")
+    assert said(api | {"api_key_var": "NO_SUCH_KEY"}) == set()
+
+
 def test_every_code_is_provoked() -> None:
-    in_tests_of_their_own = {"PH000", "PH113", "PH118", "PH119", "PH121", "PH128", "PH201", "PH332", "PH333"}
+    in_tests_of_their_own = {"PH000", "PH113", "PH118", "PH119", "PH121", "PH128", "PH201", "PH214", "PH224"}
+    in_tests_of_their_own |= {"PH332", "PH333"}
     assert {p[0] for p in PROVOKED} | in_tests_of_their_own == set(CODES)
 
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run
+from prime_hpc.config.sections.common import CkptConfig
 from prime_hpc.config.site import GENERIC
+from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.estimate.epochs import expected_steps
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.launch.plan.local_plan import data_line
+from prime_hpc.launch.plan.local_plan import data_line, steps_line
 from prime_hpc.orchestrator.setup import make_pool
 
 FAKE = {"type": "fake"}
@@ -127,3 +130,25 @@ def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
     assert str(Path("none.jinja").absolute()) in refusal(
         "--data.path", str(path), *columns, "--data.chat-template", "none.jinja"
     )
+
+
+def test_epochs_and_steps_are_two_answers(tmp_path: Path) -> None:
+    file, row = tmp_path / "rows.jsonl", '{"prompt": "a", "completion": "b"}'
+    file.write_text(f"{row}\n\n" * 10 + row, encoding="utf-8")
+    tree: dict[str, Any] = {"kind": "sft", "name": "e", "output_dir": str(tmp_path)}
+    data = {"path": str(file), "num_epochs": 3, "batch_size": 4}
+    with pytest.raises(ValueError, match=r"max_steps \(7\) and sft.data.num_epochs \(3\) both say"):
+        Experiment.model_validate(tree | {"sft": {"data": data}, "max_steps": 7})
+    with pytest.raises(ValueError, match="random tokens have no end"):
+        sft(type="fake", num_epochs=1)
+    experiment = Experiment.model_validate(tree | {"sft": {"data": data}})
+    assert experiment.num_steps is None and expected_steps(experiment) == 9
+    assert steps_line(experiment) == "at most 9: 3 epochs of 11 rows; the trainer counts"
+    write_snapshot(experiment, tmp_path / "e", [])
+    assert load_run(tmp_path / "e").num_steps is None  # also after a round through run.yaml
+    said = {f.code: f.message for f in lint(experiment, GENERIC)}
+    assert "at most 9" in said["PH214"] and "reinforcement learning" in said["PH224"]
+    by_tokens = Experiment.model_validate(tree | {"sft": {"data": data | {"batch_tokens": 4096}}})
+    assert expected_steps(by_tokens) is None and "the trainer counts" in steps_line(by_tokens)
+    seldom = by_tokens.model_copy(update={"ckpt": CkptConfig(interval=500)})
+    assert "PH206" not in {f.code for f in lint(seldom, GENERIC)}  # nobody knows that it is too long

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.observe.report import left_out
 from prime_hpc.trainer.data.messages import Conversation, SFTDataError
 from prime_hpc.trainer.data.samples import RowResult, RowTokenizer, SFTSample
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -218,6 +219,26 @@ def test_a_text_begins_with_one_token_of_beginning(tmp_path: Path, in_template: 
         assert not plain.loss_mask[0]
 
 
+def test_rows_of_text_are_trained_whole(tokenizer: Any, chat: ChatTokenizer) -> None:
+    made = sample({"text": "add the name", "id": 7}, chat)  # also where there is a template
+    assert made.token_ids.tolist() == [*chat.encode("add the name"), tokenizer.eos_token_id] and made.loss_mask.all()
+    row = {"text": "name " * 30}
+    assert result(row, chat, seq_len=16).counts.overlong == 1
+    pieces = result(row, chat, seq_len=16, overlong="split").samples
+    whole = sample(row, chat)
+    assert [int(t) for n, p in enumerate(pieces) for t in p.token_ids[n > 0 :]] == whole.token_ids.tolist()
+    assert {len(p.token_ids) for p in pieces[:-1]} == {16} and len(pieces) > 1
+    talk = {"prompt": "a" * 90, "completion": "b"}
+    assert "only rows of `text` are split" in (result(talk, chat, seq_len=16, overlong="split").error or "")
+    for other in ({"prompt": "a"}, {"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"}):
+        assert "columns are" in refusal({"text": "rendered by somebody"} | other, chat)
+    both = {"text": "rendered", "prompt": "add", "completion": "name"}
+    assert trained_text(sample(both, chat), tokenizer) == ["name<|im_end|>"]
+    mapped = sample({"body": "add", "answer": "b"}, chat, columns={"text": "body"})
+    assert mapped.token_ids.tolist() == [*chat.encode("add"), tokenizer.eos_token_id]
+    assert "expected `text` as a string" in refusal({"text": 3}, chat)
+
+
 def test_half_a_character_in_plain_text_is_refused(tokenizer: Any) -> None:
     chat = ChatTokenizer(tokenizer, chat_template="none")
     assert "half a character" in refusal({"prompt": "my \udc00", "completion": "number"}, chat)
@@ -232,6 +253,24 @@ def test_template_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     assert "prefix property" not in (result(row, chat).error or "")
     with pytest.raises(SFTDataError, match=r"sft\.data\.chat_template = .*none\.jinja"):
         ChatTokenizer(tokenizer, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, tokenizer: Any, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "name"}]}
+    assert result(row, chat).counts.unended == 0
+    file = tmp_path / "mine.jinja"
+    text = "{% for m in messages %}[{{ m.role }}]<think>{{ m.content }}END\n{% endfor %}"
+    text += "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    file.write_text(text)
+    own = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert result(row, own).counts.unended == 1 and result(row, own, split_turns=True).counts.unended == 1
+    only_user = result(row, own, loss_roles=("user",))
+    assert only_user.samples and only_user.counts.unended == 0
+    file.write_text(text.replace("END", "{% if loop.last %}{{ eos_token }}{% endif %}"))
+    assert result(row, ChatTokenizer(tokenizer, chat_template=str(file))).counts.unended == 0
+    plain = result({"prompt": "a", "completion": "b"}, ChatTokenizer(tokenizer, chat_template="none"))
+    assert plain.samples and plain.counts.unended == 0
+    assert "nothing teaches the model to stop" in left_out({"data/rows": 1.0, "data/unended": 1.0})
 
 
 def test_forms_that_data_sets_have(tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.datafiles import find_data, first_columns
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
@@ -120,8 +120,8 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     datasets.Dataset.from_list(pictured, features=features).save_to_disk(tmp_path / "pictured")
     seen = [opened(tmp_path / "cache", path=tmp_path / "pictured") for _ in range(2)]
     assert seen[0].fingerprint == seen[1].fingerprint and read(seen[0]) == rows_of(2)
-    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
-    with pytest.raises(SFTDataError, match="the columns are: text"):
+    datasets.Dataset.from_list([{"body": "a"}]).save_to_disk(tmp_path / "other")
+    with pytest.raises(SFTDataError, match="the columns are: body"):
         opened(tmp_path / "cache", path=tmp_path / "other")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="saved is a folder that `datasets` saved: state it as path"):
@@ -186,6 +186,23 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob(".tmp-*"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "latin-1"])
+def test_other_encodings_are_named_with_what_to_do(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    text = '{"prompt": "a", "completion": "b"}\n{"prompt": "caf\u00e9", "completion": "b"}\n'
+    file.write_bytes(text.encode(encoding))
+    names = {"latin-1": "ISO-8859-1", "utf-16": "UTF-16", "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE"}
+    with pytest.raises(SFTDataError) as refused:
+        read(opened(tmp_path / "cache", path=file))
+    assert f"iconv -f {names[encoding]} -t UTF-8 rows.jsonl > utf8.jsonl" in str(refused.value)
+    if encoding != "latin-1":
+        with pytest.raises(ValueError, match="not UTF-8"):
+            first_columns(find_data(SFTDataConfig(path=str(file))))
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(ValueError, match=r"rows.csv is a table.*read_csv"):
+        find_data(SFTDataConfig(path=str(tmp_path / "rows.csv")))
+
+
 def test_fingerprint_sees_rows_that_change(tmp_path: Path) -> None:
     prints: list[int] = []
     for content in (rows_of(10), rows_of(10), rows_of(11), [*rows_of(9), {"prompt": "another", "completion": ""}]):
@@ -220,6 +237,7 @@ def test_a_checkpoint_of_a_version_before_is_resumed(tmp_path: Path, monkeypatch
     data = build.RealData.__new__(build.RealData)
     data._config, data._timeout_s = SFTDataConfig(name="owner/set"), 1.0
     data._fingerprint, data._former, data._num_rows, data._prefetcher = 1, 2, 5, None
+    data._looks, data._template = 8, "the chat template own.jinja"
     data._rows, data._seed = opened(tmp_path / "cache", path=tmp_path / "saved"), 7
     with_id = fingerprint_of(fingerprint_of(former_fingerprint(data._rows), *whole), True, 7)
     data._stream = SimpleNamespace(start=lambda position: began.append(position.row))  # type: ignore[assignment]
@@ -227,4 +245,7 @@ def test_a_checkpoint_of_a_version_before_is_resumed(tmp_path: Path, monkeypatch
         assert data.start({"data_row": 3, "data_fingerprint": known})["data_fingerprint"] == 1
     with pytest.raises(SFTDataError, match="other rows"):
         data.start({"data_row": 3, "data_fingerprint": 4})
-    assert began == [3, 3, 3]
+    with pytest.raises(SFTDataError, match=r"another chat template.*own\.jinja now.*on_change = restart"):
+        data.start({"data_row": 3, "data_fingerprint": 1, "data_looks": 9})
+    assert data.start({"data_row": 3, "data_fingerprint": 1, "data_looks": 8})["data_looks"] == 8
+    assert began == [3, 3, 3, 3]

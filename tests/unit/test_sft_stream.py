@@ -1,18 +1,24 @@
 """The stream of samples: every row once an epoch, the same steps for any number of ranks and from any position."""
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.store.datafiles import find_data
+from prime_hpc.trainer.data.epochs import Lengths, count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
 from prime_hpc.trainer.data.stream import Batch, BatchShape, Position, RowOrder, SampleStream
+from prime_hpc.trainer.data.workers import Recipe
 
 NUM_ROWS = 22
 SHAPE = BatchShape(batch_size=5, batch_tokens=None, micro_batch_tokens=16)
@@ -169,6 +175,61 @@ def test_one_pass_ends_with_what_is_left() -> None:
     while (batch := stream.next()) is not None:
         batches.append(batch)
     assert tokens_of(batches) == sorted(s.token_ids.tolist() for r in tokenise(range(8)) for s in r.samples)
+
+
+@pytest.mark.parametrize("num_epochs", [0.3, 1, 2.5, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, batch_tokens=31), replace(SHAPE, batch_tokens=9)])
+def test_steps_of_epochs_are_counted_as_the_stream_makes_them(
+    shape: BatchShape, shuffle: bool, num_epochs: float
+) -> None:
+    last_row = last_row_of(num_epochs, NUM_ROWS)
+    made = tokenise(range(NUM_ROWS))
+    lengths = Lengths(
+        np.array([len(r.samples) for r in made]), np.array([len(s.token_ids) for r in made for s in r.samples])
+    )
+    stream, positions = one_stream(shape, shuffle=shuffle, last_row=last_row), [Position()]
+    while (batch := stream.next()) is not None:
+        positions.append(batch.position)
+    order = RowOrder(NUM_ROWS, seed=3, shuffle=shuffle)
+    left = [count_steps(lengths, order, shape, position, last_row) for position in positions]
+    assert left == list(reversed(range(len(positions))))
+    if num_epochs == 3:
+        assert positions[-1].samples == 3 * len(EPOCH)
+
+
+def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path) -> None:
+    rows = [{"prompt": f"row {i}", "completion": "x" * (i % 7)} for i in range(5)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    source = SFTDataConfig(path=str(file))
+    recipe = Recipe(source, source, find_data(source), tmp_path / "cache", tmp_path, False, False, 64, 100)
+    opened = recipe.open_rows()
+    peers, found = Peers(2), {}
+
+    def count(rank: int, make: Any = tokenise, made_by: int = 1) -> None:
+        found[rank] = lengths_of(recipe, opened, made_by, make, ThreadExchange(peers, rank))
+
+    def on_both(*arguments: Any) -> Any:
+        threads = [threading.Thread(target=count, args=(rank, *arguments), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return found.pop(0), found.pop(1)
+
+    first, other = on_both()
+    assert first.counts.tolist() == [0, 1, 2, 0, 1] and first.tokens.tolist() == [4, 5, 6, 7] and other is None
+    again, _ = on_both(None)  # nothing is tokenised
+    assert again.tokens.tolist() == first.tokens.tolist()
+    with pytest.raises(TypeError):
+        lengths_of(recipe, opened, 2, cast(Any, None), Exchange(10))  # another template
+    bad = lambda indices: [RowResult([], RowCounts(rows=1), f"row {i} is bad") for i in indices]  # noqa: E731
+    with pytest.raises(SFTDataError, match="row 0 is bad"):
+        lengths_of(recipe, opened, 3, bad, Exchange(10))
+    none = lambda indices: [RowResult([], RowCounts(rows=1, overlong=1)) for _ in indices]  # noqa: E731
+    with pytest.raises(SFTDataError, match=r"no row can be trained on: of 5 rows so far: 5 longer than seq_len"):
+        lengths_of(recipe, opened, 4, none, Exchange(10))
 
 
 def test_a_bad_row_is_said_when_its_step_comes_not_before() -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
 
-COLUMNS = ("messages", "prompt", "completion", "tools")
+COLUMNS = ("messages", "prompt", "completion", "tools", "text")
 """The parts that a row may hold, by the product's names."""
 
 
@@ -18,8 +18,9 @@ class SFTSourceConfig(Section):
     type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
     path: str | list[str] | None = None
-    """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, or with `messages` (and
-    `tools`). Files may be compressed (.gz, .zst). What is named twice is trained on twice an epoch."""
+    """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, with `messages` (and
+    `tools`), or with nothing but `text`, all of which is trained. Files may be compressed (.gz, .zst). What is named
+    twice is trained on twice an epoch."""
     name: str | None = None
     """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
     subset: str | None = None
@@ -27,7 +28,7 @@ class SFTSourceConfig(Section):
     split: str = "train"
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
-    """The data's own names of the columns `messages`, `prompt`, `completion`, `tools`: `{prompt: question}`."""
+    """The data's own names of the columns `messages`, `prompt`, `completion`, `tools`, `text`: `{prompt: question}`."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -67,6 +68,9 @@ class SFTDataConfig(SFTSourceConfig):
 
     batch_size: int = Field(64, ge=1)
     """Samples a step, over all ranks."""
+    num_epochs: float | None = Field(None, gt=0)
+    """Passes over the data, instead of `max_steps`: the trainer counts their steps at its start, for which it tokenises
+    every row once (what it finds is kept in `cache_dir`). The last step takes what is left."""
     batch_tokens: int | None = Field(None, ge=2)
     """Tokens a step at most, over all ranks, instead of `batch_size`: whole samples as long as they fit."""
     pack: bool = True
@@ -91,8 +95,9 @@ class SFTDataConfig(SFTSourceConfig):
     chat_template: str = "auto"
     """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file, which the published
     weights hold in the place of the model's."""
-    overlong: Literal["error", "drop", "truncate"] = "drop"
-    """Treatment of a sample longer than `seq_len`; counted in the metrics."""
+    overlong: Literal["error", "drop", "truncate", "split"] = "drop"
+    """Treatment of a sample longer than `seq_len`; counted in the metrics. `split`, of rows of `text` alone: each piece
+    is a sample."""
     bad_rows: Literal["error", "skip"] = "error"
     """Treatment of a row that cannot be read or that the template refuses; skipped ones are counted."""
     num_workers: int | None = Field(None, ge=0)
@@ -102,7 +107,8 @@ class SFTDataConfig(SFTSourceConfig):
     cache_dir: Path | None = None
     """Folder of line indices and unpacked files; default `<output_dir>/.sft-cache`."""
     on_change: Literal["error", "restart"] = "error"
-    """Treatment of a resume with other data or another order than the checkpoint's: `restart` begins an epoch."""
+    """Treatment of a resume with other data, another order or another chat template than the checkpoint's: `restart`
+    begins an epoch."""
 
     _cache_from_here = field_validator("cache_dir")(from_here)
 
@@ -120,6 +126,12 @@ class SFTDataConfig(SFTSourceConfig):
     def _padding_needs_rows(self) -> "SFTDataConfig":
         if self.pad_multiple is not None and self.pack:
             raise ValueError("pad_multiple fills rows of one sample each: set pack = false, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_end(self) -> "SFTDataConfig":
+        if self.num_epochs is not None and self.type == "fake":
+            raise ValueError("num_epochs counts passes over rows, and random tokens have no end: set max_steps")
         return self
 
 

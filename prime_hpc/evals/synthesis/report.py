@@ -39,14 +39,14 @@ def report(
         scored = [float(record.reward or 0.0) for record in own if record.is_scored]
         failures: dict[str, int] = defaultdict(int)
         for record in own:
-            if record.state == FAILED:
+            if record.has_failed:
                 failures[record.error or "unknown"] += 1
         dropped = found.dropped[env]
         environments[env] = {
             "num_tasks": len({record.task for record in own}),
             "num_tasks_with_rows": len({key.task for key, _ in found.kept if key.env == env}),
             "num_episodes": len(own),
-            "num_failed": sum(failures.values()),
+            "num_failed": sum(record.state == FAILED for record in own),
             "failures": dict(sorted(failures.items())),
             "num_conversations": found.kept_of[env] + sum(dropped.values()),
             "num_rows": found.kept_of[env],

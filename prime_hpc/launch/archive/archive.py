@@ -40,6 +40,8 @@ class Archived:
     packed_bytes: int
     checkpoints: list[int]
     notes: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    """Files of batches that are not what their manifests say: left out."""
     deleted: bool = False
 
 
@@ -70,7 +72,7 @@ def make_archive(
         say: told how it goes.
 
     Raises:
-        ArtifactError: a file of the run is damaged, or what was written is not what was read.
+        ArtifactError: a file of the run, but of no batch, is damaged, or what was written is not what was read.
         StoreError: the disk is full, something else bears the name, or a file changed.
         OSError: something cannot be read.
     """
@@ -85,7 +87,8 @@ def make_archive(
         path.parent.mkdir(parents=True, exist_ok=True)
     _say_room(part, num_bytes, say)
     copy: FolderCopy | PackedFile = FolderCopy(part) if folder else PackedFile(part, path.name)
-    written = copy.write(dict(sorted(chosen.files.items())), chosen.sums)
+    written = copy.write(dict(sorted(chosen.files.items())), chosen.sums, chosen.batches)
+    chosen.notes += [f"left out, it is damaged: {said}" for said in copy.damaged]
     entries = {name: one.entry if isinstance(one, Member) else one for name, one in written.items()}
     copy.finish({INDEX: index_of(run_dir, chosen, entries)}, chosen.links)
     say(f"{len(entries)} files are copied; now they are read back")
@@ -95,7 +98,8 @@ def make_archive(
     if isinstance(copy, PackedFile):
         copy.remove_journal()
     packed = num_bytes if folder else path.stat().st_size
-    return Archived(str(path), len(entries), num_bytes, packed, chosen.checkpoints, chosen.notes), chosen
+    about = str(path), len(entries), num_bytes, packed, chosen.checkpoints, chosen.notes, copy.damaged
+    return Archived(*about), chosen
 
 
 def _say_room(part: Path, num_bytes: int, say: Say) -> None:

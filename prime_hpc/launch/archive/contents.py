@@ -43,6 +43,8 @@ class Chosen:
     """Name in the archive -> target of a symbolic link that stays within the run."""
     sums: dict[str, FileEntry] = field(default_factory=dict)
     """Of files of artifacts: what their own manifests say."""
+    batches: set[str] = field(default_factory=set)
+    """Files of batches: the archive is complete enough without one that is damaged."""
     notes: list[str] = field(default_factory=list)
     """Things left out, for people."""
     checkpoints: list[int] = field(default_factory=list)
@@ -93,7 +95,7 @@ def _run(run_dir: Path, prefix: str, chosen: Chosen, checkpoints: Checkpoints, *
     if rollouts:
         for folder in (paths.rollouts, paths.archived_rollouts):
             for step in list_steps(folder):
-                _artifact(folder / f"step_{step:06d}", f"{prefix}{folder.name}/step_{step:06d}", chosen)
+                _batch(folder / f"step_{step:06d}", f"{prefix}{folder.name}/step_{step:06d}", chosen)
     elif left := len(list_steps(paths.rollouts)) + len(list_steps(paths.archived_rollouts)):
         chosen.notes.append(f"{prefix}rollouts: {left} batches left out (--rollouts takes them)")
     if (run_dir / SECRETS).is_dir() and any((run_dir / SECRETS).iterdir()):
@@ -182,9 +184,11 @@ def _weights(paths: RunPaths, prefix: str, chosen: Chosen, steps: list[int]) -> 
             chosen.notes.append(f"{prefix}weights: version {version} left out, it is not whole: {error}")
 
 
-def _artifact(folder: Path, name: str, chosen: Chosen) -> None:
+def _batch(folder: Path, name: str, chosen: Chosen) -> None:
     try:
-        _add(folder, verify_artifact(folder), name, chosen)
+        manifest = verify_artifact(folder)
+        _add(folder, manifest, name, chosen)
+        chosen.batches.update(f"{name}/{file}" for file in manifest.files)
     except ArtifactError as error:
         chosen.notes.append(f"{name} left out, it is not whole: {error}")
 

@@ -4,6 +4,7 @@ The counterpart of `packed_file`.
 """
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import xxhash
@@ -20,12 +21,16 @@ class FolderCopy:
     def __init__(self, part: Path) -> None:
         """Fill `part`."""
         self._part = part
+        self.damaged: list[str] = []
+        """After `write`: files that were left out."""
 
-    def write(self, files: dict[str, Path], sums: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        """Copy what is missing; returns the sums of all files, by name.
+    def write(
+        self, files: dict[str, Path], sums: dict[str, FileEntry], may_lack: Collection[str] = ()
+    ) -> dict[str, FileEntry]:
+        """Copy what is missing; returns the sums of all files, by name, but those that are `damaged`.
 
         Raises:
-            ArtifactError: a source is damaged: its sum is not that of its artifact's manifest.
+            ArtifactError: a source is damaged, and not one of those that the archive may lack.
             StoreError: the disk is full, or a source changed while it was copied.
         """
         found: dict[str, FileEntry] = {}
@@ -35,10 +40,15 @@ class FolderCopy:
                 target = self._part / name
                 if target.is_symlink():  # of an earlier try, when the source was one: never written through
                     target.unlink()
-                found[name] = _known(source, target) or _copy(source, target)
-                if (wanted := sums.get(name)) not in (None, found[name]):
-                    target.unlink(missing_ok=True)
-                    raise ArtifactError(source, f"xxh3 {wanted.xxh3}", f"xxh3 {found[name].xxh3}")
+                made, wanted = _known(source, target) or _copy(source, target), sums.get(name)
+                if wanted is None or wanted == made:
+                    found[name] = made
+                    continue
+                target.unlink(missing_ok=True)
+                error = ArtifactError(source, f"xxh3 {wanted.xxh3}", f"xxh3 {made.xxh3}")
+                if name not in may_lack:
+                    raise error
+                self.damaged.append(str(error))
         return found
 
     def finish(self, small: dict[str, bytes], links: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,16 +120,21 @@ class PackedFile:
         self._part, self._name = part, name
         self._journal = part.with_name(f"{part.name}.journal")
         self._unsynced: list[Member] = []
+        self.damaged: list[str] = []
+        """After `write`: files that were left out."""
 
-    def write(self, files: dict[str, Path], sums: dict[str, FileEntry]) -> dict[str, Member]:
-        """Write the members that are missing; returns all, by name.
+    def write(
+        self, files: dict[str, Path], sums: dict[str, FileEntry], may_lack: Collection[str] = ()
+    ) -> dict[str, Member]:
+        """Write the members that are missing; returns all, by name, but those that are `damaged`.
 
         Args:
             files: name -> source, in the order in which they are written.
             sums: what some of them must be.
+            may_lack: those that are left out where they are damaged.
 
         Raises:
-            ArtifactError: a source is damaged: its sum is not that of its artifact's manifest.
+            ArtifactError: another one is damaged: its sum is not that of its artifact's manifest.
             StoreError: the disk is full, or a source changed while it was copied.
         """
         with disk_errors(self._part):
@@ -142,7 +147,15 @@ class PackedFile:
                 try:
                     for name, path in files.items():
                         if name not in done:
-                            done[name] = self._add(out, name, path, sums.get(name))
+                            begin = out.tell()
+                            try:
+                                done[name] = self._add(out, name, path, sums.get(name))
+                            except ArtifactError as error:
+                                if name not in may_lack:
+                                    raise
+                                out.seek(begin)
+                                out.truncate()
+                                self.damaged.append(str(error))
                             self._sync(out, SYNC_BYTES)
                 finally:
                     self._sync(out, 0)

@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
+from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
+from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 
@@ -84,4 +85,23 @@ def rows(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH207", "warning", problem.key, problem.message, "make it before submit, or mend the path")
 
 
-CHECKS = (workers, installed, rows)
+def keys(subject: Subject) -> Iterator[Finding]:
+    """Variables with the key of servers that were named on purpose, and are not set: every request would be refused."""
+    experiment = subject.experiment
+    clients: dict[str, ClientConfig | TeacherConfig | None] = {}
+    if not experiment.trains:
+        clients[f"{experiment.kind}.client"] = experiment.episodes.client
+    elif experiment.inference is None and experiment.samples:
+        clients["orchestrator.client"] = experiment.orchestrator.client
+    if experiment.orchestrator.teacher is not None and experiment.orchestrator.teacher.urls:
+        clients["orchestrator.teacher"] = experiment.orchestrator.teacher
+    for key, client in clients.items():
+        if client is None or client.api_key_var == type(client).model_fields["api_key_var"].default:
+            continue
+        name = client.api_key_var
+        if not os.environ.get(name) and name not in {**experiment.slurm.env, **subject.site.env}:
+            remedy = f"export {name}=... first" + (f", or slurm.env.{name} = @FILE" if subject.is_slurm else "")
+            yield Finding("PH235", "warning", f"{key}.api_key_var", f"the variable {name} is not set here", remedy)
+
+
+CHECKS = (workers, installed, rows, keys)

@@ -4,11 +4,13 @@
 findings over one `Subject`.
 """
 
+import sys
 from collections.abc import Iterable
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.estimate.epochs import with_expected_steps
 from prime_hpc.launch.estimate.memory import read_model
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.for_slurm import is_for_slurm
@@ -24,6 +26,7 @@ from prime_hpc.launch.lint import (
     own_code_rules,
     parallel_rules,
     run_rules,
+    sft_rules,
     sharing_rules,
     slurm_rules,
     time_rules,
@@ -42,6 +45,7 @@ _ANYWHERE: tuple[Check, ...] = (
     *attention_rules.CHECKS,
     *parallel_rules.CHECKS,
     *run_rules.CHECKS,
+    *sft_rules.CHECKS,
     *env_rules.CHECKS,
     *own_code_rules.CHECKS,
     *effect_rules.CHECKS,
@@ -81,6 +85,13 @@ def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     return [finding for finding in lint(experiment, site) if finding.severity == "error"]
 
 
+def print_warnings(findings: Iterable[Finding]) -> None:
+    """Tell whoever starts a run what lint warns of."""
+    for finding in findings:
+        if finding.severity == "warning":
+            print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
+
+
 def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:
     """Raise a ConfigError for the errors among what was found in an experiment: `submit` does not start it."""
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -93,6 +104,7 @@ def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:
     """Everything that the checks look at, worked out once."""
     experiment, _ = with_micro_batch(experiment, site if is_for_slurm(experiment, site) else None)
+    experiment = with_expected_steps(experiment)
     facts = read_model(experiment.model.name)
     views = {role: served_by(experiment, role) for role in engine_roles(experiment)}
     engines = tuple(Engines(role, view, read_model(view.model.name)) for role, view in views.items())

@@ -13,7 +13,6 @@ from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 from prime_hpc.observe.metric_names import is_known, near, split_metric
 from prime_hpc.store.child_runs import list_children
-from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
@@ -279,26 +278,6 @@ def sandboxes(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH212", severity, f"{key}.sandbox", str(error), needed)
 
 
-def data(subject: Subject) -> Iterator[Finding]:
-    """Check the files of supervised data."""
-    sft = subject.experiment.sft
-    for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
-        if subject.is_rl or source is None or not source.paths:
-            continue
-        try:
-            columns = first_columns(found := find_data(source))
-        except ValueError as error:
-            yield Finding("PH207", "warning", key, f"{error}: it is not there (yet)", "make it before submit")
-            continue
-        if columns is not None and not has_columns(columns, source):
-            said, to_do = missing_columns(columns, source).split(". ", 1)
-            yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
-    template = None if subject.is_rl else sft.data.template_file
-    if template is not None and not template.is_file():
-        key = "sft.data.chat_template"
-        yield Finding("PH207", "warning", key, f"{template} does not exist (yet)", "make it; or auto, or none")
-
-
 def checkpoints(subject: Subject) -> Iterator[Finding]:
     """Report a job that comes back and has nothing to come back to."""
     experiment = subject.experiment
@@ -381,7 +360,6 @@ CHECKS = (
     echo,
     evaluation,
     sandboxes,
-    data,
     checkpoints,
     runs,
     alarms,

@@ -25,7 +25,9 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
     """
     has_steps = line_of(one.path / RUN_YAML, "kind: ") not in ("eval", "synthesize")
-    if status.max_steps is None and has_steps and not status.runs and not _trains_many(one.path):
+    by_data = line_of(one.path / RUN_YAML, "    num_epochs: ", after="sft:") not in (None, "null")
+    is_stated = has_steps and not by_data
+    if status.max_steps is None and is_stated and not status.runs and not _trains_many(one.path):
         text = line_of(one.path / RUN_YAML, "max_steps: ")
         if text is None:
             text = line_of(one.path / "roles" / "trainer" / RUN_YAML, "max_steps: ")
@@ -50,6 +52,8 @@ def _from_metrics(status: RunStatus, path: Path) -> None:
         status.figure, status.value, status.trend = "reward" if rewards else "loss", series[-1], series[-40:]
     if trained:
         status.step = integer(trained[-1].get("step"))
+        if status.max_steps is None and "run" not in trained[-1]:  # of `sft.data.num_epochs` the trainer has counted it
+            status.max_steps = integer(trained[-1].get("run/max_steps"))
     last = trained[-20:]
     waits = [(number_of(row.get("time/wait")), number_of(row.get("time/step"))) for row in last]
     known = [

@@ -13,6 +13,7 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.estimate.epochs import with_expected_steps
 from prime_hpc.launch.estimate.step_time import Pace
 from prime_hpc.slurm.times import format_time
 from prime_hpc.store.checkpoint.optimal_interval import (
@@ -86,14 +87,14 @@ def interval_facts(
         events=events,
     )
     chosen = experiment.ckpt.interval if experiment.ckpt else None
-    most = experiment.max_steps
+    most = last = with_expected_steps(experiment).max_steps
     if walltime_s is not None:
         most = max(1, min(most, int(walltime_s / speed.step_s)))
     why, best_loss, best_steps, best_s = best.why, best.loss_percent, best.num_steps, best.interval_s
     if best_steps > most:  # there is no such interval in a run that is shorter
         best_steps, best_s = most, most * speed.step_s
         best_loss = expected_loss_percent(best_s, speed.stall_s, best.mtbf_s, restart_s, speed.save_s)
-        why += f"; at most {most} steps: " + ("the run" if most == experiment.max_steps else "the time limit")
+        why += f"; at most {most} steps: " + ("the run" if most == last else "the time limit")
     steps = chosen if isinstance(chosen, int) else best_steps
     seconds = steps * speed.step_s
     loss = expected_loss_percent(seconds, speed.stall_s, best.mtbf_s, restart_s, speed.save_s)

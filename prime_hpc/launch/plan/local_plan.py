@@ -12,6 +12,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_role
 from prime_hpc.config.run_files import TINKER_URL
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
+from prime_hpc.launch.estimate.epochs import epochs_line
 from prime_hpc.slurm.client import why_not_in_force
 from prime_hpc.slurm.options import Options
 from prime_hpc.slurm.placement import Component, PlacedRole, Placement, RoleGroup
@@ -42,6 +43,8 @@ def steps_line(experiment: Experiment) -> str:
     """How far it goes."""
     if not experiment.trains:
         return evaluated_versions(experiment) if experiment.kind == "eval" else "the model as it is"
+    if experiment.num_steps is None:
+        return epochs_line(experiment)
     return f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if _is_rl(experiment) else "")
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_run
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.load import load_experiment
+from prime_hpc.launch.estimate.epochs import expected_steps
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.prepare import for_evaluation
@@ -230,9 +231,10 @@ def _time_to_result(made: Submission, step_s: float | None, step_of: StepOf | No
         step_s, said = _measured(experiment), "measured in this run directory"
     if step_s is None and step_of is not None and (predicted := step_of(experiment)) is not None:
         step_s, said = predicted
-    if step_s is None or not experiment.trains:
+    last = expected_steps(experiment)
+    if step_s is None or not experiment.trains or last is None:
         return None, ""
-    steps = experiment.max_steps - _steps_done(experiment)
+    steps = last - _steps_done(experiment, last)
     run_s = made.site.startup_s + steps * step_s
     words = f"{format_time(run_s)}: {steps} steps of {step_s:.3g} s ({said}), {made.site.startup_s:g} s until the first"
     return run_s, words + _returns(experiment, made.site, made, run_s)
@@ -264,7 +266,7 @@ def _measured(experiment: Experiment) -> float | None:
     return median(times) if before.slurm.shape == experiment.slurm.shape else None
 
 
-def _steps_done(experiment: Experiment) -> int:
+def _steps_done(experiment: Experiment, last: int) -> int:
     """Return how many steps need not be made, in whatever shape: those before the checkpoint that the run goes on from;
     0 where that cannot be told now."""
     ckpt = experiment.ckpt
@@ -278,7 +280,7 @@ def _steps_done(experiment: Experiment) -> int:
             asked = resolve_resume(RunPaths(experiment.run_dir, ckpt.path).checkpoints, asked, deep=False).step
     except (StoreError, OSError):
         return 0
-    return min(int(asked), experiment.max_steps)
+    return min(int(asked), last)
 
 
 def _when(moment: float, asked: float) -> str:

@@ -103,14 +103,14 @@ def _asked(
     except StoreError as error:
         raise ConfigError(f"{KEY} = {asked}: {error}") from error
     is_foreign = info.path.parent.resolve() != paths.checkpoints.resolve()
-    over = info.step >= experiment.max_steps
-    if over and asked == "latest" and info.step == experiment.max_steps:
+    last = experiment.num_steps
+    over = last is not None and info.step >= last
+    if over and asked == "latest" and info.step == last:
         # Whoever says "latest" after every crash means: go on if there is anything left.
         logger.warning(f"step {info.step} is the last one (max_steps): nothing is left to train; raise --max-steps")
     elif over:
         raise ConfigError(
-            f"{KEY} = {asked} is step {info.step}, but max_steps = {experiment.max_steps}: nothing is left to do; "
-            "raise --max-steps"
+            f"{KEY} = {asked} is step {info.step}, but max_steps = {last}: nothing is left to do; raise --max-steps"
         )
     wrong = mismatches(experiment, info)
     if wrong:

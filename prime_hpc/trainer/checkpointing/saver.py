@@ -54,7 +54,7 @@ class Saver:
         """Newest step whose checkpoint exists or is being written."""
         self._paths, self._bus = paths, bus
         self._rank, self._world_size = rank, world_size
-        self._config, self._max_steps, self._schedule = config, max_steps, schedule
+        self._config, self.max_steps, self._schedule = config, max_steps, schedule
         self._is_prepared = False
         self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
@@ -101,9 +101,9 @@ class Saver:
         if self._config is None:
             return False
         if isinstance(self._config.interval, int):
-            return step % self._config.interval == 0 or step == self._max_steps
+            return step % self._config.interval == 0 or step == self.max_steps
         due = self._schedule is not None and self._schedule.due()
-        return agree(due or step == self._max_steps)
+        return agree(due or step == self.max_steps)
 
     def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
         """Save a checkpoint, or begin to, unless this step's exists.

@@ -19,6 +19,7 @@ from prime_hpc.observe.report import left_out
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.batching.micro_batches import fake_batch
+from prime_hpc.trainer.data.epochs import count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from prime_hpc.trainer.trainer import Trainer
 
 Progress = dict[str, int]
-_COUNTS = ("rows", "overlong", "truncated", "untrained", "bad")
+_COUNTS = ("rows", "overlong", "truncated", "untrained", "bad", "unended")
 
 
 class TrainingData(Protocol):
@@ -42,6 +43,9 @@ class TrainingData(Protocol):
 
     def start(self, progress: Mapping[str, int]) -> Progress:
         """Go on where a checkpoint's progress says; what to save before a first step. Collective."""
+
+    def last_step(self, start: int) -> int | None:
+        """Return the step at which the data end, of a run that goes on after `start`; None: never. Collective."""
 
     def next(self) -> tuple[RankBatch, Progress]:
         """Return this rank's part of the next step, and the progress after it. Collective."""
@@ -69,6 +73,10 @@ class FakeData:
         """Start: the number of samples is the position."""
         self._position = progress.get("num_samples", 0)
         return {"num_samples": self._position}
+
+    def last_step(self, start: int) -> int | None:
+        """Return None: random tokens have no end."""
+        return None
 
     def next(self) -> tuple[RankBatch, Progress]:
         """Return the batch at the position."""
@@ -107,19 +115,22 @@ class RealData:
         self._rows, self._seed = rows, experiment.seed
         self._fingerprint = self._known_by(rows.fingerprint)
         self._former = self._known_by(former_fingerprint(rows))
-        self._num_rows = rows.num_rows
+        self._template, self._looks, self._made_by = tokenizer.name, tokenizer.looks, tokenizer.fingerprint
+        self._num_rows, self._recipe = rows.num_rows, recipe
         num_workers = config.num_workers
         if num_workers is None:
             num_workers = 2 if trainer.device.type == "cuda" else 0
         self._reader: RowReader | RowProcesses
         self._reader = RowProcesses(recipe, num_workers) if num_workers else RowReader(recipe, rows, tokenizer)
+        self._shape = shape_of(experiment, tokenizer.pad_id(trainer.vocab_size))
         self._stream = SampleStream(
             self._reader,
-            RowOrder(rows.num_rows, seed=experiment.seed, shuffle=config.shuffle),
-            shape_of(experiment, tokenizer.pad_id(trainer.vocab_size)),
+            self._order(),
+            self._shape,
             self._exchange,
             share=trainer.part[0],
             num_shares=trainer.part[1],
+            last_row=None if config.num_epochs is None else last_row_of(config.num_epochs, rows.num_rows),
         )
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
@@ -142,16 +153,42 @@ class RealData:
                 "the checkpoint was trained on other rows, or in another order (seed, shuffle), than "
                 f"{self._config.label} with its {self._num_rows:,} rows now"
             )
-            if self._config.on_change == "error":
-                raise SFTDataError(
-                    f"{text}: its position means nothing here. To begin an epoch of the new data: "
-                    "sft.data.on_change = restart"
-                )
-            logger.warning(f"{text}: an epoch of the new data begins")
-            position = Position()
+            position = self._begin_again(f"{text}: its position means nothing here", "the new data")
+        elif progress.get("data_looks", self._looks) != self._looks:
+            text = (
+                "the checkpoint was trained with another chat template (or another model.enable_thinking) than "
+                f"{self._template} now: put that one back"
+            )
+            position = self._begin_again(text, "the data as they look now")
         self._stream.start(position)
-        self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
         return self._progress(position)
+
+    def _begin_again(self, why: str, of: str) -> Position:
+        """Begin an epoch, where `sft.data.on_change` has it so; else raise an SFTDataError."""
+        if self._config.on_change == "error":
+            raise SFTDataError(f"{why}. To begin an epoch of {of}: sft.data.on_change = restart")
+        logger.warning(f"{why}. An epoch of {of} begins (sft.data.on_change)")
+        return Position()
+
+    def last_step(self, start: int) -> int | None:
+        """Return the step that ends the last of `sft.data.num_epochs`, counted from where `start` has put the stream.
+
+        Raises:
+            SFTDataError: a row cannot be trained on.
+        """
+        last_row = self._stream.last_row
+        if last_row is None:
+            return None
+        lengths = lengths_of(self._recipe, self._rows, self._made_by, self._reader, self._exchange)
+        steps = 0
+        if lengths is not None:
+            steps = count_steps(lengths, self._order(), self._shape, self._stream.position, last_row)
+            epochs = f"{self._config.num_epochs:g} epochs of {self._num_rows:,} rows, {len(lengths.tokens):,} samples"
+            logger.info(f"{self._config.label}: {epochs}: {start + steps:,} steps")
+        return start + int(self._exchange.gather(steps)[0])
+
+    def _order(self) -> RowOrder:
+        return RowOrder(self._num_rows, seed=self._seed, shuffle=self._config.shuffle)
 
     def _known_by(self, rows: int | None) -> int:
         """Fingerprint of the stream of rows: of themselves and their order."""
@@ -163,9 +200,10 @@ class RealData:
         Raises:
             SFTDataError: a row in it cannot be trained on.
         """
-        assert self._prefetcher is not None
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
         batch = self._prefetcher.take()
-        assert batch is not None  # the stream has no end
+        assert batch is not None  # nobody asks for more than `last_step`
         counts = batch.position.counts
         named = {f"data/{k}": float(v) for k, v in zip(_COUNTS, counts.values(), strict=True) if k == "rows" or v}
         self.figures = {
@@ -186,6 +224,7 @@ class RealData:
             "data_row": position.row,
             "data_sub": position.sub,
             "data_fingerprint": self._fingerprint,
+            "data_looks": self._looks,
             **counts,
         }
 

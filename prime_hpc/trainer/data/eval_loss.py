@@ -40,7 +40,7 @@ class HeldOut:
         experiment, self._trainer = trainer.experiment, trainer
         config, source = experiment.sft.eval, experiment.sft.eval_source
         assert config is not None and source is not None
-        self._interval, self._last = config.interval, trainer.last_step
+        self._interval = config.interval
         exchange = Exchange(experiment.trainer.batch_timeout_s)
         recipe = recipe_of(experiment, source, trainer.source, trainer.vocab_size)
         rows = open_together(recipe, exchange)
@@ -65,7 +65,7 @@ class HeldOut:
 
     def is_due(self, step: int) -> bool:
         """Return whether version `step` is evaluated."""
-        return step % self._interval == 0 or step == self._last
+        return step % self._interval == 0 or step == self._trainer.last_step
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 A row holds `messages` (and optionally `tools`), or `prompt` and `completion`: two lists of messages, of which only the
 completion is trained, or two strings, which become a user and an assistant message (plain text where there is no chat
-template). Accepted besides the plain form, because data sets are written so:
+template), or `text` alone, all of which is trained, whatever the template. Accepted besides the plain form, because
+data sets are written so:
 
 - content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
 - `from`/`value` messages with the roles human, gpt, model, function; roles with capitals;
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.datafiles import has_columns, missing_columns
+from prime_hpc.store.datafiles import has_columns, is_text, missing_columns
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
@@ -63,6 +64,11 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         raise SFTDataError(f"expected a JSON object, got {type(row).__name__}")
     if not has_columns(list(row), source):
         raise SFTDataError(missing_columns(list(row), source))
+    if is_text(list(row), source):
+        text = row[source.columns.get("text", "text")]
+        if not isinstance(text, str):
+            raise SFTDataError(f"expected `text` as a string, got {text!r:.120}")
+        return PlainText("", text)
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "prompt", "completion")}
     tools = _tools(row.get(source.columns.get("tools", "tools")))
     own_names = config.loss_roles

@@ -1,5 +1,6 @@
 """One row to its token-exact samples: parse, render, tokenise, cut to length."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,13 +34,15 @@ class RowCounts:
     """Samples without a token that would be trained: left out."""
     bad: int = 0
     """Rows skipped for an error."""
+    unended: int = 0
+    """Conversations trained without the end of any reply."""
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
         return RowCounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
-    def values(self) -> tuple[int, int, int, int, int]:
+    def values(self) -> tuple[int, ...]:
         """In the fields' order."""
-        return self.rows, self.overlong, self.truncated, self.untrained, self.bad
+        return self.rows, self.overlong, self.truncated, self.untrained, self.bad, self.unended
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,15 @@ class RowTokenizer:
         parsed = parse_row(row, self._source, self._config, self._tokenizer.has_template)
         samples: list[SFTSample] = []
         counts = RowCounts(rows=1)
-        for talk in self._talks(parsed):
+        for talk, sample in self._tokenised(parsed):
             plain = isinstance(talk, PlainText)
-            sample = SFTSample(*(self._tokenizer.plain(talk) if plain else self._tokenizer.conversation(talk)))
-            length = len(sample.token_ids)
+            length, unended = len(sample.token_ids), not plain and self._is_unended(talk, sample)
             if length > self._seq_len:
-                if self._config.overlong == "error":
+                if self._config.overlong in ("error", "split"):
+                    what = "" if self._config.overlong == "error" else ", and only rows of `text` are split"
                     raise SFTDataError(
-                        f"{length} tokens, more than seq_len = {self._seq_len}; raise it, or set sft.data.overlong"
+                        f"{length} tokens, more than seq_len = {self._seq_len}{what}; raise it, or set "
+                        "sft.data.overlong"
                     )
                 if self._config.overlong == "drop":
                     counts += RowCounts(overlong=1)
@@ -103,9 +107,28 @@ class RowTokenizer:
             self._refuse_unknown(sample.token_ids)
             if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
                 samples.append(sample)
+                counts += RowCounts(unended=int(unended))
             else:
                 counts += RowCounts(untrained=1)
         return RowResult(samples, counts)
+
+    def _tokenised(self, parsed: Conversation | PlainText) -> Iterator[tuple[Any, SFTSample]]:
+        """Yield what becomes a sample, and its tokens; of a row of `text`, with `overlong = split`, its pieces."""
+        for talk in self._talks(parsed):
+            plain = isinstance(talk, PlainText)
+            whole = SFTSample(*(self._tokenizer.plain(talk) if plain else self._tokenizer.conversation(talk)))
+            length, size = len(whole.token_ids), self._seq_len
+            if length <= size or self._config.overlong != "split" or not plain or talk.prompt:
+                yield talk, whole
+                continue
+            for at in range(0, length - 1, size - 1):  # each begins with the token before it: every token is predicted
+                yield talk, SFTSample(whole.token_ids[at : at + size], whole.loss_mask[at : at + size])
+
+    def _is_unended(self, talk: Conversation, sample: SFTSample) -> bool:
+        """Return whether no reply that is trained ends with a token of its own: nothing teaches the model to stop."""
+        roles = (message["role"] for message, trained in zip(talk.messages, talk.trained, strict=True) if trained)
+        last = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
+        return "assistant" in roles and not any(self._tokenizer.ends_turns(int(sample.token_ids[i])) for i in last)
 
     def _refuse_unknown(self, token_ids: NDArray[np.int32]) -> None:
         """Raise for a token that the model has no embedding of: a split embedding would give zeros in its place."""

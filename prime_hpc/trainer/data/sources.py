@@ -26,7 +26,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store.datafiles import DataFiles, has_columns, is_compressed, missing_columns
+from prime_hpc.store.datafiles import DataFiles, has_columns, is_compressed, is_text, missing_columns, other_encoding
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -108,7 +108,12 @@ class JsonLines:
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
         try:
             return json.loads(os.pread(self._file, end - begin, begin))
-        except ValueError as error:  # not JSON, or not UTF-8
+        except UnicodeDecodeError as error:
+            raise SFTDataError(
+                f"byte {error.object[error.start]:#04x} at {error.start} of the line is no UTF-8: if the "
+                f"file is Latin-1, iconv -f ISO-8859-1 -t UTF-8 {self._shown.name} > utf8.jsonl"
+            ) from error
+        except ValueError as error:
             raise SFTDataError(f"not JSON ({error})") from error
 
     def where(self, index: int) -> str:
@@ -130,10 +135,12 @@ def _write_index(path: Path, target: Path) -> None:
     """Offsets of the non-empty lines, and of the end."""
     starts: list[NDArray[np.int64]] = []
     with path.open("rb") as file:
-        first = file.read(4096).lstrip()[:1]
-        if first == b"[":
+        head = file.read(4096)
+        if wrong := other_encoding(path, head):
+            raise SFTDataError(wrong)
+        if head.lstrip()[:1] == b"[":
             raise SFTDataError(
-                f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > rows.jsonl"
+                f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > utf8.jsonl"
             )
         file.seek(0)
         offset, pending = 0, 0  # of the block, and of the line that began last
@@ -270,6 +277,12 @@ class ArrowRows:
         return f"{self._path}: row {index + 1}"
 
 
+def _used(names: Sequence[str], source: SFTSourceConfig) -> set[str]:
+    """Return the names of the columns that make samples; `text` only where nothing else does."""
+    columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column != "text"]
+    return {source.columns.get(column, column) for column in columns}
+
+
 def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig) -> None:
     """Row group by row group, so that one of them is in memory at a time."""
     import pyarrow as pa
@@ -277,7 +290,8 @@ def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig
     names = parquet.schema_arrow.names
     if not has_columns(names, source):
         raise SFTDataError(f"{path}: {missing_columns(names, source)}")
-    used = [name for name in names if name in {source.columns.get(c, c) for c in COLUMNS}]
+    wanted = _used(names, source)
+    used = [name for name in names if name in wanted]
     schema = pa.schema([parquet.schema_arrow.field(name) for name in used])
     logger.info(f"unpacking {path} ({', '.join(used)}) into {target}")
     files.make_dir(target.parent)
@@ -348,7 +362,7 @@ class HubRows:
             loaded = loaded[source.split]
         if not has_columns(loaded.column_names, source):
             raise SFTDataError(f"{self._name}: {missing_columns(loaded.column_names, source)}")
-        used = {source.columns.get(column, column) for column in COLUMNS}
+        used = _used(loaded.column_names, source)
         # without the others: a picture would be decoded, and be another object at each start
         self._data = loaded.select_columns([name for name in loaded.column_names if name in used])
         self._whole = loaded

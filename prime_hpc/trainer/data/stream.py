@@ -13,7 +13,7 @@ resuming tokenises from there on. Every row is used exactly once an epoch, whate
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -92,12 +92,21 @@ class RowOrder:
     def row_at(self, place: int) -> int:
         """Return the row at a place of the stream; places of one epoch are `num_rows` apart from the next one's."""
         epoch, within = divmod(place, self.num_rows)
-        if not self._shuffle:
-            return within
+        return int(self._rows_of(epoch)[within]) if self._shuffle else within
+
+    def rows(self, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the rows at the places from `start` to `stop`, those of an epoch at a time."""
+        while start < stop:
+            epoch, within = divmod(start, self.num_rows)
+            end = min(stop - epoch * self.num_rows, self.num_rows)
+            yield self._rows_of(epoch)[within:end] if self._shuffle else np.arange(within, end)
+            start += end - within
+
+    def _rows_of(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
             self._rows = np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
             self._epoch = epoch
-        return int(self._rows[within])
+        return self._rows
 
 
 class SampleStream:
@@ -125,7 +134,7 @@ class SampleStream:
         self._tokenise, self._order, self._shape, self._exchange = tokenise, order, shape, exchange
         self._num_shares = num_shares
         self._shares: list[int] = exchange.gather(share)
-        self._last_row = last_row
+        self.last_row = last_row
         self.start(Position())
 
     def start(self, position: Position) -> None:
@@ -136,6 +145,11 @@ class SampleStream:
         self._held: dict[int, list[SFTSample]] = {}  # by place: the samples that this rank tokenised
         self._mean_length = self._shape.mean_length
         self._barren = 0
+
+    @property
+    def position(self) -> Position:
+        """After the batch made last."""
+        return self._position
 
     def agree(self, go_on: bool) -> bool:
         """Return whether every rank goes on."""
@@ -159,7 +173,7 @@ class SampleStream:
 
     def _is_read(self) -> bool:
         """Return whether the stream ends with what waits."""
-        return self._last_row is not None and self._next_row >= self._last_row
+        return self.last_row is not None and self._next_row >= self.last_row
 
     def _needed(self) -> int:
         """How many rows to read at least before a batch is whole; 0: none, or an error comes first."""
@@ -182,8 +196,8 @@ class SampleStream:
     def _read_round(self, needed: int) -> None:
         """Tokenise the next rows together."""
         stop = self._next_row + needed
-        if self._last_row is not None:
-            stop = min(stop, self._last_row)
+        if self.last_row is not None:
+            stop = min(stop, self.last_row)
         rank, size = self._exchange.rank, self._exchange.world_size
         own = range(self._next_row + rank, stop, size)
         indices = [self._order.row_at(place) for place in own]
@@ -210,7 +224,7 @@ class SampleStream:
     def _check_barren(self) -> None:
         """Raise SFTDataError where no row gives a sample; what is wrong with a row that waits is told in its turn."""
         # of two epochs' rows one epoch is whole; fewer may be the end of one and the beginning of the next
-        is_barren = self._barren >= 2 * self._order.num_rows and self._last_row is None
+        is_barren = self._barren >= 2 * self._order.num_rows and self.last_row is None
         if is_barren and all(row.error is None for row in self._waiting):
             seen = self._waiting[-1].counts if self._waiting else RowCounts()
             raise SFTDataError(

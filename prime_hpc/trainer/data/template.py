@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message, PlainText, SFTDataError
+from prime_hpc.trainer.data.sources import fingerprint_of
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
 _SHOWN = 12
@@ -58,9 +59,25 @@ class ChatTokenizer:
         return next(i for i in ids if i is not None and i < vocab_size)
 
     @property
+    def looks(self) -> int:
+        """Fingerprint of what a conversation looks like: the template's text, not its file's name."""
+        return fingerprint_of(self._template, self._enable_thinking)
+
+    @property
+    def fingerprint(self) -> int:
+        """Fingerprint of all that makes tokens of a conversation."""
+        quick = getattr(self._tokenizer, "backend_tokenizer", None)
+        vocabulary = quick.to_str() if quick is not None else sorted(self._tokenizer.get_vocab().items())
+        return fingerprint_of(self.looks, vocabulary, self._begin, sorted(self._ends))
+
+    @property
     def name(self) -> str:
         """Name of the template for messages to people."""
         return self._origin
+
+    def ends_turns(self, token: int) -> bool:
+        """Return whether a token may end a turn: no piece of text does."""
+        return token in self._ends or token in self._added
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added."""

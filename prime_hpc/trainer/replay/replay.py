@@ -30,6 +30,7 @@ from prime_hpc.trainer.data.build import build_data, without_padding
 from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.objectives import loss_of
+from prime_hpc.trainer.sft import end_with
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer, build_trainer
 from prime_hpc.trainer.weights.lora_files import read_adapter
@@ -66,13 +67,17 @@ def plain(experiment: Experiment, num_ranks: int) -> Experiment:
 
 
 @contextmanager
-def batches_of(trainer: Trainer, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], Given]]:
-    """Step -> this rank's batch and figures; SFT's come in order, from the step after the one `progress` is of."""
+def batches_of(
+    trainer: Trainer, source: RunPaths, start: int, progress: dict[str, int]
+) -> Iterator[Callable[[int], Given]]:
+    """Step -> this rank's batch and figures; SFT's come in order, from the step after `start`, which `progress` is
+    of."""
     if trainer.experiment.kind == "rl":
         yield lambda step: (PastBatch(source, step).read(lambda at: read_local_batch(at, *trainer.part)), {})
         return
     data = build_data(trainer)
     data.start(progress)
+    end_with(trainer, data.last_step(start))
     yield lambda step: (data.next()[0], data.figures)
     data.close()
 
@@ -87,7 +92,7 @@ def train_again(trainer: Trainer, source: RunPaths, start: int, stop: int, metri
     if start:
         progress = trainer.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=False))
     objective = loss_of(trainer.experiment)
-    with batches_of(trainer, source, progress) as batch_of:
+    with batches_of(trainer, source, start, progress) as batch_of:
         for step in range(start + 1, stop + 1):
             try:
                 batch, figures = batch_of(step)

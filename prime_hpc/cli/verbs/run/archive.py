@@ -1,8 +1,8 @@
 """`prime-hpc archive RUN DESTINATION`, and `prime-hpc archive --restore FILE FOLDER`.
 
 Exit codes: 0 written and read back, or restored; 1 broken off: a full disk, a damaged file, a file that changed (the
-same command goes on where it was); 2 there is no such run, or the command line is wrong; 3 the run is under way,
-nothing was copied.
+same command goes on where it was), or written without damaged files of batches, which are named; 2 there is no such
+run, or the command line is wrong; 3 the run is under way, nothing was copied.
 """
 
 import sys
@@ -53,7 +53,9 @@ def _archive(given: Given, word: str, target: str) -> int:
         folder=folder,
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    if "--delete-source" in given:
+    for said in done.damaged:
+        print(f"error: left out, it is damaged: {said}", file=sys.stderr)
+    if "--delete-source" in given and not done.damaged:
         if not _is_idle(run_dir):
             return 3
         delete_source(run_dir, chosen, choose(run_dir, wanted, rollouts=rollouts))  # type: ignore[arg-type]
@@ -62,14 +64,14 @@ def _archive(given: Given, word: str, target: str) -> int:
         done.deleted = True
     if "--json" in given:
         print_json(asdict(done))
-        return 0
+        return int(bool(done.damaged))
     share = f", {done.packed_bytes / 2**20:.1f} MiB packed" if not folder else ""
     steps = ", ".join(map(str, done.checkpoints)) or "none"
     print(f"{done.path}: {done.num_files} files, {done.num_bytes / 2**20:.1f} MiB{share}; checkpoints: {steps}")
     for note in done.notes:
         print(f"note: {note}")
     print(f"{run_dir} is deleted" if done.deleted else f"{run_dir} is as it was (--delete-source deletes it)")
-    return 0
+    return int(bool(done.damaged))
 
 
 def _is_idle(run_dir: Path) -> bool:

@@ -1,0 +1,57 @@
+"""Lint's rules of supervised fine-tuning: files, epochs, learning rate."""
+
+from collections.abc import Iterator
+
+from prime_hpc.config.sections.trainer import OptimConfig
+from prime_hpc.launch.estimate.epochs import epochs_line
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    """Check the files of supervised data."""
+    sft = subject.experiment.sft
+    for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
+        if subject.is_rl or source is None or not source.paths:
+            continue
+        try:
+            found = find_data(source)
+        except ValueError as error:
+            yield Finding("PH207", "warning", key, str(error), "make it before submit")
+            continue
+        try:
+            columns = first_columns(found)
+        except ValueError as error:
+            yield Finding("PH207", "error", key, str(error), "")
+            continue
+        if columns is not None and not has_columns(columns, source):
+            said, to_do = missing_columns(columns, source).split(". ", 1)
+            yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
+    template = None if subject.is_rl else sft.data.template_file
+    if template is not None and not template.is_file():
+        key = "sft.data.chat_template"
+        yield Finding("PH207", "warning", key, f"{template} does not exist (yet)", "make it; or auto, or none")
+
+
+def epochs(subject: Subject) -> Iterator[Finding]:
+    """Say how many steps the epochs are."""
+    if subject.experiment.num_steps is None:
+        yield Finding("PH214", "info", "sft.data.num_epochs", f"steps: {epochs_line(subject.experiment)}", "")
+
+
+def rate(subject: Subject) -> Iterator[Finding]:
+    """Warn of a learning rate that nobody chose: the default is that of reinforcement learning."""
+    default, lr = OptimConfig().lr, subject.experiment.trainer.optim.lr
+    if subject.experiment.kind != "sft" or lr != default or subject.experiment.sft.data.type == "fake":
+        return
+    usual = "1e-4" if subject.experiment.model.lora is not None else "1e-5 to 2e-5"
+    yield Finding(
+        "PH224",
+        "warning",
+        "trainer.optim.lr",
+        f"{lr:g}, the default, is a rate for reinforcement learning: supervised fine-tuning learns next to nothing",
+        f"usual: {usual}",
+    )
+
+
+CHECKS = (data, epochs, rate)

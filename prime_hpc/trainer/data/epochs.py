@@ -1,0 +1,145 @@
+"""How many steps `sft.data.num_epochs` comes to: every row is tokenised once, and the stream's cuts are made with the
+lengths alone. The lengths are kept in the cache directory: a resumed run, another number of epochs and the runs of a
+sweep find them there.
+"""
+
+import math
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from prime_hpc import __version__
+from prime_hpc.observe.report import left_out
+from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.trainer.data.exchange import Exchange
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.samples import RowCounts
+from prime_hpc.trainer.data.sources import Rows, fingerprint_of
+from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, Tokenise
+from prime_hpc.trainer.data.workers import Recipe
+
+_ROUND = 1024
+"""Rows that each rank tokenises between two exchanges."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of every sample of a data set."""
+
+    counts: NDArray[np.int64]
+    """[rows] samples of each row."""
+    tokens: NDArray[np.int64]
+    """[samples] in the order of the rows."""
+
+
+def last_row_of(num_epochs: float, num_rows: int) -> int:
+    """Return the place in the stream at which so many passes end."""
+    return max(1, round(num_epochs * num_rows))
+
+
+def count_steps(lengths: Lengths, order: RowOrder, shape: BatchShape, begin: Position, last_row: int) -> int:
+    """Return how many steps `SampleStream` makes from a position on until it has used `last_row` rows."""
+    if shape.batch_tokens is None:
+        samples = sum(int(lengths.counts[rows].sum()) for rows in order.rows(begin.row, last_row)) - begin.sub
+        return math.ceil(max(0, samples) / shape.batch_size)
+    starts = np.concatenate([[0], np.cumsum(lengths.counts)])
+    steps, room, skipped = 0, 0, begin.sub
+    for rows in order.rows(begin.row, last_row):
+        for row in rows:
+            for tokens in lengths.tokens[starts[row] + skipped : starts[row + 1]].tolist():
+                if tokens > room:
+                    steps, room = steps + 1, shape.batch_tokens
+                room -= tokens
+            skipped = 0
+    return steps
+
+
+def lengths_of(recipe: Recipe, rows: Rows, made_by: int, tokenise: Tokenise, exchange: Exchange) -> Lengths | None:
+    """Return the lengths on rank 0, None elsewhere. Collective.
+
+    Args:
+        recipe: the rows' source, and what is made of them.
+        rows: all of them.
+        made_by: fingerprint of tokenizer and template.
+        tokenise: reads and tokenises rows.
+        exchange: between the ranks.
+
+    Raises:
+        SFTDataError: a row cannot be trained on (names the first one), or none gives a sample.
+    """
+    kept = _kept_at(recipe, rows, made_by)
+    lengths = _read(kept) if exchange.rank == 0 else None
+    if not exchange.gather(lengths is not None)[0]:
+        lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange)
+        if lengths is not None:
+            _write(kept, lengths)
+    return lengths
+
+
+def _count(label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange) -> Lengths | None:
+    """Tokenise all rows, each rank its share of each round."""
+    if exchange.rank == 0:
+        logger.info(f"sft.data.num_epochs: {num_rows:,} rows are tokenised once, to count the steps")
+    counts: list[NDArray[np.int64]] = []
+    tokens: list[NDArray[np.int64]] = []
+    seen, is_barren = RowCounts(), True
+    for first in range(0, num_rows, _ROUND * exchange.world_size):
+        begin = min(num_rows, first + exchange.rank * _ROUND)
+        results = tokenise(range(begin, min(num_rows, begin + _ROUND)))
+        error = next((result.error for result in results if result.error is not None), None)
+        own = [len(result.samples) for result in results]
+        made = [len(sample.token_ids) for result in results for sample in result.samples]
+        found = sum((result.counts for result in results), RowCounts())
+        gathered = exchange.gather((np.array(own, np.int64), np.array(made, np.int64), found, error))
+        if said := next((said for *_, said in gathered if said is not None), None):
+            raise SFTDataError(said)
+        seen = sum((part for _, _, part, _ in gathered), seen)
+        is_barren = is_barren and not any(len(part) for _, part, *_ in gathered)
+        counts += [part for part, *_ in gathered if exchange.rank == 0]
+        tokens += [part for _, part, *_ in gathered if exchange.rank == 0]
+    if is_barren:
+        figures = {f"data/{name}": count for name, count in asdict(seen).items()}
+        raise SFTDataError(f"{label}: no row can be trained on: {left_out(figures)}")
+    return Lengths(np.concatenate(counts), np.concatenate(tokens)) if exchange.rank == 0 else None
+
+
+def _kept_at(recipe: Recipe, rows: Rows, made_by: int) -> Path:
+    """Return the cache's file: of these rows, and of all that decides what becomes of them."""
+    config, source = recipe.config, recipe.source
+    looks: Callable[[Path], tuple[int, int]] = lambda path: (path.stat().st_size, path.stat().st_mtime_ns)  # noqa: E731
+    key = fingerprint_of(
+        __version__,
+        rows.fingerprint,
+        *(looks(path) for path in recipe.found.files),
+        made_by,
+        recipe.seq_len,
+        recipe.vocab_size,
+        sorted(source.columns.items()),
+        *(config.loss_roles, config.loss_turns, config.split_turns, config.overlong, config.bad_rows),
+    )
+    return recipe.cache / f"lengths-{key:016x}.npz"
+
+
+def _read(path: Path) -> Lengths | None:
+    try:
+        with np.load(path) as kept:
+            return Lengths(kept["counts"], kept["tokens"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # not made yet, or broken: it is made again
+        return None
+
+
+def _write(path: Path, lengths: Lengths) -> None:
+    files.make_dir(path.parent)
+    partial = path.with_name(f".tmp-{files.unique_suffix()}-{path.name}")
+    try:
+        with disk_errors(path):
+            np.savez(partial, counts=lengths.counts, tokens=lengths.tokens)
+        files.rename(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
