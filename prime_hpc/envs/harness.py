@@ -57,11 +57,11 @@ def local_tool(function: Callable[..., Any]) -> LocalTool:
     """Return a tool from a function: its name, its docstring, its annotated parameters."""
     typed: Any = function
     schema = TypeAdapter(typed).json_schema()
-    parameters = {
-        "type": "object",
-        "properties": {name: {"type": spec["type"]} for name, spec in schema["properties"].items()},
-        "required": schema.get("required", []),
-    }
+    # pydantic's titles are the names once more
+    properties = {name: {k: v for k, v in spec.items() if k != "title"} for name, spec in schema["properties"].items()}
+    parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
     declaration = Tool(
         name=function.__name__, description=inspect.getdoc(function) or "", parameters=parameters, strict=None
     )

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from loguru import logger
 
@@ -41,6 +41,17 @@ class SamplingParameters(Protocol):
         """By vLLM's names."""
 
 
+@runtime_checkable
+class Held(Protocol):
+    """A taskset of an environment that holds something of its own as long as it is played."""
+
+    def hold(self) -> None:
+        """Say that it is played."""
+
+    async def let_go(self) -> None:
+        """Say that it is no longer played here."""
+
+
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 2.0
@@ -58,6 +69,7 @@ class EnvPool:
 
     sources: list[EnvSource]
     _renderer: PromptRenderer | None
+    _held: Sequence[Held] = ()
 
     def __init__(
         self,
@@ -165,6 +177,22 @@ class EnvPool:
         await asyncio.gather(self._stop_worker(), *(fleet.close() for fleet in self._fleets.values()))
         for host in (self._host, *self._remote_hosts):
             await host.close()
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Free what environments hold of their own: on a loop of its own, that may be left behind."""
+        held, self._held = self._held, ()
+        if not held:
+            return
+        thread = LoopThread("prime-hpc-teardown")
+
+        async def let_go() -> None:
+            for taskset in held:
+                await taskset.let_go()
+
+        await asyncio.wait({asyncio.wrap_future(thread.submit(let_go()))}, timeout=CLOSE_TIMEOUT_S)
+        if not await thread.stop(CANCEL_GRACE_S):
+            logger.warning("{} does not end: its thread is left behind", thread.busy_with())
 
     def move_server(self, index: int, url: str) -> None:
         """Server `index` was started again at another address."""
@@ -305,6 +333,9 @@ class EnvPool:
             ) from error
         self._renderer = load_prompt_renderer(*self._renderer_options) if self._chat is None else None
         self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
+        self._held = [s.env.taskset for s in self.sources if isinstance(s.env.taskset, Held)]
+        for taskset in self._held:
+            taskset.hold()
         for source, own in zip(self.sources, self._samplings, strict=False):
             source.sampling = VerifiersSampling(**own.parameters())
         most_s = MAX_PATIENCE_S if self._chat is None else math.inf  # an API's limits may ask for minutes

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,24 @@ def test_a_system_prompt_goes_before_prompts_that_have_none(world: World) -> Non
 def test_a_picture_is_refused_rather_than_left_out(world: World) -> None:
     (result,) = world.play(odd("picture"))
     assert not result.usable and "a user message holds image_url" in result.reason and not world.server.requests
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_is_torn_down_once_in_each_process_when_nobody_plays_it(
+    workers: int, world: World, tmp_path: Path
+) -> None:
+    log = tmp_path / "freed"
+    env = EnvConfig(id="tests.support.hub.legacy_odd", args={"kind": "freed", "log": str(log)}, workers=workers)
+
+    async def run() -> None:
+        async with world.pool(env):
+            async with world.pool(env, split="eval", beside=[env]) as evaluated:
+                assert (await evaluated.run_episode(0, 0)).state is EpisodeState.COMPLETED
+            assert str(os.getpid()) not in (log.read_text() if log.exists() else "")
+
+    asyncio.run(run())
+    pids = log.read_text().split()
+    assert pids.count(str(os.getpid())) == 1 and len(set(pids)) == len(pids) == 1 + 2 * workers
 
 
 def test_a_package_puts_others_together(world: World) -> None:
