@@ -288,7 +288,9 @@ def data(subject: Subject) -> Iterator[Finding]:
         try:
             columns = first_columns(found := find_data(source))
         except ValueError as error:
-            yield Finding("PH207", "warning", key, f"{error}: it is not there (yet)", "make it before submit")
+            waits = subject.is_slurm and subject.experiment.slurm.dependency
+            remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
+            yield Finding("PH207", "warning", key, f"{error}: it is not there (yet)", remedy)
             continue
         if columns is not None and not has_columns(columns, source):
             said, to_do = missing_columns(columns, source).split(". ", 1)
