@@ -23,6 +23,7 @@ from loguru import logger
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import Job, LoopThread
+from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.target import ChatOptions, PolicyTarget
@@ -412,6 +413,7 @@ class EnvPool:
         own = [index for index, config in enumerate(self._configs) if not self._num_workers(config)]
         if not own:
             return
+        self._warn_of_math(own)
         worker = self._make_thread()
         runner = EpisodeRunner(self.sources, self._target, self._renderer, own)
         opening = asyncio.wrap_future(worker.submit(runner.open()))
@@ -427,6 +429,16 @@ class EnvPool:
             raise
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             raise EnvError(f"the environments cannot be started: {type(error).__name__}: {error}") from error
+
+    def _warn_of_math(self, own: Sequence[int]) -> None:
+        """Say of which environments one answer of a model could keep this whole process busy for hours."""
+        for source in (self.sources[index] for index in own):
+            if speaks_of(source.env.taskset, "math_verify"):
+                logger.warning(
+                    f"environment {source.name!r} speaks of math_verify: where it compares answers itself, one such as "
+                    "9^{9^{9}} keeps the process of all environments busy for hours; give it `workers`, where such an "
+                    "episode fails and the others are played on"
+                )
 
     async def _stop_worker(self) -> None:
         """Close the runner and end the thread, or leave it behind when it is blocked."""
