@@ -21,6 +21,7 @@ from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.env_config import harness_is_in_process
 from prime_hpc.envs.interception import PolicyInterception
 from prime_hpc.envs.lazy_runtime import LazyBox
+from prime_hpc.envs.math_answers import begin_boxed, speaks_of
 from prime_hpc.envs.model_client import PolicyClient
 from prime_hpc.envs.patches.lookups import patch_verifiers
 from prime_hpc.envs.patches.math_deadlines import use_on_threads
@@ -99,6 +100,8 @@ class SourceRunner:
         env, stack = self.env, self._stack
         if isinstance(env.taskset, OpensScorer):
             await env.taskset.open_scorer()
+        if speaks_of(env.taskset, "verify_boxed_math_answer"):
+            begin_boxed()
         if self.source.sandbox is not None:
             (self._sandboxes,) = {seat.runtime.pool for seat in agent_config_fields(self.source.env_config).values()}
             await stack.enter_async_context(open_pool(self._sandboxes, WarmPool(self.source.sandbox)))

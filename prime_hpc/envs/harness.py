@@ -57,11 +57,11 @@ def local_tool(function: Callable[..., Any]) -> LocalTool:
     """Return a tool from a function: its name, its docstring, its annotated parameters."""
     typed: Any = function
     schema = TypeAdapter(typed).json_schema()
-    parameters = {
-        "type": "object",
-        "properties": {name: {"type": spec["type"]} for name, spec in schema["properties"].items()},
-        "required": schema.get("required", []),
-    }
+    # pydantic's titles are the names once more
+    properties = {name: {k: v for k, v in spec.items() if k != "title"} for name, spec in schema["properties"].items()}
+    parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
     declaration = Tool(
         name=function.__name__, description=inspect.getdoc(function) or "", parameters=parameters, strict=None
     )
@@ -165,6 +165,8 @@ class InProcessSession(HarnessSession):
             content: Any = await self._local[call.name].call(call.arguments)
         elif call.name in self._dispatch:
             content = await self._call_mcp(call)
+            if isinstance(content, list) and not interception_of(self.endpoint).shows_pictures(self.secret):
+                content = "\n".join(map(_in_words, content))
         else:
             known = ", ".join(tool.name for tool in self._tools) or "none"
             content = f"error: there is no tool {call.name!r}; tools: {known}"
@@ -188,3 +190,11 @@ class InProcessSession(HarnessSession):
         await super().close()
         if self._stack is not None:
             await self._stack.aclose()
+
+
+def _in_words(part: dict[str, Any]) -> str:
+    """Return a text part, and of a picture what it is: a policy that is shown text alone must know that it saw none."""
+    if part["type"] == "text":
+        return str(part["text"])
+    kind = part["image_url"]["url"].partition(":")[2].partition(";")[0]
+    return f"[a picture ({kind}), which cannot be shown here: prompts are text]"

@@ -78,6 +78,11 @@ class PolicyInterception(InterceptionServer):
         """Return the pool's client of that server, or verifiers' own for another endpoint (a judge's, say)."""
         return self.policies.get(config.base_url) or super()._client(config)
 
+    def shows_pictures(self, secret: str) -> bool:
+        """Return whether the model of a rollout may be sent pictures: an API may, a policy's prompts are text."""
+        session = self.sessions.get(secret)
+        return session is None or not isinstance(session.client, PolicyClient)
+
     def acquire(self, session: RolloutSession) -> Any:
         """Return the scope in which a rollout is registered, which gives its `Slot`."""
         return super().acquire(session) if self.serve_http else _Seat(self, session)

@@ -5,10 +5,13 @@ no comparison can be made at all, `CallBroken` is raised and the episode fails: 
 """
 
 import asyncio
+import inspect
+import sys
+from typing import Any
 
 from loguru import logger
 
-from prime_hpc.envs.bounded.calls import CallBroken, CallFailed, call, call_elsewhere, prepare
+from prime_hpc.envs.bounded.calls import CallBroken, CallFailed, begin, call, call_elsewhere, prepare
 from prime_hpc.envs.errors import EnvError
 
 _COMPARE = "prime_hpc.envs.bounded.math_comparison:compare"
@@ -45,3 +48,25 @@ async def open_comparison() -> None:
         logger.info("math-verify is still being imported: the first answer waits for it")
     except CallBroken as error:
         raise EnvError(f"answers cannot be compared: {error}") from error
+
+
+def begin_boxed() -> None:
+    """Start what `same_boxed` needs: its first call would keep the thread, an event loop perhaps, for the import."""
+    begin(_COMPARE)
+
+
+def speaks_of(taskset: Any, name: str) -> bool:
+    """Return whether a name is in the text of a taskset's package, unless that is verifiers or this very one."""
+    module = str(getattr(taskset.config, "module", ""))  # of an older package's environment
+    module = module if module in sys.modules else type(taskset).__module__
+    if module.split(".")[0] in ("prime_hpc", "verifiers"):
+        return False
+    package = module.rpartition(".")[0] or module
+    for known, found in list(sys.modules.items()):
+        if known in (module, package) or known.startswith(f"{package}."):
+            try:
+                if name in inspect.getsource(found):
+                    return True
+            except (OSError, TypeError):  # a program of C, an empty file
+                continue
+    return False

@@ -6,6 +6,8 @@ SDK, a thread per render).
 """
 
 import asyncio
+import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +169,7 @@ class PolicyClient(Client):
             "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
             "completion_logprobs": logprobs,
-            "content": parsed.content,
+            "content": content_of(parsed, completion_ids, self.renderer),
             "reasoning_content": parsed.reasoning_content,
             "tool_calls": parsed.tool_calls,
             "finish_reason": finish_reason,
@@ -245,6 +247,26 @@ def parse_choice(choice: Mapping[str, Any], with_logprobs: bool = True) -> tuple
         raise UnusableAnswerError(str(error)) from error
     except (InferenceError, VersionSpanError) as error:
         raise ProviderError(str(error)) from error
+
+
+def content_of(parsed: Any, completion_ids: list[int], renderer: PromptRenderer) -> str:
+    """Text of a reply that `renderers` has read, with the calls in it that no tool gets: cut, malformed, of no tool.
+
+    Where nothing is called, all that follows the first of these is text, too.
+    """
+    # Those that `response_from_generate` leaves out of `tool_calls`.
+    lost = [call for call in parsed.tool_calls if not call.name or call.status == "unknown_tool"]
+    if not lost:
+        content: str = parsed.content
+        return content
+    ids = list(itertools.takewhile(lambda i: i not in renderer.stop_token_ids, completion_ids))
+    decode = functools.partial(renderer.tokenizer.decode, skip_special_tokens=False)
+    said, span = parsed.content.strip(), lost[0].token_span
+    if len(lost) == len(parsed.tool_calls) and span and decode(ids[: span[0]]).rstrip().endswith(said):
+        texts = [decode(ids[span[0] :])]
+    else:
+        texts = [decode(ids[slice(*call.token_span)]) if call.token_span else call.raw for call in lost]
+    return "\n".join(filter(None, [said, *texts]))
 
 
 def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None:

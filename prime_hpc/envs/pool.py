@@ -16,13 +16,14 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import Job, LoopThread
+from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.target import ChatOptions, PolicyTarget
@@ -39,6 +40,17 @@ class SamplingParameters(Protocol):
 
     def parameters(self) -> dict[str, Any]:
         """By vLLM's names."""
+
+
+@runtime_checkable
+class Held(Protocol):
+    """A taskset of an environment that holds something of its own as long as it is played."""
+
+    def hold(self) -> None:
+        """Say that it is played."""
+
+    async def let_go(self) -> None:
+        """Say that it is no longer played here."""
 
 
 OPEN_TIMEOUT_S = 120.0
@@ -58,6 +70,7 @@ class EnvPool:
 
     sources: list[EnvSource]
     _renderer: PromptRenderer | None
+    _held: Sequence[Held] = ()
 
     def __init__(
         self,
@@ -165,6 +178,22 @@ class EnvPool:
         await asyncio.gather(self._stop_worker(), *(fleet.close() for fleet in self._fleets.values()))
         for host in (self._host, *self._remote_hosts):
             await host.close()
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Free what environments hold of their own: on a loop of its own, that may be left behind."""
+        held, self._held = self._held, ()
+        if not held:
+            return
+        thread = LoopThread("prime-hpc-teardown")
+
+        async def let_go() -> None:
+            for taskset in held:
+                await taskset.let_go()
+
+        await asyncio.wait({asyncio.wrap_future(thread.submit(let_go()))}, timeout=CLOSE_TIMEOUT_S)
+        if not await thread.stop(CANCEL_GRACE_S):
+            logger.warning("{} does not end: its thread is left behind", thread.busy_with())
 
     def move_server(self, index: int, url: str) -> None:
         """Server `index` was started again at another address."""
@@ -305,6 +334,9 @@ class EnvPool:
             ) from error
         self._renderer = load_prompt_renderer(*self._renderer_options) if self._chat is None else None
         self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
+        self._held = [s.env.taskset for s in self.sources if isinstance(s.env.taskset, Held)]
+        for taskset in self._held:
+            taskset.hold()
         for source, own in zip(self.sources, self._samplings, strict=False):
             source.sampling = VerifiersSampling(**own.parameters())
         most_s = MAX_PATIENCE_S if self._chat is None else math.inf  # an API's limits may ask for minutes
@@ -381,6 +413,7 @@ class EnvPool:
         own = [index for index, config in enumerate(self._configs) if not self._num_workers(config)]
         if not own:
             return
+        self._warn_of_math(own)
         worker = self._make_thread()
         runner = EpisodeRunner(self.sources, self._target, self._renderer, own)
         opening = asyncio.wrap_future(worker.submit(runner.open()))
@@ -396,6 +429,16 @@ class EnvPool:
             raise
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             raise EnvError(f"the environments cannot be started: {type(error).__name__}: {error}") from error
+
+    def _warn_of_math(self, own: Sequence[int]) -> None:
+        """Say of which environments one answer of a model could keep this whole process busy for hours."""
+        for source in (self.sources[index] for index in own):
+            if speaks_of(source.env.taskset, "math_verify"):
+                logger.warning(
+                    f"environment {source.name!r} speaks of math_verify: where it compares answers itself, one such as "
+                    "9^{9^{9}} keeps the process of all environments busy for hours; give it `workers`, where such an "
+                    "episode fails and the others are played on"
+                )
 
     async def _stop_worker(self) -> None:
         """Close the runner and end the thread, or leave it behind when it is blocked."""

@@ -19,7 +19,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
-from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
@@ -40,7 +40,7 @@ _MASTER_AND_MOMENTS = 2 * 3
 """A checkpoint over 16-bit weights: float32 master weights and both of Adam's moments."""
 
 
-def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = False) -> None:
+def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = False, waits: bool = False) -> None:
     """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it.
 
     Args:
@@ -48,14 +48,15 @@ def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = F
         role: the role alone; None: the whole run.
         starts_elsewhere: the job starts from another Python environment than this one (a container, a pack): one that
             is not installed here is for lint to warn of, and for the job's own check to refuse.
+        waits: the job waits for another one (`slurm.dependency`), which may make the model or the data.
     """
     experiment = loaded.experiment
     problems = [
-        *(_model(experiment) if role != "orchestrator" else []),
+        *(_model(experiment, waits) if role != "orchestrator" else []),
         *(trained_models(experiment) if role in (None, "trainer") and experiment.trains else []),
         *(_environments(experiment, starts_elsewhere) if _samples(experiment, role) else []),
-        *(missing_rows(experiment) if _samples(experiment, role) else []),
-        *(_data(experiment) if experiment.kind == "sft" else []),
+        *(missing_rows(experiment) if _samples(experiment, role) and not waits else []),
+        *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
         *_space(experiment),
@@ -70,11 +71,11 @@ def _samples(experiment: Experiment, role: str | None) -> bool:
     return experiment.samples and role in (None, "orchestrator") and not is_parent(experiment)
 
 
-def _model(experiment: Experiment) -> list[Problem]:
+def _model(experiment: Experiment, waits: bool) -> list[Problem]:
     name = experiment.model.name
-    if not is_local_path(name):
-        return []
     folder = Path(name)
+    if not is_local_path(name) or (waits and not folder.exists()):
+        return []
     is_loaded = experiment.trains or experiment.inference is not None
     if problems := _folder(name, "model.name", is_loaded=is_loaded):
         return problems
@@ -294,8 +295,8 @@ def missing_rows(experiment: Experiment) -> Iterator[Problem]:
                 yield Problem(str(error), f"{key}.args.{name}")
 
 
-def _data(experiment: Experiment) -> list[Problem]:
-    """Return the files of training and held-out rows exist."""
+def _data(experiment: Experiment, waits: bool) -> list[Problem]:
+    """List what is wrong with the files of training and held-out rows."""
     sft = experiment.sft
     problems = []
     for key, source in (("sft.data", sft.data), ("sft.eval", sft.eval_source)):
@@ -306,7 +307,8 @@ def _data(experiment: Experiment) -> list[Problem]:
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
         except ValueError as error:
-            problems.append(Problem(str(error), f"{key}.path"))
+            if not (waits and isinstance(error, NothingThereError)):
+                problems.append(Problem(str(error), f"{key}.path"))
     template = sft.data.template_file
     if template is not None and not template.is_file():
         problems.append(Problem(f"{template} does not exist (auto, none, or a file)", "sft.data.chat_template"))

@@ -187,6 +187,7 @@ def resume_child(path: Path) -> str:
     if state is None or not state.has_ended:
         raise ConfigError(f"{path.name} has not ended: it is {state.phase if state is not None else 'new'}")
     if state.phase == "done" and load_run(path).max_steps <= state.step:
-        raise ConfigError(f"{path.name} is done with its {state.step} steps: add another run, or raise its max_steps")
+        steps = f"{path.name} is done with its {state.step} steps"
+        raise ConfigError(f"{steps}: add another run, or raise max_steps in {path / RUN_YAML}")
     (path / STATE).unlink(missing_ok=True)
     return f"it was {state.phase} at step {state.step}" + (f" ({state.reason})" if state.reason else "")

@@ -81,7 +81,8 @@ def submit(
         show_dry_run(made.experiment, slurm_plan(made.experiment, made.site), made.text, as_json)
         return 0
 
-    check(loaded, starts_elsewhere=starts_elsewhere(made.experiment, made.site))
+    elsewhere, waits = starts_elsewhere(made.experiment, made.site), bool(made.experiment.slurm.dependency)
+    check(loaded, starts_elsewhere=elsewhere, waits=waits)
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
     run_dir, job, adopted = _queue(loaded, made, ranking)

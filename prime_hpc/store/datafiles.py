@@ -31,11 +31,16 @@ class DataFiles:
     files: list[Path]
 
 
+class NothingThereError(ValueError):
+    """No file is where rows are looked for."""
+
+
 def find_data(source: SFTSourceConfig) -> DataFiles:
     """Return the files, in the order of `path`, those of a pattern or a directory by name.
 
     Raises:
-        ValueError: nothing is there, or the kind cannot be told; names the path and what to do.
+        NothingThereError: nothing is there; names the path.
+        ValueError: the kind cannot be told; names the path and what to do.
     """
     if source.type == "fake":
         return DataFiles("fake", [])
@@ -49,7 +54,7 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
     for path in source.paths:
         found = _expand(path)
         if not found:
-            raise ValueError(f"{path} {_why_nothing(path)}")
+            raise NothingThereError(f"{path} {_why_nothing(path)}")
         files += found
     if not any(path.is_dir() or path.stat().st_size for path in files):
         raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {path} are empty")

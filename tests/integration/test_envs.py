@@ -221,6 +221,28 @@ def test_a_model_that_calls_tools_wrongly_is_told(world: World) -> None:
     assert "no tool 'divide'" in result.completion_text and "error: a: " in result.completion_text
 
 
+def test_the_documents_own_environment_plays(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "prime_hpc" / "envs" / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(# environments/stock.py.*?)```", text, re.DOTALL)
+    (tmp_path / "stock.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    call = '<tool_call>\n{"name": "stock", "arguments": {"names": ["%s"]}}\n</tool_call>'
+    replies = [call % "plums", call % "pears", "14 pears"]
+    world.script = lambda prompt, number: replies[number]
+    (result,) = world.play(EnvConfig(id="stock", args={"things": ["pears"]}))
+    assert result.reward == 1.0 and "error: KeyError: 'plums'" in result.completion_text, result
+
+
+def test_a_tools_picture_is_named_to_a_policy_that_is_shown_text_alone(world: World) -> None:
+    """The tool is an MCP server's."""
+    call = '<tool_call>\n{"name": "camera_tools_look", "arguments": {}}\n</tool_call>'
+    world.script = lambda prompt, number: "a cat" if "picture (image/png)" in prompt else call
+    (result,) = world.play(EnvConfig(id="tests.support.camera", max_turns=2))
+    assert result.usable and result.reward == 1.0 and result.metrics["num_turns"] == 2, result.completion_text
+    prompt = world.tokenizer.decode(world.server.requests[-1]["token_ids"])
+    assert "a cat\n[a picture (image/png), which cannot be shown here: prompts are text]" in prompt
+
+
 def test_reasoning_gym_scores_the_tagged_answer(world: World) -> None:
     def solve(prompt: str, number: int) -> str:
         a, sign, b = re.findall(r"(\d+) ([+-]) (\d+) =", prompt)[-1]

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import os
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs import math_answers
 from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
@@ -180,6 +184,45 @@ def test_a_system_prompt_goes_before_prompts_that_have_none(world: World) -> Non
 def test_a_picture_is_refused_rather_than_left_out(world: World) -> None:
     (result,) = world.play(odd("picture"))
     assert not result.usable and "a user message holds image_url" in result.reason and not world.server.requests
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_is_torn_down_once_in_each_process_when_nobody_plays_it(
+    workers: int, world: World, tmp_path: Path
+) -> None:
+    log = tmp_path / "freed"
+    env = EnvConfig(id="tests.support.hub.legacy_odd", args={"kind": "freed", "log": str(log)}, workers=workers)
+
+    async def run() -> None:
+        async with world.pool(env):
+            async with world.pool(env, split="eval", beside=[env]) as evaluated:
+                assert (await evaluated.run_episode(0, 0)).state is EpisodeState.COMPLETED
+            assert str(os.getpid()) not in (log.read_text() if log.exists() else "")
+
+    asyncio.run(run())
+    pids = log.read_text().split()
+    assert pids.count(str(os.getpid())) == 1 and len(set(pids)) == len(pids) == 1 + 2 * workers
+
+
+def test_a_package_that_compares_answers_is_warned_of_and_has_its_process_before_the_first_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(math_answers, "begin", begun.append)
+    monkeypatch.syspath_prepend(tmp_path)
+    rubric = "import verifiers as vf\nfrom verifiers.v1 import verify_boxed_math_answer\n# or math_verify.verify\n"
+    made = f"{rubric}def load_environment():\n    return vf.SingleTurnEnv(dataset=[{{'question': 'q'}}] * 2)\n"
+    (tmp_path / "compares_itself.py").write_text(made)
+    said = StringIO()
+    sink = logger.add(said, level="WARNING")
+    try:
+        world.play(EnvConfig(id="reverse-text"))
+        assert not begun and "math_verify" not in said.getvalue()
+        world.play(EnvConfig(id="compares-itself"))
+    finally:
+        logger.remove(sink)
+    assert begun == ["prime_hpc.envs.bounded.math_comparison:compare"]
+    assert "environment 'compares-itself' speaks of math_verify" in said.getvalue()
 
 
 def test_a_package_puts_others_together(world: World) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -118,3 +118,20 @@ def test_local_tools_tell_the_model_what_is_wrong() -> None:
     assert call('{"a": 1, "b": 0}').startswith("error: ZeroDivisionError")
     assert call("{not json").startswith("error")
     assert call("[1, 2]").startswith("error")
+
+
+def test_a_local_tools_arguments_are_declared_whole() -> None:
+    """Of an optional one, a list, one of some words: `type` alone says too little, or is not there."""
+
+    def stock(names: list[str], unit: Literal["kg", "g"] | None = None) -> str:
+        """How many there are."""
+        return f"{names} {unit}"
+
+    tool = local_tool(stock)
+    properties: Any = tool.declaration.parameters["properties"]
+    assert properties["names"] == {"type": "array", "items": {"type": "string"}}
+    assert properties["unit"]["anyOf"][0]["enum"] == ["kg", "g"] and tool.declaration.parameters["required"] == [
+        "names"
+    ]
+    assert asyncio.run(tool.call('{"names": ["a"], "unit": "kg"}')) == "['a'] kg"
+    assert asyncio.run(tool.call('{"names": "a"}')).startswith("error: names")

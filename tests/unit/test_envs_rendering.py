@@ -23,6 +23,7 @@ from prime_hpc.envs.rendering import (
     load_prompt_renderer,
     make_renderer,
 )
+from tests.support.scripted_server import ScriptedServer
 from tests.support.tiny_tokenizer import make_tokenizer
 
 PLAIN = """
@@ -308,3 +309,42 @@ def test_prompts_are_kept_by_number_and_by_tokens(tokenizer: Any, monkeypatch: p
     assert kept("x" * 95) == [5, 95]
     assert kept("y" * 200) == [], "one that is too long by itself is not kept"
     assert kept("a", "b", "c", "d", "e") == [1, 1, 1, 1]
+
+
+ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+BAD = "<tool_call>\n{no JSON}\n</tool_call>"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "default"])
+@pytest.mark.parametrize(
+    ("reply", "content", "num_calls"),
+    [
+        ("plain", "plain", 0),
+        (f"I add. {ONE}", "I add.", 1),
+        (ONE[:-20], ONE[:-20], 0),
+        (f"I add. {BAD} So it is 2.", f"I add.\n{BAD} So it is 2.", 0),
+        (f"<think>so</think>{BAD}", BAD, 0),
+        (f"I add. {ONE} and {BAD}", f"I add.\n{BAD}", 1),
+    ],
+)
+def test_a_call_that_cannot_be_read_stays_in_the_text(
+    name: str, reply: str, content: str, num_calls: int, tokenizer: Any
+) -> None:
+    """Rewards, traces and the next prompt would see an empty reply."""
+    if name == "default":
+        tokenizer.chat_template = CALL.replace("ARGUMENTS", "(c.function.arguments | tojson)")
+    made = make_renderer(tokenizer, name, False)
+
+    async def ask(server: ScriptedServer) -> Any:
+        client = PolicyClient(server.url, "key", PromptRenderer(tokenizer, made), 10_000, patience_s=0)
+        try:
+            messages: list[Any] = [UserMessage(content="1 + 1")]
+            return await client.sample(
+                messages, [Tool(name="add", description="Add.", parameters={})], SamplingConfig(), "policy", None, None
+            )
+        finally:
+            await client.close()
+
+    with ScriptedServer(tokenizer, lambda prompt, number: reply) as server:
+        message = asyncio.run(ask(server)).message
+    assert ((message.content or "").rstrip(), len(message.tool_calls or [])) == (content, num_calls)

@@ -66,6 +66,18 @@ def test_what_would_fail_later_is_refused(tmp_path: Path, model: Path, values: d
         check(loaded(tmp_path, model, **values))
 
 
+def test_what_another_job_may_make_is_not_missed_by_one_that_waits_for_it(tmp_path: Path, model: Path) -> None:
+    sft = {"kind": "sft", "sft": {"data": {"path": str(tmp_path / "rows")}}}
+    to_come = loaded(tmp_path, tmp_path / "made" / "weights" / "step_4", **sft)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check(to_come)
+    check(to_come, waits=True)
+    (model / "model.safetensors").unlink()
+    (tmp_path / "rows").write_text("")
+    with pytest.raises(ConfigError, match=r"(?s)no weights.*rows is empty|rows is empty.*no weights"):
+        check(loaded(tmp_path, model, **sft), waits=True)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -97,7 +97,9 @@ def test_list_remove_and_resume(tmp_path: Path, parent: Path, capsys: pytest.Cap
     ]
     assert lines[2].endswith("no batch")
     assert main(["runs", "resume", str(parent), "failed"]) == 0 and read_state(many / "run_failed") is None
+    capsys.readouterr()
     assert main(["runs", "resume", str(parent), "done"]) == 2
+    assert f"raise max_steps in {many / 'run_done' / 'run.yaml'}" in capsys.readouterr().err
     assert main(["runs", "resume", str(parent), "new"]) == 2
     assert main(["runs", "remove", str(parent), "nobody"]) == 2
     assert "run_done, run_failed, run_new" in capsys.readouterr().err

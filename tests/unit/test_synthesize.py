@@ -93,6 +93,13 @@ def test_each_conversation_that_is_dropped_is_counted_once_under_its_first_reaso
         (said("", tool_calls=[{"function": {"name": "f", "arguments": '{"x": 1}'}}]), True),
         (said("", tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), False),
         (said("", tool_calls=[{"function": {"name": "f", "arguments": '{"x": 1'}}]), False),
+        (said('<tool_call>\n{"name": "f", "argu'), False),
+        (
+            said(
+                "a\n<\uff5ctool\u2581call\u2581begin\uff5c>f", tool_calls=[{"function": {"name": "f", "arguments": ""}}]
+            ),
+            False,
+        ),
         (said("a", {"role": "user", "content": "q"}, {"role": "assistant", "content": " "}), False),
         (said("", {"role": "assistant", "content": "a"}, train=False), True),
     ],

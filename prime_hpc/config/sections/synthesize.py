@@ -33,8 +33,8 @@ class SynthesizeConfig(EpisodesConfig):
     min_metrics: dict[str, float] = {}
     """Drop a conversation where a metric of its environment is smaller, or missing: `{exact: 1}`."""
     parsed: bool = True
-    """Drop a conversation with a reply that is empty, whose think section has no end, or whose tool calls have
-    arguments that are no JSON object."""
+    """Drop a conversation with a reply that is empty, whose think section has no end, or whose tool calls cannot be
+    read or have arguments that are no JSON object."""
     finished: bool = True
     """Drop a conversation that a limit of tokens or turns cut short."""
     min_completion_tokens: int | None = Field(None, ge=1)

@@ -41,7 +41,7 @@ def cleanup(method: Callable[..., Any] | None = None, priority: int = 0) -> Any:
 
 
 def teardown(method: Callable[..., Any] | None = None, priority: int = 0) -> Any:
-    """Mark a method to be called at the end of everything."""
+    """Mark a method to be called when nobody plays the environment any more."""
     return _marked("teardown", method, priority)
 
 
@@ -178,7 +178,6 @@ class Environment:
                 )
         self.rubric.check()
         unused = [name for name in NOT_CALLED if hasattr(type(self), name)]
-        unused += [f"{handler.__name__} (vf.teardown)" for handler in self.marked("teardown")]
         if unused:
             logger.warning("{}: these of its methods are not called here: {}", type(self).__name__, ", ".join(unused))
         if not any(weight for _, _, weight in self.rubric.weighted()):

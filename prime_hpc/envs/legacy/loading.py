@@ -9,14 +9,19 @@ import importlib
 import inspect
 import json
 import threading
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
+from loguru import logger
+
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.environments import EnvGroup, Environment, MultiTurnEnv
+from prime_hpc.envs.legacy.messages import maybe_await
 
 _LOCK = threading.RLock()
 _MADE: dict[str, Environment] = {}
+_HOLDERS: Counter[str] = Counter()
 
 
 def is_legacy(module: ModuleType) -> bool:
@@ -60,6 +65,25 @@ def load_environment(env_id: str, **arguments: Any) -> Environment:
 def made(key: str) -> Environment:
     """Return the environment of a key, which this process has made."""
     return _MADE[key]
+
+
+def hold(key: str) -> None:
+    """Say that somebody plays an environment until `let_go`."""
+    _HOLDERS[key] += 1
+
+
+async def let_go(key: str) -> None:
+    """Call an environment's `vf.teardown` handlers if nobody plays it any more; one that raises is named in the log."""
+    _HOLDERS[key] -= 1
+    if _HOLDERS[key]:
+        return
+    env = made(key)
+    for member in (env, *getattr(env, "envs", ())):
+        for handler in member.marked("teardown"):
+            try:
+                await maybe_await(handler)
+            except Exception as error:  # noqa: BLE001 - other people's code; the others are called all the same
+                logger.warning("{} (vf.teardown): {}: {}", handler.__qualname__, type(error).__name__, error)
 
 
 def _make(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environment:

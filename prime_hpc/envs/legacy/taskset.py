@@ -17,7 +17,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.harness import DONE, InProcessHarness
 from prime_hpc.envs.interception import TurnRefused, interception_of
 from prime_hpc.envs.legacy.environments import Environment, MultiTurnEnv
-from prime_hpc.envs.legacy.loading import made
+from prime_hpc.envs.legacy.loading import hold, let_go, made
 from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, maybe_await, v1_tool, wire
 from prime_hpc.envs.legacy.rubrics import MathRubric, name_of
 from prime_hpc.envs.math_answers import open_comparison
@@ -100,6 +100,14 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
         rubrics = [member.rubric for member in (env, *getattr(env, "envs", ()))]
         if any(isinstance(part, MathRubric) for rubric in rubrics for part, _, _ in rubric.weighted()):
             await open_comparison()
+
+    def hold(self) -> None:
+        """Say that the environment is played until `let_go`."""
+        hold(self.config.environment)
+
+    async def let_go(self) -> None:
+        """Have what the environment holds freed, once nobody plays it."""
+        await let_go(self.config.environment)
 
     def load(self) -> Iterable[LegacyTask]:
         """One task a row.

@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from loguru import logger
@@ -52,6 +52,9 @@ class WorkerPool(EnvPool):
 
     mark: mmap.mmap
     say_last: Callable[[bytes], Awaitable[None]]
+
+    def _warn_of_math(self, own: Sequence[int]) -> None:
+        """Nothing: it would end this process alone."""
 
     def _make_thread(self) -> LoopThread:
         thread = super()._make_thread()

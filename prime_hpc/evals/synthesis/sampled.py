@@ -1,6 +1,7 @@
 """Episodes with their conversations on disk; in memory what the filters look at."""
 
 import json
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
+CALL_BEGIN = re.compile(r"<[|\uff5c\w:]*tool[_\u2581]call")
+"""Of a call that could not be read: of others nothing is left in the text."""
 HANDED_ON = "handed_on"
 """Field of a task's data that goes into its rows."""
 _LOOKED_AT = ("reward", "completion_tokens", "parsed", "digest")
@@ -56,6 +59,8 @@ def is_parsed(messages: list[dict[str, Any]]) -> bool:
 def _is_reply(message: dict[str, Any]) -> bool:
     content, calls = message.get("content") or "", message.get("tool_calls", [])
     said = content.rpartition(THINK_END)[2] if isinstance(content, str) else content
+    if isinstance(said, str) and CALL_BEGIN.search(said):
+        return False
     if THINK_BEGIN in said or not (calls or (said.strip() if isinstance(said, str) else said)):
         return False
     try:

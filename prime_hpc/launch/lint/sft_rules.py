@@ -17,7 +17,9 @@ def data(subject: Subject) -> Iterator[Finding]:
         try:
             found = find_data(source)
         except ValueError as error:
-            yield Finding("PH207", "warning", key, str(error), "make it before submit")
+            waits = subject.is_slurm and subject.experiment.slurm.dependency
+            remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
+            yield Finding("PH207", "warning", key, str(error), remedy)
             continue
         try:
             columns = first_columns(found)

@@ -16,6 +16,7 @@ from prime_hpc.config.site import write_site
 from prime_hpc.config.snapshot import Shared, share
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.sweep.resolve import Point
 from prime_hpc.launch.sweep.state import PointRow, Sweep
@@ -79,7 +80,8 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
 
 def _reasons(loaded: Loaded, site: SiteConfig) -> list[str]:
     try:
-        check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, site))
+        waits = is_for_slurm(loaded.experiment, site) and bool(loaded.experiment.slurm.dependency)
+        check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, site), waits=waits)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []

@@ -1,8 +1,10 @@
 """Packages as people first write them, each with one thing that is easily got wrong."""
 
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,7 +121,24 @@ def raises(completion: Any) -> float:
     return 1.0 / (len(completion[-1]["content"]) - 3)
 
 
-def load_environment(kind: str) -> Any:
+class Freed(vf.SingleTurnEnv):
+    """Says in a file that it was freed: the first handler that is called fails."""
+
+    log: str
+
+    @vf.teardown(priority=1)
+    def fail(self) -> None:
+        """Never."""
+        raise ValueError("it cannot")
+
+    @vf.teardown
+    async def free(self) -> None:
+        """Add a line."""
+        with Path(self.log).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def load_environment(kind: str, log: str = "") -> Any:
     """One of them."""
     rubric = vf.Rubric(funcs=[long])
     said = [{"prompt": [{"role": "user", "content": "hi"}]}]
@@ -163,6 +182,8 @@ def load_environment(kind: str) -> Any:
                 parts = list(threads.map(lambda name: vf.load_environment(__name__, kind=name), ["priced", "priced"]))
             parts[0].add_rubric(rubric)
             return vf.EnvGroup(parts)
+        case "freed":
+            return Freed(dataset=said * 20, rubric=rubric, log=log)
         case "twice":
             return vf.EnvGroup([load_environment("column"), load_environment("system")], env_names=["a", "a"])
         case "others":
