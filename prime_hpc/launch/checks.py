@@ -421,6 +421,11 @@ def adapter_problems(experiment: Experiment) -> list[Problem]:
         chosen = select_modules(lora, list(modules))
     except ValueError as error:
         return [Problem(str(error).removeprefix("model.lora.target_modules: "), "model.lora.target_modules")]
+    parts = {own for names in STORED_AS.get(_kind(experiment), {}).values() if len(names) > 1 for own in names}
+    if within := [name for name in chosen if name.rpartition(".")[2] in parts]:
+        message = f"the checkpoint holds {within[0]} within a larger matrix, where an adapter has no name"
+        good = ", ".join(name for name in last_names(modules) if name not in parts)
+        return [Problem(f"{message}; there are {good}", "model.lora.target_modules")]
     narrow = min(chosen, key=lambda name: min(modules[name]))
     if lora.rank > min(modules[narrow]):
         shape = " x ".join(map(str, modules[narrow]))

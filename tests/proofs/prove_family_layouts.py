@@ -100,7 +100,8 @@ def cases_of(folder: Path, family: str) -> list[Case]:
     targets = list(DEFAULT_TARGETS)
     if asked(folder, Case(family, "fsdp", targets)).refusal:
         kind = json.loads((folder / family / "config.json").read_text())["model_type"]
-        targets = last_names(linear_modules(stored_shapes(folder / family) or {}, kind)) or targets
+        every = last_names(linear_modules(stored_shapes(folder / family) or {}, kind))
+        targets = [name for name in every if not asked(folder, Case(family, "fsdp", [name])).refusal] or targets
     return [asked(folder, Case(family, layout, lora)) for lora in (None, targets) for layout in LAYOUTS]
 
 
