@@ -26,6 +26,7 @@ _HEAD = "its output head is more than one matrix, of which log-probabilities her
 _OWN = "its attention is code of its own, which no packed kernel replaces"
 _MASKS = "its attention chooses keys through a mask of its own, which no packed kernel takes"
 _MIXES = "convolutions, state spaces or linear attention would carry one sample into the next"
+_BESIDE = "its experts answer otherwise beside other samples than alone"
 _UNPROVEN = "nothing proves its log-probabilities here: no small model of it can be built and compared"
 
 _REFUSED_GROUPS: dict[str, str] = {
@@ -155,6 +156,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for name in kinds:
         if name in REFUSED:
             return Family(name, "refused", REFUSED[name])
+    if "doge" in kinds and own.get("is_moe"):
+        return Family("doge", "refused", _BESIDE)
     if own.get("is_encoder_decoder"):
         return Family(kind, "refused", _ENCODER)
     for name in kinds:

@@ -44,6 +44,7 @@ LLAMA: dict[str, Any] = {
         ({"model_type": "bloom"}, "single"),
         ({"model_type": "deepseek_v3"}, "packed"),
         ({"model_type": "bert"}, "refused"),
+        ({"model_type": "doge", "is_moe": True}, "refused"),
         ({"model_type": "nobody_knows_it", "is_encoder_decoder": True}, "refused"),
     ],
 )
@@ -173,6 +174,9 @@ MIXTURE = LLAMA | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
         ({"model_type": "llama4_text", "num_local_experts": 4}, ["error"]),
         ({"model_type": "jetmoe", "num_local_experts": 4}, ["error"]),
         ({"model_type": "llama"}, ["error"]),
+        ({"model_type": "gemma4_text", "num_experts": 4, "enable_moe_block": False}, ["error"]),
+        ({"model_type": "gemma4_text", "num_experts": 4, "enable_moe_block": True}, []),
+        ({"model_type": "doge", "num_experts": 4, "is_moe": False}, ["error"]),
         ({"model_type": "gpt_neo", "hidden_size": None}, ["error"]),  # its sizes have other names
         ({"model_type": "nobody_knows_it", "hidden_size": None}, []),
         ({"model_type": "axk2", "hidden_size": None, "n_routed_experts": 4}, []),

@@ -102,6 +102,8 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
 def count_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts by a config.json, or by what is below its `text_config`; 0 of a dense model."""
     own = {**config, **(config.get("text_config") or {})}
+    if own.get("enable_moe_block") is False or own.get("is_moe") is False:  # Gemma 4 and Doge without their experts
+        return 0
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return int(next((own[name] for name in names if own.get(name)), 0))
 
