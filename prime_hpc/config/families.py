@@ -26,6 +26,7 @@ _HEAD = "its output head is more than one matrix, of which log-probabilities her
 _OWN = "its attention is code of its own, which no packed kernel replaces"
 _MASKS = "its attention chooses keys through a mask of its own, which no packed kernel takes"
 _MIXES = "convolutions, state spaces or linear attention would carry one sample into the next"
+_BESIDE = "its experts answer otherwise beside other samples than alone"
 _UNPROVEN = "nothing proves its log-probabilities here: no small model of it can be built and compared"
 
 _REFUSED_GROUPS: dict[str, str] = {
@@ -79,6 +80,19 @@ WHOLE = frozenset(_WHOLE.split())
 OWN_EXPERTS = frozenset({"jetmoe", "llama4", "llama4_text", "longcat_flash"})
 """Families whose experts are code of their own, not the fused ones of transformers: ranks cannot split them, and their
 routers follow nobody."""
+
+STORED_AS: dict[str, dict[str, tuple[str, ...]]] = {
+    "axk2": {"W_down": ("fc1",), "W_up": ("fc2",), "q_b_proj": ("q_gate_proj",)},
+    "deepseek_v4": {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",), "wgate": ("gate_proj",)}
+    | {"wkv": ("kv_proj",), "wq_a": ("q_a_proj",), "wq_b": ("q_b_proj",), "wo_a": (), "wo_b": ("o_b_proj",)},
+    "gpt2": dict.fromkeys(("c_attn", "c_fc", "c_proj"), ()),
+    "hrm_text": {"gqkv_proj": ("gate_proj", "q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    "hy_v4": {"linear_gate": ("gate_proj",)},
+    "openai-gpt": dict.fromkeys(("c_attn", "c_fc", "c_proj"), ()),
+}
+"""model_type -> last name of matrices in its checkpoints -> what transformers' code, whose names adapters' targets are,
+calls the module, or the modules; () for those that are no plain linear map (`tests/unit/test_families.py` tries every
+family)."""
 
 _SAME = 1e-6
 """Scales closer than this are one."""
@@ -142,6 +156,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for name in kinds:
         if name in REFUSED:
             return Family(name, "refused", REFUSED[name])
+    if "doge" in kinds and own.get("is_moe"):
+        return Family("doge", "refused", _BESIDE)
     if own.get("is_encoder_decoder"):
         return Family(kind, "refused", _ENCODER)
     for name in kinds:

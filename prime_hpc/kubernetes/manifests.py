@@ -53,6 +53,8 @@ class Values:
     image_pull_secrets: Any
     node_selector: Any
     tolerations: Any
+    security_context: Any
+    container_security_context: Any
     env_from: Any
     key: Any
     storage: Any
@@ -64,18 +66,19 @@ class Values:
     @classmethod
     def of(cls, section: KubernetesConfig, components: list[Component], key: str) -> "Values":
         """Return what the experiment states."""
-        resources: dict[str, Any] = {SUPERVISOR: {"requests": section.supervisor_requests}}
+        resources: dict[str, Any] = {SUPERVISOR: _asked(section.supervisor_requests)}
         for component in components:
             if component.name == SUPERVISOR:
                 continue
             gpus = {section.gpu_resource: str(component.gpus)} if component.gpus else {}
-            asked = {"requests": {**section.requests, **gpus}, "limits": gpus}
-            resources[component.name] = {kind: what for kind, what in asked.items() if what}
+            resources[component.name] = _asked({**section.requests, **gpus})
         return cls(
             image=section.image,
             image_pull_secrets=[{"name": name} for name in section.image_pull_secrets],
             node_selector=section.node_selector,
             tolerations=section.tolerations,
+            security_context=section.security_context,
+            container_security_context=section.container_security_context,
             env_from=[{"secretRef": {"name": name}} for name in section.env_from],
             key=key,
             storage=section.storage,
@@ -83,6 +86,12 @@ class Values:
             shared_memory=section.shared_memory,
             resources=resources,
         )
+
+
+def _asked(requests: Mapping[str, str]) -> Manifest:
+    """Return a container's resources: devices and huge pages cannot be shared out, so Kubernetes wants limits too."""
+    whole = {name: size for name, size in requests.items() if "/" in name or name.startswith("hugepages-")}
+    return {kind: dict(what) for kind, what in {"requests": requests, "limits": whole}.items() if what}
 
 
 def manifests(experiment: Experiment, values: Values | None = None) -> list[Manifest]:
@@ -142,6 +151,7 @@ class _Maker:
             "kind": "Secret",
             "metadata": self._metadata(f"{self._name}-key", SUPERVISOR),
             "type": "Opaque",
+            "immutable": True,  # a new rendering's key would lock out the pods of a run that goes on
             "stringData": {"key": self._values.key},
         }
 
@@ -236,6 +246,7 @@ class _Maker:
             "workingDir": mount,
             "env": [own, {"name": KEY_FILE, "value": f"{KEY_DIR}/key"}, *environment],
             "envFrom": values.env_from,
+            "securityContext": values.container_security_context,
             "resources": values.resources[component],
             "volumeMounts": [
                 {"name": "shared", "mountPath": mount},
@@ -257,6 +268,7 @@ class _Maker:
             "imagePullSecrets": values.image_pull_secrets,
             "nodeSelector": values.node_selector,
             "tolerations": values.tolerations,
+            "securityContext": values.security_context,
             "containers": [container],
             "volumes": volumes,
         }

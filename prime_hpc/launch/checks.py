@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,8 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
 from prime_hpc.config.env_files import ROWS, named_files, short_id
-from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
+from prime_hpc.config.families import STORED_AS
+from prime_hpc.config.sections.lora import DEFAULT_TARGETS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -22,7 +24,7 @@ from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.model_config import find_config, is_local_path
+from prime_hpc.store.model_config import find_config, is_local_path, read_config
 from prime_hpc.store.model_files import (
     INDEX,
     other_format,
@@ -36,6 +38,9 @@ from prime_hpc.store.weights import holds_changes, went_over_network
 
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+_TABLE = re.compile(r"embed_.*|.*embed(ding)?s?|w|wte|wpe|(lm_)?head|output_projection")
+"""Last names of tables with a row a token or a position."""
+_ROUTERS = {"gate", "router"}
 _MASTER_AND_MOMENTS = 2 * 3
 """A checkpoint over 16-bit weights: float32 master weights and both of Adam's moments."""
 
@@ -385,15 +390,29 @@ def _weights_bytes(experiment: Experiment) -> int:
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
-def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Name -> (out, in) of the modules that an adapter may be put on: matrices outside token tables and experts (which
-    the trainer holds stacked).
+def linear_modules(shapes: Mapping[str, tuple[int, ...]], model_type: str = "") -> dict[str, tuple[int, int]]:
+    """Name -> (out, in) of the modules that an adapter may be put on: matrices outside tables of tokens and positions,
+    routers and experts (which the trainer holds stacked).
 
     Args:
         shapes: of a model's stored tensors.
+        model_type: its family, some of which call modules otherwise than their checkpoints do.
     """
-    found = {n.removesuffix(".weight"): s for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
-    return {n: (s[0], s[1]) for n, s in found.items() if n.rsplit(".", 1)[-1] not in HEADS and ".experts." not in n}
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module == name or len(shape) != 2 or ".experts." in name:
+            continue
+        parent, _, last = module.rpartition(".")
+        if _TABLE.fullmatch(last) or _ROUTERS & {last, parent.rpartition(".")[2]}:
+            continue
+        for own in STORED_AS.get(model_type, {}).get(last, (last,)):
+            found[f"{parent}.{own}"] = (shape[0], shape[1])
+    return found
+
+
+def _kind(experiment: Experiment) -> str:
+    return str((read_config(experiment.model.name) or {}).get("model_type") or "")
 
 
 def left_whole(experiment: Experiment) -> list[str]:
@@ -402,7 +421,7 @@ def left_whole(experiment: Experiment) -> list[str]:
     lora, config = experiment.model.lora, find_config(experiment.model.name)
     if lora is None or config is None or lora.target_modules != list(DEFAULT_TARGETS):
         return []
-    modules = linear_modules(stored_shapes(config.parent) or {})
+    modules = linear_modules(stored_shapes(config.parent) or {}, _kind(experiment))
     missed = [name for name in modules if not any(matches(target, name) for target in lora.target_modules)]
     last = last_names(name for name in missed if "visi" not in name and "visual" not in name)
     return [name for name in last if not name.endswith(("gate", "router")) and "embed" not in name]
@@ -415,11 +434,16 @@ def adapter_problems(experiment: Experiment) -> list[Problem]:
     shapes = stored_shapes(config.parent) if lora is not None and config is not None else None
     if lora is None or shapes is None:
         return []
-    modules = linear_modules(shapes)
+    modules = linear_modules(shapes, _kind(experiment))
     try:
         chosen = select_modules(lora, list(modules))
     except ValueError as error:
         return [Problem(str(error).removeprefix("model.lora.target_modules: "), "model.lora.target_modules")]
+    parts = {own for names in STORED_AS.get(_kind(experiment), {}).values() if len(names) > 1 for own in names}
+    if within := [name for name in chosen if name.rpartition(".")[2] in parts]:
+        message = f"the checkpoint holds {within[0]} within a larger matrix, where an adapter has no name"
+        good = ", ".join(name for name in last_names(modules) if name not in parts)
+        return [Problem(f"{message}; there are {good}", "model.lora.target_modules")]
     narrow = min(chosen, key=lambda name: min(modules[name]))
     if lora.rank > min(modules[narrow]):
         shape = " x ".join(map(str, modules[narrow]))

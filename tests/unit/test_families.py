@@ -5,13 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.families import REFUSED, SPLIT, WHOLE, family_of, longrope_scale, rotary_problem
+from prime_hpc.config.sections.lora import LoraConfig, last_names
 from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.checks import linear_modules
+from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model_config import rows_of
+from prime_hpc.trainer.lora import add_lora
+from tests.support.every_family import CannotBuildError, family_names, tiny_config, tiny_model
 
+RENAMED = ("axk2", "deepseek_v4", "gpt2", "hrm_text", "hy_v4", "openai-gpt")
+"""Families whose modules and matrices are named differently."""
+SAMPLE = {*RENAMED, "qwen3", "qwen3_moe", "granitemoe", "falcon", "opt", "gpt_bigcode", "nemotron_h"}
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -35,6 +44,7 @@ LLAMA: dict[str, Any] = {
         ({"model_type": "bloom"}, "single"),
         ({"model_type": "deepseek_v3"}, "packed"),
         ({"model_type": "bert"}, "refused"),
+        ({"model_type": "doge", "is_moe": True}, "refused"),
         ({"model_type": "nobody_knows_it", "is_encoder_decoder": True}, "refused"),
     ],
 )
@@ -164,6 +174,12 @@ MIXTURE = LLAMA | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
         ({"model_type": "llama4_text", "num_local_experts": 4}, ["error"]),
         ({"model_type": "jetmoe", "num_local_experts": 4}, ["error"]),
         ({"model_type": "llama"}, ["error"]),
+        ({"model_type": "gemma4_text", "num_experts": 4, "enable_moe_block": False}, ["error"]),
+        ({"model_type": "gemma4_text", "num_experts": 4, "enable_moe_block": True}, []),
+        ({"model_type": "doge", "num_experts": 4, "is_moe": False}, ["error"]),
+        ({"model_type": "gpt_neo", "hidden_size": None}, ["error"]),  # its sizes have other names
+        ({"model_type": "nobody_knows_it", "hidden_size": None}, []),
+        ({"model_type": "axk2", "hidden_size": None, "n_routed_experts": 4}, []),
     ],
 )
 def test_lint_knows_whose_experts_can_be_split(tmp_path: Path, config: dict[str, Any], severity: list[str]) -> None:
@@ -196,3 +212,31 @@ def test_lint_refuses_rotary_embeddings_that_cannot_be_shared(tmp_path: Path) ->
     assert findings(tmp_path, longrope(), seq_len=8192) == []
     (said,) = findings(tmp_path, longrope(attention_factor=3.0), seq_len=8192)
     assert (said.code, said.severity, said.key) == ("PH121", "error", "model.name")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in SAMPLE else pytest.mark.exhaustive) for f in family_names()]
+)
+def test_lint_knows_the_modules_that_the_trainer_can_adapt(family: str, tmp_path: Path) -> None:
+    """By their names in the checkpoint alone."""
+    if family_of({"model_type": family}).refused:
+        return
+    try:
+        model = tiny_model(tiny_config(family))
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    offered = last_names(linear_modules(stored_shapes(tmp_path) or {}, config["model_type"]))
+    wanted = LoraConfig(rank=1, target_modules=offered) if offered else LoraConfig(rank=1)
+    if offered:
+        assert {name.rpartition(".")[2] for name in add_lora(model, wanted, torch.float32)} == set(offered)
+        return
+    with pytest.raises(ValueError, match="there are none"):
+        add_lora(model, wanted, torch.float32)
+
+
+@pytest.mark.parametrize(("family", "module"), [("deepseek_v4", "o_a_proj"), ("llama4_text", "router")])
+def test_what_only_looks_like_a_linear_map_gets_no_adapter(family: str, module: str) -> None:
+    with pytest.raises(ValueError, match=f"{module} matches no linear module"):
+        add_lora(tiny_model(tiny_config(family)), LoraConfig(rank=1, target_modules=[module]), torch.float32)

@@ -1,16 +1,18 @@
-"""Heads for which vLLM has no kernels on a CPU are refused before anything starts, and nowhere else."""
+"""Heads for which vLLM has no kernels on a CPU, and windows that it does not serve, are refused before anything starts,
+and nowhere else."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference.backend import check_backend
-from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, head_size
+from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, head_size, slides_in_part
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.runtime.device import DEVICE, Device
 
@@ -74,3 +76,36 @@ def test_a_server_that_is_started_by_hand_refuses_them_too(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"^model.name: .* heads of size 24.* inference.backend = transformers"):
         check_backend(tree, "inference", Device("cpu"))
     assert check_backend(tree, "inference", Device("cuda", 1)).title == "vLLM"
+
+
+MIXED = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
+WINDOWS = [
+    ({"use_sliding_window": True, "max_window_layers": 2}, True),
+    ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": None}, False),
+    ({"use_sliding_window": False, "max_window_layers": 2}, False),
+    ({"max_window_layers": 2}, False),  # as Qwen2 and Qwen3 are published
+    ({"use_sliding_window": True, "max_window_layers": 4}, False),
+    ({"use_sliding_window": True, "max_window_layers": 0}, False),
+    ({"use_sliding_window": True}, False),  # from layer 28 on
+    ({"layer_types": MIXED, "max_window_layers": 2}, True),
+    ({"layer_types": ["full_attention"] * 4, "use_sliding_window": True, "max_window_layers": 2}, False),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("fields", "expected"), WINDOWS)
+def test_windows_in_some_layers_are_those_that_vllm_refuses(kind: str, fields: dict[str, Any], expected: bool) -> None:
+    """Its condition, on transformers' own reading of the config."""
+    own = CONFIG_MAPPING[kind](**(SMALL | {"num_hidden_layers": 4} | fields))
+    assert (len(set(own.layer_types)) > 1 and own.max_window_layers != own.num_hidden_layers) is expected
+    assert slides_in_part(SMALL | {"model_type": kind, "num_hidden_layers": 4} | fields) is expected
+
+
+def test_lint_refuses_windows_in_some_layers(tmp_path: Path) -> None:
+    tree = experiment(tmp_path / "a", 32, launch="local")
+    config = SMALL | {"head_dim": 32, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    (message,) = refused(tree)
+    assert "a sliding window in some of its layers" in message
+    other = tree.model_copy(update={"inference": tree.inference.model_copy(update={"backend": "transformers"})})  # type: ignore[union-attr]
+    assert not any("some of its layers" in m for m in refused(other))

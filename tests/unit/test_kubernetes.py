@@ -39,7 +39,9 @@ TREE: dict[str, Any] = {
     "ckpt": {"interval": 5},
     "kubernetes": {
         "image": "registry.example/prime-hpc:1",
-        "requests": {"cpu": "32"},
+        "requests": {"cpu": "32", "rdma/ib": "1", "hugepages-2Mi": "1Gi"},
+        "security_context": {"runAsUser": 1000, "fsGroup": 1000},
+        "container_security_context": {"capabilities": {"add": ["IPC_LOCK"]}},
         "env_from": ["tokens"],
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
     },
@@ -132,10 +134,10 @@ def test_pods_gpus_and_names_are_the_placements() -> None:
     assert (jobs["math-rl-trainer"]["completions"], jobs["math-rl-inference"]["completions"]) == (2, 3)
     for name in ("math-rl-trainer", "math-rl-inference"):
         (container,) = jobs[name]["template"]["spec"]["containers"]
-        assert container["resources"] == {
-            "requests": {"cpu": "32", "nvidia.com/gpu": "8"},
-            "limits": {"nvidia.com/gpu": "8"},
-        }
+        whole = {"rdma/ib": "1", "hugepages-2Mi": "1Gi", "nvidia.com/gpu": "8"}  # the API server wants limits of these
+        assert container["resources"] == {"requests": {"cpu": "32", **whole}, "limits": whole}
+        assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+        assert jobs[name]["template"]["spec"]["securityContext"] == {"runAsUser": 1000, "fsGroup": 1000}
     (supervisor,) = jobs["math-rl-supervisor"]["template"]["spec"]["containers"]
     environment = {entry["name"]: entry.get("value", "") for entry in supervisor["env"]}
     nodes = read_nodes(environment)
@@ -166,6 +168,7 @@ def test_the_key_is_in_the_secret_alone() -> None:
     key = secret["stringData"]["key"]
     assert key not in json.dumps([found for found in objects if found is not secret])
     assert manifests(experiment())[0]["stringData"]["key"] != key
+    assert secret["immutable"], "another rendering that is sent to a run which goes on must not change it"
 
 
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

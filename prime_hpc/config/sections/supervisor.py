@@ -145,7 +145,7 @@ class KubernetesConfig(Section):
     gpu_resource: str = "nvidia.com/gpu"
     """Name of the device plugin's resource; AMD's is `amd.com/gpu`."""
     requests: dict[str, str] = {}
-    """Resources of a trainer's or a server's pod besides GPUs, e.g. `{cpu: "32", memory: 500Gi}`."""
+    """Resources of a trainer's or a server's pod besides GPUs, e.g. `{cpu: "32", memory: 500Gi, rdma/ib: "1"}`."""
     supervisor_requests: dict[str, str] = {"cpu": "2", "memory": "8Gi"}
     """Resources of the pod of supervisor and orchestrator."""
     shared_memory: str = "16Gi"
@@ -154,6 +154,10 @@ class KubernetesConfig(Section):
     """Labels of the nodes that may be used."""
     tolerations: list[dict[str, Any]] = []
     """Taints of nodes that may be used all the same."""
+    security_context: dict[str, Any] = {}
+    """Of every pod, e.g. `{runAsUser: 1000, fsGroup: 1000}` where a volume is not root's to write to."""
+    container_security_context: dict[str, Any] = {}
+    """Of every container, e.g. `{capabilities: {add: [IPC_LOCK]}}` for RDMA."""
     image_pull_secrets: list[str] = []
     """Names of Secrets with which the image is pulled."""
     env_from: list[str] = []

@@ -52,7 +52,16 @@ class VllmBackend:
         if experiment.replays_routers:
             yield from _records_no_experts(section(experiment))
         name = experiment.model.name
-        size = head_size(read_config(name) or {}) if experiment.device == "cpu" else None
+        config = read_config(name) or {}
+        if slides_in_part(config):
+            yield Refusal(
+                "model.name",
+                f"{name} attends to a sliding window in some of its layers, and vLLM serves models of its kind with "
+                "one in all layers or in none",
+                "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
+                "config.json is the same model",
+            )
+        size = head_size(config) if experiment.device == "cpu" else None
         if size is not None and size not in CPU_HEAD_SIZES:
             yield Refusal(
                 "model.name",
@@ -138,6 +147,18 @@ def head_size(config: Mapping[str, Any]) -> int | None:
     if isinstance(stated, int) and stated:
         return stated
     return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads else None
+
+
+def slides_in_part(config: Mapping[str, Any]) -> bool:
+    """Return whether vLLM 0.32's `Qwen2Model`, of which its Qwen3 is made, refuses a model's windows as it loads it."""
+    if config.get("model_type") not in ("qwen2", "qwen3"):
+        return False
+    layers, first = config.get("num_hidden_layers", 32), config.get("max_window_layers", 28)
+    kinds = config.get("layer_types")
+    if kinds:
+        return len(set(kinds)) > 1 and first != layers
+    slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
+    return slides and 0 < first < layers
 
 
 VLLM = VllmBackend()

@@ -78,8 +78,7 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         vocab = int(config["vocab_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        experts = int(next((config[name] for name in names if config.get(name)), 0))
+        experts = count_experts(config)
         width = int((config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size") or 0)
         chosen = next((config[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk") if config.get(name)), 1)
         active = max(1, int(chosen)) if experts else 1
@@ -98,6 +97,15 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         context if isinstance(context, int) else None, kv_values, tied, experts, family_of(config).custom_attention,
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")),
     )  # fmt: skip
+
+
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts by a config.json, or by what is below its `text_config`; 0 of a dense model."""
+    own = {**config, **(config.get("text_config") or {})}
+    if own.get("enable_moe_block") is False or own.get("is_moe") is False:  # Gemma 4 and Doge without their experts
+        return 0
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return int(next((own[name] for name in names if own.get(name)), 0))
 
 
 def stored_params(folder: Path) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from prime_hpc.config import Experiment
 from prime_hpc.config.families import OWN_EXPERTS, family_of
 from prime_hpc.launch.checks import trained_names
+from prime_hpc.launch.estimate.memory import count_experts
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.model_config import read_config
 
@@ -81,9 +82,10 @@ def expert_parallel(subject: Subject) -> Iterator[Finding]:
             )
             yield Finding("PH111", "error", key, message, "set it to 1: FSDP shards the experts all the same")
             return
-    if facts is None:
+    config = read_config(subject.experiment.model.name) or {}
+    if facts is None and (not family_of(config).known or count_experts(config)):
         return
-    if not facts.num_experts:
+    if facts is None or not facts.num_experts:
         yield Finding("PH111", "error", key, f"{width} ranks would split the experts of a dense model", "set it to 1")
     elif facts.num_experts % width:
         good = [n for n in range(2, facts.num_experts + 1) if facts.num_experts % n == 0]

@@ -8,6 +8,9 @@ from torch import nn
 from prime_hpc.config.sections.lora import LoraConfig, select_modules
 from prime_hpc.trainer.ops import cpu_matmul
 
+_SAME = ("FalconLinear",)
+"""Subclasses of `nn.Linear` whose forward pass is another, and computes the same."""
+
 
 class LoraLinear(nn.Linear):
     """W x + b, and + scale B (A x) while an adapter is in use.
@@ -50,7 +53,7 @@ def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
     Raises:
         ValueError: a target matches nothing, or the rank exceeds a target's dimensions.
     """
-    linears = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and _is_plain(type(m))}
     chosen = select_modules(config, list(linears))
     tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
     for name in chosen:
@@ -73,3 +76,9 @@ def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
         for parameter in hf.parameters():
             parameter.data = parameter.data.to(dtype)
     return chosen
+
+
+def _is_plain(kind: type[nn.Linear]) -> bool:
+    """Return whether W x + b is what a class computes: some routers are linear modules that return more, and DeepSeek
+    V4's output projection multiplies group by group."""
+    return kind.forward is nn.Linear.forward or kind.__name__ in _SAME
