@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-_EPOCHS = "steps are counted, not epochs: <max_steps> (an epoch of SFT is its rows / <sft.data.batch_size>)"
+_EPOCHS = "epochs of SFT are <sft.data.num_epochs>; RL counts steps, <max_steps>"
 _STEP_SIZE = (
     "state the samples of a whole step, over all ranks: <orchestrator.batch_size>, <sft.data.batch_size>; "
     "<trainer.micro_batch_tokens> says how many tokens are computed at once, and a step takes as many as it needs"
