@@ -23,6 +23,7 @@ from prime_hpc.slurm.containers import stated_paths
 
 FUNCTIONS = """
 import beside
+import numpy as np
 
 def own(completion, answer, level, row, messages, prompt):
     assert (level, row["level"], prompt, messages) == (3, 3, "2 + 2?", [{"role": "user", "content": "2 + 2?"}])
@@ -41,6 +42,10 @@ def of_trl(prompts, completions, level, **kwargs):
 
 def of_trl_chat(completions, **kwargs):
     return [len(c[0]["content"]) for c in completions]
+
+def of_openrlhf(queries, prompts, labels):
+    assert (queries, prompts, labels) == (["2 + 2?4"], ["2 + 2?"], ["4"])
+    return {"rewards": np.array([0.5], np.float32), "extra_logs": {"length": np.float32(1)}}
 
 def none(completions):
     return [None]
@@ -152,6 +157,7 @@ def test_functions_are_called_as_they_are_written(folder: Path) -> None:
     assert value("compute_score", "4", verl) == (1.0, {"acc": 1.0})
     assert value("of_trl", "4") == (1.0, {})
     assert value("of_trl_chat", "four", prompt=[{"role": "user", "content": "2 + 2?"}]) == (4.0, {})
+    assert value("of_openrlhf", "4") == (0.5, {"length": 1.0})
     assert value("none", "4") == (0.0, {})
     for name, error in {"nothing": ValueError, "unnamed": ValueError, "raises": KeyError}.items():
         with pytest.raises(error):

@@ -1,15 +1,16 @@
-"""Reward functions of the environment `rows`: those with a name, and a user's own, as TRL or verl call them.
+"""Reward functions of the environment `rows`: those with a name, and a user's own, as TRL, verl and OpenRLHF call them.
 
 A function is called with those of its parameters that a reply has, by name:
 
     completion, response, solution_str   the reply's text
-    answer, ground_truth                 the row's answer
+    answer, ground_truth                 the row's answer (a column `ground_truth` goes before it)
     prompt                               what was asked, as it stands in the row
     messages                             the whole conversation, OpenAI's dictionaries
     row                                  the row's columns; each is there by its own name too
 
 It returns a number, or a dictionary with `score` (or `reward`) whose other numbers become metrics. One that takes
-`completions` is called as TRL calls it: every argument is a list, of one.
+`completions` is called as TRL calls it, one that takes `queries` (prompt and reply) as OpenRLHF does: every argument is
+a list, of one.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ Function = Callable[..., Any]
 _TEXT = ("completion", "response", "solution_str")
 _ANSWER = ("answer", "ground_truth")
 _MADE = (*_TEXT, *_ANSWER, "prompt", "messages", "row")
-_OF_TRL = ("completions", "prompts")
-_SCORE = ("score", "reward")
+_PLURAL = ("completions", "queries", "prompts", "labels")
+_SCORE = ("score", "reward", "rewards")
 
 
 async def math_score(completion: str, answer: Any) -> float:
@@ -92,8 +93,8 @@ class RewardFunction:
 
     @cached_property
     def is_plural(self) -> bool:
-        """True if it takes lists, as TRL has it."""
-        return "completions" in inspect.signature(self.function).parameters
+        """True if it takes lists, as TRL and OpenRLHF have it."""
+        return not {"completions", "queries"}.isdisjoint(inspect.signature(self.function).parameters)
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise EnvError where it needs what no reply has.
@@ -101,7 +102,7 @@ class RewardFunction:
         Args:
             columns: of a row.
         """
-        known = {*columns, *(_OF_TRL if self.is_plural else _MADE)}
+        known = {*columns, *(_PLURAL if self.is_plural else _MADE)}
         parameters = inspect.signature(self.function).parameters.values()
         fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
@@ -123,15 +124,16 @@ class RewardFunction:
         else:  # on a thread: it may wait for somebody, a reward model for instance
             found = await asyncio.to_thread(call, reply)
             found = await found if isinstance(found, Awaitable) else found
-        if self.is_plural:
-            found = next(iter(found))
         metrics: dict[str, float] = {}
         if isinstance(found, Mapping):
             key = next((name for name in _SCORE if name in found), None)
             if key is None:
                 raise ValueError(f"reward {self.name!r} returned a dictionary without `score`: {sorted(found)}")
-            numbers = {name: value for name, value in found.items() if name != key and isinstance(value, int | float)}
-            found, metrics = found[key], {str(name): float(value) for name, value in numbers.items()}
+            others = {**found, **found.get("extra_logs", {})}
+            numbers = {str(name): _single(value) for name, value in others.items() if name != key}
+            metrics = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+            found = found[key]
+        found = _single(found)
         score = 0.0 if found is None else float(found)  # TRL: None is "does not apply"
         if not math.isfinite(score):
             raise ValueError(f"reward {self.name!r} returned {score}")
@@ -141,7 +143,7 @@ class RewardFunction:
         offered = {
             **reply.row,
             **dict.fromkeys(_TEXT, reply.text),
-            **{name: reply.answer for name in _ANSWER if name not in reply.row},
+            **{"answer": reply.answer, "ground_truth": reply.row.get("ground_truth", reply.answer)},
             **{"prompt": reply.prompt, "messages": reply.messages, "row": dict(reply.row)},
         }
         return self.function(**_accepted(self.function, offered))
@@ -149,9 +151,17 @@ class RewardFunction:
     def _call_plural(self, reply: Reply) -> Any:
         is_chat = not isinstance(reply.prompt, str)
         completion: Any = [{"role": "assistant", "content": reply.text}] if is_chat else reply.text
-        offered = {name: [value] for name, value in reply.row.items()}
+        texts = [str(message.get("content") or "") for message in reply.prompt] if is_chat else [reply.prompt]
+        offered = {"labels": [reply.answer], **{name: [value] for name, value in reply.row.items()}}
         offered |= {"completions": [completion], "prompts": [reply.prompt]}
+        offered |= {"queries": ["\n".join(texts) + reply.text]}
         return self.function(**_accepted(self.function, offered))
+
+
+def _single(value: Any) -> Any:
+    """Return a number of any library, alone or the only one of a list, as Python's."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
