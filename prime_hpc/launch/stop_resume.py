@@ -335,11 +335,15 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         )
     if experiment.clean:
         raise ConfigError(Problem("resume and clean contradict each other", "clean"))
-    _check_checkpoint(experiment, run_dir)
+    last, key = experiment.num_steps, "max_steps"
+    if last is None:  # of the same data: what the trainer counted
+        key, word = "sft.data.num_epochs", (read_json(run_dir / STATUS_JSON) or {}).get("max_steps")
+        last = word if isinstance(word, int) and experiment.sft.data == before.sft.data else None
+    _check_checkpoint(experiment, run_dir, last, key)
     return loaded
 
 
-def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
+def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, key: str) -> None:
     """Raise a ConfigError where there is nothing to go on from."""
     from prime_hpc.store.checkpoint.checkpoints import newest_first, resolve_resume
     from prime_hpc.supervisor.attempt.start import run_paths
@@ -365,10 +369,8 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
         step = newest.step if asked == "latest" else resolve_resume(paths.checkpoints, asked, deep=False).step
     except (StoreError, OSError) as error:
         raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
-    if experiment.num_steps is not None and step >= experiment.num_steps:
-        raise ConfigError(
-            Problem(f"checkpoint {step} is the last of max_steps = {experiment.max_steps}: raise it", "max_steps")
-        )
+    if last is not None and step >= last:
+        raise ConfigError(Problem(f"checkpoint {step} is the last one (of {last} steps): raise it", key))
 
 
 def _refuse_unmounted(paths: "RunPaths") -> None:

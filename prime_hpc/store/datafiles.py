@@ -29,6 +29,8 @@ class DataFiles:
 
     kind: Kind
     files: list[Path]
+    per_path: tuple[int, ...] = ()
+    """How many of the files each entry of `path` names."""
 
 
 class NothingThereError(ValueError):
@@ -51,11 +53,13 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
     if not source.paths:
         raise ValueError("names no file; set path (or name, of a hub data set), or use data.type = fake")
     files: list[Path] = []
+    per_path: list[int] = []
     for path in source.paths:
         found = _expand(path)
         if not found:
             raise NothingThereError(f"{path} {_why_nothing(path)}")
         files += found
+        per_path.append(len(found))
     if not any(path.is_dir() or path.stat().st_size for path in files):
         raise ValueError(f"{files[0]} is empty" if len(files) == 1 else f"all {len(files)} files of {path} are empty")
     if table := next((path for path in files if plain_suffix(path).lower() in _TABLES), None):
@@ -65,10 +69,10 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
         )
     saved = [path for path in files if is_saved(path)]
     if not saved and source.type != "hub":
-        return DataFiles(source.type if source.type != "auto" else _kind(files), files)
+        return DataFiles(source.type if source.type != "auto" else _kind(files), files, tuple(per_path))
     if other := next((path for path in files if path not in saved), None):
         raise ValueError(f"{other} is no folder that `datasets` saved" + (f", as {saved[0]} is" if saved else ""))
-    return DataFiles("hub", files)
+    return DataFiles("hub", files, tuple(per_path))
 
 
 def is_saved(path: Path) -> bool:

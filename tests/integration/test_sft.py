@@ -129,6 +129,21 @@ def test_epochs_decide_the_steps_and_the_schedule(folder: Path) -> None:
     assert sorted(rows_of(longer)) == [6, 7]
 
 
+def test_a_mixture_is_the_same_on_two_ranks_and_after_a_resume(folder: Path) -> None:
+    """Of 42 and 15 rows with 0.6 and 0.4: until all are used up an epoch has 42 and 28."""
+    data = {"path": [str(folder / "data.jsonl"), str(folder / "held.jsonl")], "probabilities": [0.6, 0.4]}
+    one = run(folder, "mixed", data=data | {"num_epochs": 1}, max_steps=100, ckpt={"interval": 2})
+    rows = rows_of(one)
+    last = max(rows)
+    assert last == 4 and rows[last]["data/share/0"] == pytest.approx(0.6, abs=0.01)
+    resume = {"resume_step": str(one.root / "checkpoints" / "step_2")}
+    two = rows_of(run(folder, "mixed_two", 2, data=data | {"num_epochs": 1}, max_steps=100, ckpt=resume))
+    assert sorted(two) == [3, 4]
+    for step, row in two.items():
+        assert row["num_targets"] == rows[step]["num_targets"] and row["data/share/1"] == rows[step]["data/share/1"]
+        assert row["loss"] == pytest.approx(rows[step]["loss"], rel=1e-4)
+
+
 def test_padded_rows_train_the_same(folder: Path, whole: RunPaths) -> None:
     data = {"pack": False, "micro_batch_size": 3, "pad_multiple": 16}
     mine, theirs = rows_of(whole), rows_of(run(folder, "padded", data=data, max_steps=4))

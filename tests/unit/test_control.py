@@ -1,5 +1,6 @@
 """Successors, `cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -505,3 +506,23 @@ def test_resume_goes_on_where_the_run_was(
         load_to_resume(run_dir(config), ["--name", "other"])
     with pytest.raises(ConfigError, match="raise it"):
         load_to_resume(run_dir(config), ["--max-steps", "10"])
+
+
+def test_a_run_whose_epochs_are_over_is_not_sent_again(fake: FakeSlurm, config: Path, tmp_path: Path) -> None:
+    """How many steps they are stands in the run's status: the trainer counted them."""
+    from prime_hpc.store.run_paths import RunPaths
+    from tests.support.checkpoints import make_checkpoint
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    tree = json.loads(config.read_text())
+    config.write_text(json.dumps(tree | {"sft": {"data": {"path": str(rows), "num_epochs": 2}}}))
+    submit(load(config))
+    make_checkpoint(RunPaths(run_dir(config)), 10)
+    fake.change("100", state="FAILED")
+    ended(config)
+    assert load_to_resume(run_dir(config), []).experiment.num_steps is None  # nobody has counted
+    (run_dir(config) / "status.json").write_text(json.dumps({"step": 10, "max_steps": 10}))
+    with pytest.raises(ConfigError, match=r"sft.data.num_epochs: checkpoint 10 is the last one \(of 10 steps\)"):
+        load_to_resume(run_dir(config), [])
+    assert load_to_resume(run_dir(config), ["--sft.data.num-epochs", "3"]).experiment.sft.data.num_epochs == 3

@@ -237,6 +237,21 @@ def test_console_shows_the_runs_of_one_trainer_apart(tmp_path: Path, capsys: pyt
     assert lines[2:] == ["run_b step    2/9  reward 0.770 ▁█", "run_a step    2/9  reward 0.270 ▁█"]
 
 
+def test_console_takes_the_last_step_from_a_trainer_that_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from prime_hpc.observe.logs import setup_logger
+
+    setup_logger("supervisor")
+    console = Console(tmp_path, None, kind="sft")
+    assert console.progress()["max_steps"] is None
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1) | {"run/max_steps": 9}])
+    console.tick({})
+    assert console.progress()["max_steps"] == 9
+    line = capsys.readouterr().out
+    assert "step    1/9" in line and "ETA" in line
+
+
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_console_keeps_what_a_line_shows_however_long_the_run_is(kind: Any, tmp_path: Path) -> None:
     console = Console(tmp_path, 300, kind=kind)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.sections.sft import SFTConfig, SFTDataConfig
 from prime_hpc.orchestrator import sft_eval_loop, weight_sync
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
+from prime_hpc.orchestrator.sft_eval_loop import EvalLoop, with_last_version
 from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.store.leases import clear_leases, min_floor, set_last_version
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.trainer.sft import _is_published
 from tests.support.checkpoints import make_weights
@@ -49,6 +51,28 @@ class World:
         )
         self.loop = EvalLoop(Experiment.model_validate(tree), parts, start_step=start_step)
         self.evaluated: list[tuple[int, list[int]]] = []
+
+
+def test_the_last_version_is_what_the_trainer_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the data decide the steps: the loop waits for the trainer's word in this attempt, not in one before."""
+    monkeypatch.setattr(sft_eval_loop, "LOOK_S", 0.01)
+    world = World(tmp_path, {"id": "a"})
+    stated, parts = world.loop._exp, world.loop._parts
+    assert asyncio.run(with_last_version(stated, parts)) is stated
+    data = SFTDataConfig(path="rows.jsonl", num_epochs=2)
+    counted = stated.model_copy(update={"sft": SFTConfig(data=data)})
+    set_last_version(parts.paths, 3)
+    clear_leases(parts.paths)
+
+    async def waits() -> int:
+        waiting = asyncio.create_task(with_last_version(counted, parts))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        set_last_version(parts.paths, 7)
+        return (await waiting).max_steps
+
+    assert asyncio.run(waits()) == 7
+    assert min_floor(parts.paths) is None  # no reader's
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
-from prime_hpc.trainer.data.stream import Batch, BatchShape, Position, RowOrder, SampleStream
+from prime_hpc.trainer.data.stream import Batch, BatchShape, MixedOrder, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe
 
 NUM_ROWS = 22
@@ -196,6 +196,34 @@ def test_steps_of_epochs_are_counted_as_the_stream_makes_them(
     assert left == list(reversed(range(len(positions))))
     if num_epochs == 3:
         assert positions[-1].samples == 3 * len(EPOCH)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("until_all", [True, False])
+def test_a_mixture_has_its_shares_and_uses_rows_evenly(shuffle: bool, until_all: bool) -> None:
+    sizes, shares = [40, 10, 25], [0.5, 0.3, 0.2]
+
+    def new() -> MixedOrder:
+        return MixedOrder(sizes, shares, until_all=until_all, seed=3, shuffle=shuffle)
+
+    order = new()
+    assert order.counts.tolist() == ([62, 38, 25] if until_all else [17, 10, 7])
+    stream = [order.row_at(place) for place in range(5 * order.num_rows)]
+    assert all(new().row_at(place) == stream[place] for place in (0, 7, 3 * order.num_rows, 150))  # from anywhere
+    assert np.concatenate(list(order.rows(3, len(stream) - 2))).tolist() == stream[3:-2]
+    first = 0
+    for source, size in enumerate(sizes):
+        own = [row for row in stream if first <= row < first + size]
+        assert len(own) == 5 * order.counts[source]
+        used = [own.count(row) for row in range(first, first + size)]
+        assert max(used) - min(used) <= 1
+        if len(own) >= size:
+            assert sorted(own[:size]) == list(range(first, first + size))
+        place = order.num_rows + 9
+        assert order.used(place)[source] == sum(first <= row < first + size for row in stream[:place])
+        first += size
+    near = np.mean([row < 40 for row in stream[:30]])  # spread from the beginning on
+    assert 0.2 < near < 0.8 if shuffle else near == pytest.approx(0.5, abs=0.05)
 
 
 def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ class SFTDataConfig(SFTSourceConfig):
     num_epochs: float | None = Field(None, gt=0)
     """Passes over the data, instead of `max_steps`: the trainer counts their steps at its start, for which it tokenises
     every row once (what it finds is kept in `cache_dir`). The last step takes what is left."""
+    probabilities: list[float] | None = None
+    """Share of the rows that come from each entry of `path`, in their order: `[0.7, 0.3]`; default: all rows alike."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    """`probabilities`: an epoch ends when the first source, or every source, has been used up once; the others are used
+    in part, or begun again."""
     batch_tokens: int | None = Field(None, ge=2)
     """Tokens a step at most, over all ranks, instead of `batch_size`: whole samples as long as they fit."""
     pack: bool = True
@@ -126,6 +131,20 @@ class SFTDataConfig(SFTSourceConfig):
     def _padding_needs_rows(self) -> "SFTDataConfig":
         if self.pad_multiple is not None and self.pack:
             raise ValueError("pad_multiple fills rows of one sample each: set pack = false, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _mixture_has_sources(self) -> "SFTDataConfig":
+        shares = self.probabilities
+        if shares is None:
+            return self
+        if len(shares) < 2 or len(shares) != len(self.paths):
+            raise ValueError(
+                f"probabilities states {len(shares)} shares, path {len(self.paths)} entries: one share for each of two "
+                "or more entries (a data set of the hub: save it with `datasets`, and name the folder)"
+            )
+        if min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ValueError(f"probabilities must be above 0 and add up to 1, got {shares}: leave an unused source out")
         return self
 
     @model_validator(mode="after")

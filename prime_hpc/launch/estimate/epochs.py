@@ -43,7 +43,9 @@ def epochs_line(experiment: Experiment) -> str:
 
 
 def num_rows(experiment: Experiment) -> int | None:
-    """Return the rows of the training data; None where that takes more than a look."""
+    """Return the rows of an epoch of the training data; None where that takes more than a look."""
+    if experiment.sft.data.probabilities is not None:
+        return None
     try:
         found = find_data(experiment.sft.data)
         looks = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found.files)

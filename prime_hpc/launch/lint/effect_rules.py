@@ -54,6 +54,7 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
     yield f"{key}.name", data.type != "fake", "sft.data.type other than fake"
     yield f"{key}.type", data.name is None or data.type not in ("jsonl", "parquet"), "sft.data.path: name is the hub's"
     yield f"{key}.length", data.type == "fake", "sft.data.type = fake"
+    yield f"{key}.stopping_strategy", data.probabilities is not None, "sft.data.probabilities"
     yield f"{key}.batch_size", data.batch_tokens is None, "steps that are not counted in tokens (sft.data.batch_tokens)"
 
 

@@ -24,8 +24,8 @@ from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts
-from prime_hpc.trainer.data.sources import Rows, by_all_columns, fingerprint_of, former_fingerprint
-from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, SampleStream
+from prime_hpc.trainer.data.sources import Chain, Rows, by_all_columns, fingerprint_of, former_fingerprint
+from prime_hpc.trainer.data.stream import BatchShape, MixedOrder, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
 
 if TYPE_CHECKING:
@@ -123,20 +123,23 @@ class RealData:
         self._reader: RowReader | RowProcesses
         self._reader = RowProcesses(recipe, num_workers) if num_workers else RowReader(recipe, rows, tokenizer)
         self._shape = shape_of(experiment, tokenizer.pad_id(trainer.vocab_size))
+        self._order = self._new_order()
         self._stream = SampleStream(
             self._reader,
-            self._order(),
+            self._new_order(),
             self._shape,
             self._exchange,
             share=trainer.part[0],
             num_shares=trainer.part[1],
-            last_row=None if config.num_epochs is None else last_row_of(config.num_epochs, rows.num_rows),
+            last_row=None if config.num_epochs is None else last_row_of(config.num_epochs, self._order.num_rows),
         )
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
         self._rank, self._told_at = trainer.rank, 0
         if trainer.rank == 0:
             logger.info(f"{config.label}: {rows.num_rows:,} rows, template: {tokenizer.name}")
+            if isinstance(self._order, MixedOrder):
+                logger.info(self._order.words(config.paths))
 
     def start(self, progress: Mapping[str, int]) -> Progress:
         """Begin to make batches from there on.
@@ -182,17 +185,31 @@ class RealData:
         lengths = lengths_of(self._recipe, self._rows, self._made_by, self._reader, self._exchange)
         steps = 0
         if lengths is not None:
-            steps = count_steps(lengths, self._order(), self._shape, self._stream.position, last_row)
-            epochs = f"{self._config.num_epochs:g} epochs of {self._num_rows:,} rows, {len(lengths.tokens):,} samples"
+            steps = count_steps(lengths, self._order, self._shape, self._stream.position, last_row)
+            epochs = f"{self._config.num_epochs:g} epochs of {self._order.num_rows:,} rows"
             logger.info(f"{self._config.label}: {epochs}: {start + steps:,} steps")
         return start + int(self._exchange.gather(steps)[0])
 
-    def _order(self) -> RowOrder:
-        return RowOrder(self._num_rows, seed=self._seed, shuffle=self._config.shuffle)
+    def _new_order(self) -> RowOrder:
+        config = self._config
+        if config.probabilities is None or not isinstance(self._rows, Chain):
+            return RowOrder(self._num_rows, seed=self._seed, shuffle=config.shuffle)
+        sizes = self._rows.sizes(self._recipe.found.per_path)
+        if 0 in sizes:
+            raise SFTDataError(f"{config.paths[sizes.index(0)]}: no row, and sft.data.probabilities gives it a share")
+        return MixedOrder(
+            sizes,
+            config.probabilities,
+            until_all=config.stopping_strategy == "all_exhausted",
+            seed=self._seed,
+            shuffle=config.shuffle,
+        )
 
     def _known_by(self, rows: int | None) -> int:
         """Fingerprint of the stream of rows: of themselves and their order."""
-        return fingerprint_of(rows, self._config.shuffle, self._seed)
+        config = self._config
+        mixture = () if config.probabilities is None else (config.probabilities, config.stopping_strategy)
+        return fingerprint_of(rows, config.shuffle, self._seed, *mixture)
 
     def next(self) -> tuple[RankBatch, Progress]:
         """Return the next batch, usually made already.
@@ -208,10 +225,13 @@ class RealData:
         named = {f"data/{k}": float(v) for k, v in zip(_COUNTS, counts.values(), strict=True) if k == "rows" or v}
         self.figures = {
             **named,
-            "data/epoch": batch.position.row / self._num_rows,
+            "data/epoch": batch.position.row / self._order.num_rows,
             "data/fill": batch.fill,
             "data/num_pad": float(batch.num_pad),
         }
+        if isinstance(self._order, MixedOrder):
+            used = self._order.used(batch.position.row)
+            self.figures |= {f"data/share/{i}": float(n / max(1, batch.position.row)) for i, n in enumerate(used)}
         if (words := left_out(named)) and self._rank == 0 and counts.rows >= self._told_at:
             logger.warning(f"{self._config.label}: {words}")
             self._told_at = (counts.rows // self._num_rows + 1) * self._num_rows  # again after each epoch

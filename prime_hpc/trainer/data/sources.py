@@ -401,6 +401,11 @@ class Chain:
         self.fingerprint = fingerprint_of(*(part.fingerprint for part in parts))
         self.former = fingerprint_of(*map(former_fingerprint, parts))
 
+    def sizes(self, per_source: Sequence[int]) -> list[int]:
+        """Return the rows of sources that so many parts make up."""
+        stops = np.concatenate([[0], self._ends])[np.concatenate([[0], np.cumsum(per_source)])]
+        return [int(size) for size in np.diff(stops)]
+
     def _find(self, index: int) -> tuple[Rows, int]:
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part], index - (int(self._ends[part - 1]) if part else 0)

@@ -109,6 +109,77 @@ class RowOrder:
         return self._rows
 
 
+class MixedOrder(RowOrder):
+    """Row numbers by place in a stream that takes a fixed share from each of several sources.
+
+    An epoch holds the same number of rows of a source each time, in a shuffled order of sources; a source goes on where
+    the epoch before left it, with a permutation of its own for every pass over it. So a place tells the row, whatever
+    was read before.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], probabilities: Sequence[float], *, until_all: bool, seed: int, shuffle: bool
+    ) -> None:
+        """Args:
+        sizes: rows of each source; their numbers follow one another.
+        probabilities: of each.
+        until_all: an epoch ends when every source is used up once; else with the first one.
+        seed, shuffle: as `RowOrder`'s.
+        """
+        lengths = [size / share for size, share in zip(sizes, probabilities, strict=True)]
+        length = max(lengths) if until_all else min(lengths)
+        self.counts = np.array([max(1, round(length * share)) for share in probabilities])
+        """[sources] rows of an epoch."""
+        super().__init__(int(self.counts.sum()), seed=seed, shuffle=shuffle)
+        self._sizes, self._sources = sizes, np.zeros(0, np.int64)
+
+    def row_at(self, place: int) -> int:
+        """Return the row at a place of the stream."""
+        epoch, within = divmod(place, self.num_rows)
+        return int(self._rows_of(epoch)[within])
+
+    def rows(self, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the rows at the places from `start` to `stop`, those of an epoch at a time."""
+        while start < stop:
+            epoch, within = divmod(start, self.num_rows)
+            end = min(stop - epoch * self.num_rows, self.num_rows)
+            yield self._rows_of(epoch)[within:end]
+            start += end - within
+
+    def words(self, names: Sequence[str]) -> str:
+        """Say what an epoch is made of."""
+        each = zip(range(len(names)), names, self.counts.tolist(), self._sizes, strict=True)
+        parts = [f"{i}: {name} {n / self.num_rows:.1%} ({n:,} of its {size:,} rows)" for i, name, n, size in each]
+        return f"an epoch is {self.num_rows:,} rows, of {', '.join(parts)}"
+
+    def used(self, place: int) -> NDArray[np.int64]:
+        """Return how many rows of each source come before a place."""
+        epoch, within = divmod(place, self.num_rows)
+        self._rows_of(epoch)
+        return epoch * self.counts + np.bincount(self._sources[:within], minlength=len(self.counts))
+
+    def _rows_of(self, epoch: int) -> NDArray[np.int64]:
+        if epoch != self._epoch:
+            spread = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
+            turns = np.repeat(np.arange(len(self.counts)), self.counts)[np.argsort(spread, kind="stable")]
+            self._sources = np.random.default_rng([self._seed, epoch, 0]).permutation(turns) if self._shuffle else turns
+            self._rows = np.zeros(self.num_rows, np.int64)
+            for source, (size, count) in enumerate(zip(self._sizes, self.counts.tolist(), strict=True)):
+                own = self._own_rows(source, size, epoch * count, (epoch + 1) * count)
+                self._rows[self._sources == source] = sum(self._sizes[:source]) + own
+            self._epoch = epoch
+        return self._rows
+
+    def _own_rows(self, source: int, size: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Return a source's rows from its own place `start` to `stop`, by numbers of its own."""
+        passes = range(start // size, -(-stop // size))
+        if self._shuffle:
+            whole = [np.random.default_rng([self._seed, one, source + 1]).permutation(size) for one in passes]
+        else:
+            whole = [np.arange(size) for _ in passes]
+        return np.concatenate(whole)[start - passes.start * size :][: stop - start]
+
+
 class SampleStream:
     """Batches in order, on every rank alike. `next` and `agree` are collective over the exchange's ranks."""
 
