@@ -223,7 +223,7 @@ def test_a_model_that_calls_tools_wrongly_is_told(world: World) -> None:
 
 def test_the_documents_own_environment_plays(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "prime_hpc" / "envs" / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(# environments/stock.py.*?)```", text, re.DOTALL)
+    (example,) = re.findall(r"```python\n(# the module `stock`.*?)```", text, re.DOTALL)
     (tmp_path / "stock.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     call = '<tool_call>\n{"name": "stock", "arguments": {"names": ["%s"]}}\n</tool_call>'

@@ -204,6 +204,13 @@ def test_an_environment_is_torn_down_once_in_each_process_when_nobody_plays_it(
     assert pids.count(str(os.getpid())) == 1 and len(set(pids)) == len(pids) == 1 + 2 * workers
 
 
+def test_a_rubric_tidies_up_after_each_rollout_and_at_the_end(world: World, tmp_path: Path) -> None:
+    log = tmp_path / "tidied"
+    env = EnvConfig(id="tests.support.hub.legacy_odd", args={"kind": "tidies", "log": str(log)})
+    first, second = world.play(env, 2)
+    assert first.usable and second.usable and log.read_text().split() == ["rollout", "rollout", "end"]
+
+
 def test_a_package_that_compares_answers_is_warned_of_and_has_its_process_before_the_first_one(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

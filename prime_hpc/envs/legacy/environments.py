@@ -18,6 +18,7 @@ from prime_hpc.envs.legacy.messages import (
     Messages,
     State,
     chat_messages,
+    marked,
     maybe_await,
     tool_declaration,
 )
@@ -162,12 +163,6 @@ class Environment:
         """Return the environment that plays an example: this environment, or one of a group."""
         return self
 
-    def marked(self, mark: str) -> list[Any]:
-        """Return this object's methods with a mark, by priority and name."""
-        names = {name for cls in type(self).__mro__ for name, value in vars(cls).items() if hasattr(value, mark)}
-        methods = [method for name in names if hasattr(method := getattr(self, name), mark)]
-        return sorted(methods, key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))
-
     def check(self) -> None:
         """Raise EnvError where it cannot be played here: says what and why."""
         for name in OWN_LOOPS:
@@ -229,7 +224,7 @@ class MultiTurnEnv(Environment):
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
         """Return whether a stop condition holds; its name is kept in the state."""
-        for condition in self.marked("stop"):
+        for condition in marked(self, "stop"):
             if await maybe_await(condition, state):
                 state["is_completed"], state["stop_condition"] = True, condition.__name__
                 return True

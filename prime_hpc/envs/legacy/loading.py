@@ -17,7 +17,8 @@ from loguru import logger
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.environments import EnvGroup, Environment, MultiTurnEnv
-from prime_hpc.envs.legacy.messages import maybe_await
+from prime_hpc.envs.legacy.messages import marked, maybe_await
+from prime_hpc.envs.legacy.rubrics import parts_of
 
 _LOCK = threading.RLock()
 _MADE: dict[str, Environment] = {}
@@ -73,17 +74,21 @@ def hold(key: str) -> None:
 
 
 async def let_go(key: str) -> None:
-    """Call an environment's `vf.teardown` handlers if nobody plays it any more; one that raises is named in the log."""
+    """Call the `vf.teardown` handlers of an environment and its rubrics if nobody plays it any more.
+
+    The log names one that raises.
+    """
     _HOLDERS[key] -= 1
     if _HOLDERS[key]:
         return
     env = made(key)
-    for member in (env, *getattr(env, "envs", ())):
-        for handler in member.marked("teardown"):
-            try:
-                await maybe_await(handler)
-            except Exception as error:  # noqa: BLE001 - other people's code; the others are called all the same
-                logger.warning("{} (vf.teardown): {}: {}", handler.__qualname__, type(error).__name__, error)
+    members = (env, *getattr(env, "envs", ()))
+    parts = [*members, *(rubric for member in members for rubric in parts_of(member.rubric))]
+    for handler in [handler for part in parts for handler in marked(part, "teardown")]:
+        try:
+            await maybe_await(handler)
+        except Exception as error:  # noqa: BLE001 - other people's code; the others are called all the same
+            logger.warning("{} (vf.teardown): {}: {}", handler.__qualname__, type(error).__name__, error)
 
 
 def _make(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environment:

@@ -40,6 +40,13 @@ async def maybe_await(function: Callable[..., Any], /, *args: Any, **kwargs: Any
     return await result if isinstance(result, Awaitable) else result
 
 
+def marked(thing: Any, mark: str) -> list[Any]:
+    """Return an object's methods with a mark (`vf.stop`, `vf.cleanup`, `vf.teardown`), by priority and name."""
+    names = {name for cls in type(thing).__mro__ for name, value in vars(cls).items() if hasattr(value, mark)}
+    methods = [method for name in names if hasattr(method := getattr(thing, name), mark)]
+    return sorted(methods, key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))
+
+
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """Of the offered arguments those that the function names, or all where it takes any."""
     parameters = inspect.signature(function).parameters

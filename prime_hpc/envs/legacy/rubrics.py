@@ -13,7 +13,7 @@ from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await
+from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 
 OFFERED = ("prompt", "completion", "answer", "task", "info")
@@ -98,11 +98,8 @@ class Rubric:
 
     async def value(self, func: RewardFunc, state: State) -> float:
         """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise."""
-        row = state.get("input")  # unless a package keeps something of its own there: releases to 0.1.6 had no such key
-        offered = {**(row if isinstance(row, Mapping) else {}), **{name: state.get(name) for name in OFFERED}}
-        offered |= {"state": state, **self.class_objects}
         try:
-            return float(await maybe_await(func, **accepted(func, offered)))
+            return float(await maybe_await(func, **accepted(func, self._offered(state))))
         except CallBroken:  # not the function's fault, nor the answer's
             raise
         except Exception as error:  # noqa: BLE001 - the interface's own rule: the function scores 0
@@ -117,6 +114,12 @@ class Rubric:
                     error,
                 )
             return 0.0
+
+    def _offered(self, state: State) -> dict[str, Any]:
+        """Return what a function may ask for by name."""
+        row = state.get("input")  # unless a package keeps something of its own there: releases to 0.1.6 had no such key
+        offered = {**(row if isinstance(row, Mapping) else {}), **{name: state.get(name) for name in OFFERED}}
+        return {**offered, "state": state, **self.class_objects}
 
 
 class RubricGroup(Rubric):
@@ -141,6 +144,19 @@ class RubricGroup(Rubric):
         self._check_class()
         for rubric in self.rubrics:
             rubric.check()
+
+
+def parts_of(rubric: Rubric) -> list[Rubric]:
+    """Return a rubric, and those of a group."""
+    members = rubric.rubrics if isinstance(rubric, RubricGroup) else []
+    return [rubric, *(part for member in members for part in parts_of(member))]
+
+
+async def clean_up(rubric: Rubric, state: State) -> None:
+    """Call the methods that `vf.cleanup` marks, after a rollout was scored."""
+    for part in parts_of(rubric):
+        for handler in marked(part, "cleanup"):
+            await maybe_await(handler, **accepted(handler, part._offered(state)))
 
 
 class MathRubric(Rubric):

@@ -18,8 +18,8 @@ from prime_hpc.envs.harness import DONE, InProcessHarness
 from prime_hpc.envs.interception import TurnRefused, interception_of
 from prime_hpc.envs.legacy.environments import Environment, MultiTurnEnv
 from prime_hpc.envs.legacy.loading import hold, let_go, made
-from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, maybe_await, v1_tool, wire
-from prime_hpc.envs.legacy.rubrics import MathRubric, name_of
+from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, marked, maybe_await, v1_tool, wire
+from prime_hpc.envs.legacy.rubrics import MathRubric, clean_up, name_of
 from prime_hpc.envs.math_answers import open_comparison
 
 __all__ = ["LegacyHarness", "LegacyTaskset"]
@@ -54,8 +54,11 @@ class LegacyTask(vf.Task[LegacyData]):
             raise RuntimeError("the rollout has no state to score")
         env = made(self.data.environment).member(self.data.example)
         rewards: dict[str, float] = {}
-        for rubric, func, weight in env.rubric.weighted():
-            value = await rubric.value(func, state)
+        try:
+            values = [(func, weight, await rubric.value(func, state)) for rubric, func, weight in env.rubric.weighted()]
+        finally:
+            await clean_up(env.rubric, state)
+        for func, weight, value in values:
             name = _free(name_of(func), {**rewards, **trace.metrics})
             if weight:
                 trace.record_reward(name, value, weight)
@@ -193,7 +196,7 @@ class LegacySession(HarnessSession):
             state["is_completed"] = True  # the trace's stop condition says why
         finally:
             state["completion"] = _completion(state)
-            for handler in env.marked("cleanup"):
+            for handler in marked(env, "cleanup"):
                 await maybe_await(handler, state)
         return DONE
 

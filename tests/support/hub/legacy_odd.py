@@ -138,6 +138,25 @@ class Freed(vf.SingleTurnEnv):
             file.write(f"{os.getpid()}\n")
 
 
+class Tidies(vf.Rubric):
+    """Says in a file what it was asked to tidy up."""
+
+    log: str
+
+    @vf.cleanup
+    async def tidy(self, state: Any, answer: str) -> None:
+        """Add a line for a rollout, which is over and scored."""
+        assert answer == "" and state["completion"]
+        with Path(self.log).open("a") as file:
+            file.write("rollout\n")
+
+    @vf.teardown
+    async def end(self) -> None:
+        """Add a line."""
+        with Path(self.log).open("a") as file:
+            file.write("end\n")
+
+
 def load_environment(kind: str, log: str = "") -> Any:
     """One of them."""
     rubric = vf.Rubric(funcs=[long])
@@ -184,6 +203,10 @@ def load_environment(kind: str, log: str = "") -> Any:
             return vf.EnvGroup(parts)
         case "freed":
             return Freed(dataset=said * 20, rubric=rubric, log=log)
+        case "tidies":
+            env = vf.SingleTurnEnv(dataset=said * 2, rubric=rubric)
+            env.add_rubric(Tidies(log=log))
+            return env
         case "twice":
             return vf.EnvGroup([load_environment("column"), load_environment("system")], env_names=["a", "a"])
         case "others":
