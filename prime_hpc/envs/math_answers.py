@@ -56,17 +56,23 @@ def begin_boxed() -> None:
 
 
 def speaks_of(taskset: Any, name: str) -> bool:
-    """Return whether a name is in the text of a taskset's package, unless that is verifiers or this very one."""
+    """Return whether a name is in the text of a taskset's package, unless that is verifiers or this very one; of `rows`
+    in the text of the user's reward functions."""
+    if functions := getattr(taskset, "functions", ()):
+        return any(name in _text_of(sys.modules.get(each.function.__module__)) for each in functions)
     module = str(getattr(taskset.config, "module", ""))  # of an older package's environment
     module = module if module in sys.modules else type(taskset).__module__
     if module.split(".")[0] in ("prime_hpc", "verifiers"):
         return False
     package = module.rpartition(".")[0] or module
     for known, found in list(sys.modules.items()):
-        if known in (module, package) or known.startswith(f"{package}."):
-            try:
-                if name in inspect.getsource(found):
-                    return True
-            except (OSError, TypeError):  # a program of C, an empty file
-                continue
+        if (known in (module, package) or known.startswith(f"{package}.")) and name in _text_of(found):
+            return True
     return False
+
+
+def _text_of(module: Any) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # a program of C, an empty file
+        return ""

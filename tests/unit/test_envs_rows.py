@@ -14,6 +14,7 @@ from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rows.scoring import Reply, exact_score, find_functions, math_score
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.launch.checks import check
@@ -220,3 +221,11 @@ def test_files_that_are_not_there_are_said_before_anything_starts(folder: Path) 
         "orchestrator.env.0.args.files",
         "orchestrator.env.0.args.reward",
     }
+
+
+def test_functions_that_call_math_verify_are_spoken_of(folder: Path) -> None:
+    jsonl(folder / "a.jsonl", SUM)
+    (folder / "verifies.py").write_text("def score(completion):\n    from math_verify import verify\n    return 1.0\n")
+    for name, speaks in {"verifies.py:score": True, "mine.py:own": False, "math": False}.items():
+        made = EnvSource(EnvConfig(id="rows", args={"files": ["a.jsonl"], "reward": name}), "eval", 0, beside=[])
+        assert speaks_of(made.env.taskset, "math_verify") is speaks

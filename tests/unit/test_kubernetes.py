@@ -28,6 +28,7 @@ from prime_hpc.kubernetes.text import write_chart, yaml_stream
 from prime_hpc.launch import pods, prepare
 from prime_hpc.runtime.role_context import NODE
 from prime_hpc.store.errors import StoreError, Unreadable
+from tests.support.lint import LLAMA_8B
 
 VERSIONS = ("1.31.0", kubernetes_validate.latest_version())
 TREE: dict[str, Any] = {
@@ -183,6 +184,11 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "kubernetes.image" in said({k: v for k, v in TREE.items() if k != "kubernetes"}, *on_pods)
     assert "'nomad' is none of slurm, kubernetes" in said(TREE, "--target", "nomad")
     assert "arrays are Slurm's" in said(TREE, *on_pods, "--array", "3")
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "model_type": "llama"}))
+    dense = {**TREE, "model": {"name": str(tmp_path)}, "trainer": {"num_ranks": 16, "parallel": {"ep": 2}}}
+    assert "experts of a dense model" in said(dense, *on_pods)
+    engines = {**TREE, "inference": {**TREE["inference"], "vllm": {"enforce_eager": True}}}
+    assert "the tree states this as inference.enforce_eager" in said(engines, *on_pods, "--chart", str(tmp_path / "c"))
     assert "--target kubernetes" in said(TREE, "--chart", str(tmp_path / "c"))
     assert "name" in said({**TREE, "name": "7" * 3}, *on_pods)
     secret = {**TREE, "inference": {**TREE["inference"], "api_key": "sk-very-secret-indeed"}}

@@ -5,6 +5,7 @@ Rows as TRL and verl have them work as they are: `prompt` (text or messages) or 
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import verifiers.v1 as vf
@@ -96,6 +97,15 @@ class RowsConfig(vf.TasksetConfig):
 class Rows(vf.Taskset[RowTask, RowsConfig]):
     """The rows, in their order."""
 
+    @cached_property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The reward functions. Raises EnvError: one is not there."""
+        names = _listed(self.config.reward)
+        weights = self.config.weights or [1.0] * len(names)
+        if not names or len(names) != len(weights):
+            raise EnvError(f"rows: {len(names)} rewards and {len(weights)} weights: state a weight for each reward")
+        return find_functions(names, weights)
+
     async def open_scorer(self) -> None:
         """Start what compares answers.
 
@@ -116,16 +126,15 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
             raise EnvError("rows: state `args.files` (JSONL or Parquet) or `args.dataset` (of the hub), one of them")
         if config.question.count("{}") != 1:
             raise EnvError(f"rows: `question` needs one {{}}, which stands for the prompt, not {config.question!r}")
-        functions = _functions(config)
         for number, (place, row) in enumerate(_read(config)):
             try:
                 data = _data(config, row)
             except (ValueError, ValidationError) as error:
                 raise EnvError(f"rows: {place}: {' '.join(str(error).split())[:300]}") from error
             if number == 0:
-                _check(functions, data, place)
+                _check(self.functions, data, place)
             task = RowTask(data, config.task)
-            task.functions = functions
+            task.functions = self.functions
             yield task
 
 
@@ -137,14 +146,6 @@ def _read(config: RowsConfig) -> Iterator[tuple[str, Row]]:
 
 def _listed(names: str | list[str]) -> list[str]:
     return [names] if isinstance(names, str) else names
-
-
-def _functions(config: RowsConfig) -> tuple[RewardFunction, ...]:
-    names = _listed(config.reward)
-    weights = config.weights or [1.0] * len(names)
-    if not names or len(names) != len(weights):
-        raise EnvError(f"rows: {len(names)} rewards and {len(weights)} weights: state a weight for each reward")
-    return find_functions(names, weights)
 
 
 def _check(functions: Iterable[RewardFunction], data: RowData, place: str) -> None:

@@ -56,15 +56,19 @@ def run(argv: list[str], program: str) -> int:
 def _kubernetes(loaded: Loaded, given: Given) -> int:
     """Print the objects, which hold the run's key, or write a chart."""
     from prime_hpc.kubernetes.manifests import manifests
+    from prime_hpc.kubernetes.placement import SITE, for_pods
     from prime_hpc.kubernetes.text import write_chart, yaml_stream
+    from prime_hpc.launch.lint.lint import pod_errors, refuse_errors
 
     if "--array" in given:
         raise ConfigError(Problem("arrays are Slurm's: render each experiment on its own", "--array"))
+    objects = manifests(loaded.experiment)
+    refuse_errors(loaded, pod_errors(for_pods(loaded.experiment), SITE))
     if (folder := given.get("--chart")) is not None:
         for path in write_chart(loaded.experiment, Path(folder)):
             print(path)
         return 0
-    return _show(yaml_stream(manifests(loaded.experiment)), given.get("--output"), mode=0o600)
+    return _show(yaml_stream(objects), given.get("--output"), mode=0o600)
 
 
 def _show(text: str, output: str | None, mode: int = 0o666) -> int:
