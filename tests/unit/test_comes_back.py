@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -382,6 +383,24 @@ def test_a_run_directory_that_cannot_be_listed_is_not_gone(
         fence.look()
         clock.now += FENCE_LOOK_S
     assert not fence.is_fenced
+
+
+def test_a_number_that_was_purged_from_scratch_is_no_run_directory_that_is_gone(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "run.yaml").write_text("max_steps: 3\n")
+    fence = fence_of(root, clock := Clock())
+    shutil.rmtree(root / "incarnation")
+    for _ in range(100):
+        fence.look()
+        clock.now += FENCE_LOOK_S
+    assert not fence.is_fenced
+    (root / "run.yaml").rename(tmp_path / "old")  # another run begins in its place
+    (root / "run.yaml").write_text("max_steps: 3\n")
+    with pytest.raises(Ended, match="deleted or moved"):
+        for _ in range(100):
+            fence.look()
+            clock.now += FENCE_LOOK_S
 
 
 def test_a_file_system_that_is_not_mounted_for_a_while_has_deleted_nothing(tmp_path: Path) -> None:

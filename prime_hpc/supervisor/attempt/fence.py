@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from loguru import logger
 
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.store.attempts import Ended
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
@@ -41,7 +42,7 @@ class Fence:
         self._unseen_s, self._sleep = unseen_s, sleep
         self._next_look = 0.0
         self._missing_since: float | None = None
-        self._device = self._folders_device()
+        self._device, self._config = self._folders_device(), self._config_file()
         self.is_fenced = False
         """The attempt may write nothing more."""
         self.is_gone = False
@@ -61,7 +62,7 @@ class Fence:
         except OSError as error:  # the file system does not answer: whoever writes will see
             logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
             return
-        if newest >= self._incarnation:
+        if newest >= self._incarnation or (self._config is not None and self._config_file() == self._config):
             self._missing_since = None
             return
         if self._missing_since is None:
@@ -88,6 +89,15 @@ class Fence:
     def _is_folder_there(self) -> bool:
         """Return whether the folder of the runs answers as it did: then what it does not hold is not there."""
         return self._device is not None and self._folders_device() == self._device
+
+    def _config_file(self) -> tuple[int, int] | None:
+        """Return which file `run.yaml` is: while it is the one that the attempt began with, its number may have been
+        purged from scratch, but the run directory is there."""
+        try:
+            found = (self._paths.root / RUN_YAML).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     def _folders_device(self) -> int | None:
         try:
