@@ -85,9 +85,9 @@ def prepare_stage(
 
     Raises:
         FencedError: a newer attempt has begun.
-        StoreError: disk full, not writable.
+        StoreError: disk full, not writable, or the run directory is gone.
     """
-    check_incarnation(run or RunPaths(final.parent.parent), incarnation)
+    _check_writer(run or RunPaths(final.parent.parent), incarnation)
     stage = stage_dir(final, incarnation)
     if stage.exists():
         with contextlib.suppress(FileNotFoundError):  # another node's clean-up was first
@@ -96,6 +96,17 @@ def prepare_stage(
     if file_bytes is not None:
         lustre.set_stripes(stage, file_bytes)
     return stage
+
+
+def _check_writer(run: RunPaths, incarnation: int) -> None:
+    """Refuse to begin an artifact of an old attempt, or of a run whose directory is gone: it is not made again.
+
+    Raises:
+        FencedError, StoreError: one of both.
+    """
+    check_incarnation(run, incarnation)
+    if incarnation and not run.root.is_dir():
+        raise StoreError(f"{run.root} was deleted or moved under the run: nothing more is written there")
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
@@ -351,7 +362,7 @@ class ArtifactWriter:
         self._entries: dict[str, FileEntry] = {}
 
     def __enter__(self) -> "ArtifactWriter":
-        check_incarnation(self._run, self._incarnation)
+        _check_writer(self._run, self._incarnation)
         files.make_dir(self.path)
         return self
 

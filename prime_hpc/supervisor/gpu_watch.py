@@ -83,7 +83,7 @@ class GpuWatch:
                 continue
             line = json.dumps({"time": round(time.time(), 1), "attempt": self._attempt, **row}) + "\n"
             try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.parent.mkdir(exist_ok=True)  # not the run directory, which may be gone
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(line)
             except OSError as error:

@@ -54,7 +54,7 @@ class LiveStatus:
         facts = {"time": round(time.time(), 3), "attempt": self._constant.get("attempt")}
         rows = (json.dumps({**facts, "role": label, "state": state}) + "\n" for label, state in changed.items())
         try:
-            self._changes.parent.mkdir(parents=True, exist_ok=True)
+            self._changes.parent.mkdir(exist_ok=True)  # not the run directory, which may be gone
             with self._changes.open("a", encoding="utf-8") as file:
                 file.write("".join(rows))
         except OSError as error:

@@ -17,6 +17,7 @@ SHARD = "trainer/__0_0.distcp"
 
 def make_weights(paths: RunPaths, version: int, incarnation: int = 0) -> None:
     """Publish a version."""
+    paths.root.mkdir(parents=True, exist_ok=True)
     with ArtifactWriter(
         paths.weights_step(version), kind="weights", version=version, writer="trainer", incarnation=incarnation
     ) as writer:
@@ -27,6 +28,7 @@ def make_checkpoint(
     paths: RunPaths, step: int, *, kind: str = "rl", incarnation: int = 0, meta: dict[str, Any] | None = None
 ) -> None:
     """Commit a checkpoint with the batch whose state it holds; `meta` is added to the manifest's."""
+    paths.root.mkdir(parents=True, exist_ok=True)
     batch_dir = None
     if kind == "rl":
         state = {"step": step, "prompts": {"seed": 0}}

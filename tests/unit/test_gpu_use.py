@@ -148,6 +148,7 @@ def test_a_node_says_its_samples_and_the_run_keeps_them(
         "memory_total": 137405399040.0, "power_w": 412.0,
     }  # fmt: skip
     assert facts["n2"] == {"num_gpus": 0, "error": "rocm-smi did not answer"} and "n3" not in facts
+    (tmp_path / "run").mkdir()
     watch.start(None)
     end = time.monotonic() + 30
     file = tmp_path / "run" / "metrics" / "gpus.jsonl"

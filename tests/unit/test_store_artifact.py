@@ -40,6 +40,7 @@ from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incar
 
 @pytest.fixture
 def paths(tmp_path):
+    (tmp_path / "run").mkdir()
     return RunPaths(tmp_path / "run")
 
 
@@ -70,6 +71,17 @@ def test_round_trip(paths):
     assert manifest.files["b.bin"] == files.hash_file(final / "b.bin")
     assert (final / "sub" / "a.bin").read_bytes() == b"hello"
     assert hidden(paths.weights) == []
+
+
+def test_a_run_directory_that_is_gone_is_not_made_again(paths, tmp_path):
+    number = claim_incarnation(paths)
+    write(paths.checkpoint_step(3), incarnation=number)
+    paths.root.rename(tmp_path / "moved")
+    with pytest.raises(StoreError, match="was deleted or moved"):
+        write(paths.checkpoint_step(4), incarnation=number)
+    with pytest.raises(StoreError, match="was deleted or moved"):
+        prepare_stage(paths.checkpoint_step(4), number)
+    assert not paths.root.exists()
 
 
 def test_nothing_visible_before_the_end_nor_after_an_exception(paths):
