@@ -49,12 +49,12 @@ _EXTRAS = (
 )
 _OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
 """Flags whose negation asks for what is so anyway."""
-_STEPS = "steps are counted, not epochs: state --max-steps (an epoch of SFT is its rows / --sft.data.batch-size)"
+_STEPS = "passes over the data of SFT are --sft.data.num-epochs; else steps are counted: --max-steps"
 _STEP_SIZE = (
     "state the samples of a whole step, over all ranks (--sft.data.batch-size, --orchestrator.batch-size); "
     "--trainer.micro-batch-tokens says how many tokens are computed at once, and a step takes as many as it needs"
 )
-_REPEATED = "an epoch has every row once: a file that --sft.data.path names twice is trained on twice as much"
+_SHARES = "shares of the entries of --sft.data.path are --sft.data.probabilities"
 REPLACED: dict[str, str] = {
     "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `prime-hpc plan` says what would run",
     "pp.rank": _STAGES,
@@ -74,7 +74,7 @@ REPLACED: dict[str, str] = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _STEPS),
     **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size"), _STEP_SIZE),
     **dict.fromkeys(("max_length", "max_seq_length"), "the longest sample, in tokens, is --seq-len"),
-    **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _REPEATED),
+    **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _SHARES),
     "dataset_name": "a data set of the hub is --sft.data.name, files are --sft.data.path",
     "learning_rate": "it is --trainer.optim.lr",
     "warmup_ratio": "the warm-up is counted in steps: --trainer.scheduler.warmup-steps",
