@@ -22,7 +22,7 @@ _STAGES = (
     "<inference.pipeline_parallel_size> says how many, <inference.data_parallel_size> how many engines on more machines"
 )
 _EXTRAS = "the trainer's W&B run gets numbers alone; samples and distributions are the orchestrator's"
-_REPEATED = "an epoch has every row once: a file that <sft.data.path> names twice is trained on twice as much"
+_SHARES = "shares of the entries of <sft.data.path> are <sft.data.probabilities>; of environments `ratio` in <orchestrator.env>"
 _NODES = (
     "ranks and engines are counted, and take a GPU each: <trainer.num_ranks>, <inference.data_parallel_size>; nodes of "
     "a job follow, or are <slurm.trainer.nodes>, <slurm.inference.nodes>, with <slurm.gpus_per_node>"
@@ -158,7 +158,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ("assistant_only_loss completion_only_loss train_on_inputs train_on_prompt", "it is <sft.data.loss_roles>"),
     ("chat_template_path apply_chat_template", "it is <sft.data.chat_template>"),
     ("dataset_num_proc dataloader_num_workers", "it is <sft.data.num_workers>"),
-    ("prompt_probs dataset_mixer interleave_probs", _REPEATED),
+    ("prompt_probs dataset_mixer interleave_probs", _SHARES),
     (
         "model_name_or_path model_name_path pretrain pretrained_model_name_or_path base_model model.path model_id",
         "a directory or a name of the hub: <model.name>",
@@ -284,7 +284,7 @@ _AS_TYPED: dict[str, str] = {
     "train.micro_bs": (
         "micro-batches are counted in tokens: state <trainer.micro_batch_tokens>, micro_bs times seq_len at most"
     ),
-    **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _REPEATED),
+    **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _SHARES),
     "data.num_workers": "batches of RL come packed from the orchestrator; of SFT it is <sft.data.num_workers>",
     "batch_size": (
         "state <orchestrator.batch_size> (samples a step, of RL), <sft.data.batch_size>, or how many requests are in "
