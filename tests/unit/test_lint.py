@@ -499,7 +499,8 @@ def test_the_pace_of_an_earlier_life_counts(model: Path, tmp_path: Path) -> None
 
 
 def test_a_model_that_is_not_there_is_told_of_where_nothing_trains() -> None:
-    evaluation = {"kind": "eval", "model": {"name": "/nowhere/at/all"}, "eval": {"environment_ids": ["reverse-text"]}}
+    evaluation: dict[str, Any] = {"kind": "eval", "model": {"name": "/nowhere/at/all"}, "launch": "local"}
+    evaluation["eval"] = {"environment_ids": ["reverse-text"]}
     here = lint(Experiment.model_validate(evaluation | {"inference": {}}), SiteConfig(name="laptop"))
     assert [(f.code, f.severity) for f in here] == [("PH107", "warning")]
     assert (
