@@ -503,6 +503,5 @@ def test_a_model_that_is_not_there_is_told_of_where_nothing_trains() -> None:
     evaluation["eval"] = {"environment_ids": ["reverse-text"]}
     here = lint(Experiment.model_validate(evaluation | {"inference": {}}), SiteConfig(name="laptop"))
     assert [(f.code, f.severity) for f in here] == [("PH107", "warning")]
-    assert (
-        lint(Experiment.model_validate(evaluation), SiteConfig(name="laptop")) == []
-    )  # an API's model is nowhere here
+    evaluation["eval"]["client"] = {"base_url": "http://api.invalid/v1"}  # an API's model is nowhere here
+    assert lint(Experiment.model_validate(evaluation), SiteConfig(name="laptop")) == []
