@@ -17,7 +17,7 @@ from prime_hpc.config.child_config import as_child, check_child, is_parent
 from prime_hpc.config.run_files import RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
-from prime_hpc.store.run_dirs import find_run
+from prime_hpc.store.run_dirs import find_run, outputs_folder
 
 POLL_S = 0.5
 _EXPERIMENTS = (".yaml", ".yml", ".toml")
@@ -44,7 +44,14 @@ def find_parent(word: str) -> Parent:
         experiment = load_experiment([str(file)], "submit").experiment
         source, directory = file.absolute(), experiment.run_dir.resolve()
     else:
-        directory = find_run(word).resolve()
+        try:
+            directory = find_run(word).resolve()
+        except ConfigError as error:
+            folder = outputs_folder(os.environ) / word
+            if list_children(folder):
+                message = f"{word} has not been submitted yet, though runs wait in {folder}: name its experiment file"
+                raise ConfigError(message) from error
+            raise
         source, experiment = directory / RUN_YAML, load_run(directory)
     if not is_parent(experiment):
         message = f"{word} trains one run; to train several, set it to how many may train at once"

@@ -60,7 +60,7 @@ from prime_hpc.supervisor.attempt.fence import EXIT_GONE
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide, mode_of_run, return_to_queue
-from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
+from prime_hpc.supervisor.attempt.start import await_made, begin_attempt, run_paths
 from prime_hpc.supervisor.attempt.successor import require_successor
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.roles import ports
@@ -304,6 +304,8 @@ def _prepare(
             mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
             num_nodes = 0 if allocation.is_het else placement.num_nodes
             environment |= _how_agents_return(allocation, environment, mode, num_nodes, _excludes(experiment, site))
+        if experiment.slurm.dependency:
+            await_made(experiment)
         attempt = begin_attempt(
             experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience
         )

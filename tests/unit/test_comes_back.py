@@ -181,6 +181,23 @@ def test_the_newer_attempts_successor_outlives_the_job_that_it_has_overtaken(
     assert fake.calls("scancel") == [] and (read_record(directory) or {})["successor"] == "102"
 
 
+def test_what_the_job_before_has_not_made_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run, made = Run(tmp_path, monkeypatch), tmp_path / "made"
+    flags = ["--name", "second", "--slurm.dependency", "afterok:1", "--sft.data.type", "auto"]
+    submit(load(run.config, *flags, "--model.name", str(made), "--sft.data.path", str(tmp_path / "rows.jsonl")))
+    second = tmp_path / "out" / "second"
+    monkeypatch.setattr(main, "await_made", lambda experiment: start.await_made(experiment, within_s=0))
+    environ = {**os.environ, "SLURM_JOB_ID": "101", "SLURM_JOB_NODELIST": "n1"}
+    assert supervise(second, environ, in_job=True) == 2 and run.requeued == []
+    said = capsys.readouterr().err
+    assert f"{made} is not there: the job that this one waited for" in said and "rows.jsonl does not exist" in said
+    made.mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    start.await_made(load_run(second), within_s=0)
+
+
 @pytest.mark.parametrize("in_job", [True, False])
 def test_an_attempt_that_is_overtaken_while_it_begins_is_no_wrong_config(
     run: Run, monkeypatch: pytest.MonkeyPatch, in_job: bool

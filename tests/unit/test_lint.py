@@ -518,3 +518,12 @@ def test_the_pace_of_an_earlier_life_counts(model: Path, tmp_path: Path) -> None
     found = [f for f in lint(one, SiteConfig.model_validate({**SITE, "scratch": "/"})) if f.code == "PH311"]
     assert [f.severity for f in found] == ["error"]
     assert "median of the last 3 steps" in found[0].message
+
+
+def test_a_model_that_is_not_there_is_told_of_where_nothing_trains() -> None:
+    evaluation: dict[str, Any] = {"kind": "eval", "model": {"name": "/nowhere/at/all"}, "launch": "local"}
+    evaluation["eval"] = {"environment_ids": ["reverse-text"]}
+    here = lint(Experiment.model_validate(evaluation | {"inference": {}}), SiteConfig(name="laptop"))
+    assert [(f.code, f.severity) for f in here] == [("PH107", "warning")]
+    evaluation["eval"]["client"] = {"base_url": "http://api.invalid/v1"}  # an API's model is nowhere here
+    assert lint(Experiment.model_validate(evaluation), SiteConfig(name="laptop")) == []

@@ -45,6 +45,8 @@ def test_a_child_inherits_and_states_its_own(tmp_path: Path, parent: Path, capsy
     assert made.model.lora is not None and made.model.lora.rank == 8
     assert made.ckpt is not None and made.ckpt.interval == 5 and made.orchestrator.env[0].id == "reverse-text"
     assert list_children(tmp_path / "many") == ["run_fast"]
+    assert main(["runs", "list", str(tmp_path / "many")]) == 2
+    assert "has not been submitted yet" in capsys.readouterr().err
     assert {p.name for p in (tmp_path / "many").iterdir()} == {"run_fast"}  # nothing half-made stays
 
 

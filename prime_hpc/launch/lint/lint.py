@@ -52,7 +52,13 @@ _ANYWHERE: tuple[Check, ...] = (
     run_rules.output,
     *sharing_rules.CHECKS,
 )
-_ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS, effect_rules.by_hand, run_rules.output)
+_ANYWHERE_ALONE: tuple[Check, ...] = (
+    *backend_rules.CHECKS,
+    model_rules.known,
+    *env_rules.CHECKS,
+    effect_rules.by_hand,
+    run_rules.output,
+)
 _SLURM_ALONE: tuple[Check, ...] = (
     *slurm_rules.CHECKS,
     *container_rules.CHECKS,

@@ -107,7 +107,8 @@ def context_of_teacher(subject: Subject) -> Iterator[Finding]:
 
 def known(subject: Subject) -> Iterator[Finding]:
     """Return whether there is a config.json to check against."""
-    if subject.facts is None:
+    loads = subject.experiment.trains or subject.experiment.inference is not None  # an API's model is nowhere here
+    if subject.facts is None and loads:
         yield _unknown("model.name", subject.experiment.model.name)
     for group in subject.engines:
         if group.role == "teacher" and group.facts is None:

@@ -1,10 +1,12 @@
 """The beginning of an attempt: a new incarnation, the step to resume from, and a run directory that agrees with it."""
 
+import os
+import time
 from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.evals.episodes import num_episodes
 from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts, saved_claims
@@ -14,9 +16,11 @@ from prime_hpc.store.checkpoint.import_checkpoint import claim_root, point_to_ro
 from prime_hpc.store.checkpoint.newest import expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.child_runs import list_children
+from prime_hpc.store.datafiles import NothingThereError, find_data
 from prime_hpc.store.errors import FencedError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.model_config import is_local_path
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import (
     RunPaths,
@@ -30,6 +34,10 @@ from prime_hpc.store.run_paths import (
 )
 from prime_hpc.store.tinker_files import count_saves, forget_address
 from prime_hpc.supervisor.attempt.resume import Reading, Start, choose_start, record_resume_choice, take_over
+
+MADE_WITHIN_S, MADE_POLL_S = 30.0, 0.5
+"""So much later may be seen here what another node has just written."""
+NOT_MADE = "the job that this one waited for (slurm.dependency) has not made it"
 
 
 def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
@@ -61,6 +69,36 @@ def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None
     except (StoreError, OSError) as error:
         logger.warning(f"which checkpoint of {paths.root.name} is the newest cannot be told now: {error}")
         return known
+
+
+def await_made(experiment: Experiment, within_s: float = MADE_WITHIN_S) -> None:
+    """Wait for what the job before this one (`slurm.dependency`) was to make: the model, the data.
+
+    Raises:
+        ConfigError: it has not been made: no attempt would find it.
+    """
+    until = time.monotonic() + within_s
+    while problems := _not_made(experiment):
+        if time.monotonic() > until:
+            raise ConfigError(problems)
+        time.sleep(MADE_POLL_S)
+
+
+def _not_made(experiment: Experiment) -> list[Problem]:
+    """List what is not there. What cannot be looked at is left to the roles, which say why."""
+    problems, name = [], experiment.model.name
+    if is_local_path(name) and not os.path.isdir(Path(name).expanduser()):  # noqa: PTH112 - Path's raises on EACCES
+        problems.append(Problem(f"{name} is not there: {NOT_MADE}", "model.name"))
+    sources = {"sft.data": experiment.sft.data, "sft.eval": experiment.sft.eval_source}
+    for key, source in sources.items() if experiment.kind == "sft" else ():
+        try:
+            if source is not None:
+                find_data(source)
+        except NothingThereError as error:
+            problems.append(Problem(f"{error}: {NOT_MADE}", f"{key}.path"))
+        except (OSError, ValueError):
+            continue
+    return problems
 
 
 def begin_attempt(
