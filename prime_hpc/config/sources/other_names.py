@@ -22,7 +22,10 @@ _STAGES = (
     "<inference.pipeline_parallel_size> says how many, <inference.data_parallel_size> how many engines on more machines"
 )
 _EXTRAS = "the trainer's W&B run gets numbers alone; samples and distributions are the orchestrator's"
-_SHARES = "shares of the entries of <sft.data.path> are <sft.data.probabilities>; of environments `ratio` in <orchestrator.env>"
+_SHARES = (
+    "shares of the entries of <sft.data.path> are <sft.data.probabilities>; those of environments are `ratio` in "
+    "<orchestrator.env>"
+)
 _NODES = (
     "ranks and engines are counted, and take a GPU each: <trainer.num_ranks>, <inference.data_parallel_size>; nodes of "
     "a job follow, or are <slurm.trainer.nodes>, <slurm.inference.nodes>, with <slurm.gpus_per_node>"
