@@ -5,7 +5,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from prime_hpc.store.datafiles import find_data, first_columns
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
+from prime_hpc.trainer.data.workers import Recipe, RowReader
 
 
 def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
@@ -92,6 +93,17 @@ def test_parquet_is_unpacked_once_and_read_by_row(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes(b"no")
     with pytest.raises(SFTDataError, match="cannot be read as Parquet"):
         opened(tmp_path / "cache", path=tmp_path / "c.parquet")
+
+
+def test_text_of_parquet_that_is_no_text_is_named_with_its_row(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    bad = pa.array([b"ok", b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": bad, "completion": ["x", "y"]}), tmp_path / "rows.parquet")
+    source = SFTDataConfig(path=str(tmp_path / "rows.parquet"))
+    recipe = Recipe(source, source, find_data(source), tmp_path / "cache", tmp_path, False, False, 64, 100)
+    reader = RowReader(recipe, tokenizer=cast(Any, SimpleNamespace(has_template=False)))
+    (result,) = reader([1])
+    assert "rows.parquet: row 2: 'utf-8' codec can't decode byte 0xe9" in (result.error or "")
 
 
 def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

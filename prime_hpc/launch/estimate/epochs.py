@@ -13,7 +13,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.store.datafiles import DataFiles, find_data, is_compressed
 
 _BLOCK = 16 * 2**20
-_MAX_BYTES = 4 * 2**30
+_MAX_BYTES = 2**30
 """Of JSON lines that are read through to count them."""
 
 

@@ -75,7 +75,10 @@ class RowReader:
     def _one(self, index: int) -> RowResult:
         try:
             result = self._tokenizer.row(self._rows.row(index))
-        except SFTDataError as error:  # the row cannot even be read
+        except (
+            SFTDataError,
+            UnicodeDecodeError,
+        ) as error:  # it cannot even be read; Arrow: is no text
             skipped = self._skip
             result = RowResult([], RowCounts(rows=1, bad=int(skipped)), None if skipped else str(error))
         if result.error is None:
