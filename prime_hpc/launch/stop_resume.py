@@ -86,7 +86,10 @@ def _cancel(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
             return Ended(str(run_dir), True, "pending", "it was waiting; taken out of the queue", waiting[-1].job_id)
         return _end_job(run_dir, running[0], now=now, timeout_s=timeout_s, say=say)
     except SlurmError as error:
-        raise SlurmRefused(Problem(f"{run_dir}: {error}")) from error
+        stop = (
+            f"; `touch {run_dir / STOP}` has one that runs save and end, without Slurm" if error.is_unreachable else ""
+        )
+        raise SlurmRefused(Problem(f"{run_dir}: {error}{stop}")) from error
 
 
 def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: Say) -> Ended:

@@ -452,7 +452,9 @@ def test_what_ends_by_itself_while_it_is_ended_is_no_error(tmp_path: Path, monke
 def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
-    with pytest.raises(SlurmRefused, match="the controller is down"):
+    with pytest.raises(
+        SlurmRefused, match=r"the controller is down.*; `touch /.*/STOP` has one that runs save and end"
+    ):
         cancel(config)
 
 
