@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
@@ -34,6 +35,7 @@ from prime_hpc.trainer.lora import (
     use_slot,
     without_adapter,
 )
+from prime_hpc.trainer.lora.slots import _Piece
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import rl_loss, sft_loss
 from prime_hpc.trainer.perf import FlopsModel
@@ -399,3 +401,27 @@ def test_the_merged_model(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not this adapter's base model: it has no model\.layers\.1\."):
         merge_lora.merge(adapter, shallow, tmp_path / "no")
     assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 12])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_is_dealt_out_to_all_ranks_in_two_copies(ranks: int, dim: int) -> None:
+    piece = _Piece("x.lora_A", (10, 3) if dim == 0 else (3, 10), dim, 5, ranks)
+    whole = torch.randn(piece.shape)
+    table = torch.zeros(ranks, 5 + piece.size)
+    with CountCopies() as counted:
+        piece.split(table, whole)
+    assert counted.copies <= 2
+    assert torch.equal(piece.whole(table), whole)
+    shards = [piece.take(table[rank], rank) for rank in range(ranks)]
+    assert torch.equal(torch.cat(shards, dim), whole)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts what writes into a tensor."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))

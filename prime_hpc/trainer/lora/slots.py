@@ -61,11 +61,12 @@ class _Piece:
         return parts[: self.shape[self.dim]].movedim(0, self.dim).contiguous()
 
     def split(self, table: torch.Tensor, whole: torch.Tensor) -> None:
-        """Undo `whole`; padding stays as it is."""
+        """Undo `whole`; padding stays as it is. At most two copies, however many ranks there are."""
         rows = whole.movedim(self.dim, 0)
-        for rank in range(table.shape[0]):
-            part = rows[rank * self.width : (rank + 1) * self.width].reshape(-1)
-            table[rank, self.offset : self.offset + part.numel()] = part
+        full = len(rows) // self.width
+        table[:full, self.offset : self.offset + self.size] = rows[: full * self.width].reshape(full, self.size)
+        if len(rest := rows[full * self.width :]):
+            table[full, self.offset : self.offset + rest.numel()] = rest.reshape(-1)
 
 
 class Adapters:
