@@ -54,6 +54,6 @@ def test_component_pages_need_no_prefix(entrypoint: str, present: list[str], abs
 
 def test_bounds_and_defaults_are_shown() -> None:
     page = " ".join(help_text("rl", "rl", "summary").split())
-    assert "Optimizer updates in all, also after a resume. [>= 1; default 100]" in page
+    assert "SFT may state `sft.data.num_epochs` instead. [>= 1; default 100]" in page
     assert "[default outputs]" in page and "[default Qwen/Qwen3-0.6B]" in page
     assert "--model.dtype float32|bfloat16|float16" in page

@@ -246,10 +246,10 @@ def test_a_dry_run_is_told_where_it_is() -> None:
     ("flag", "words"),
     [
         ("--learning-rate", "it is --trainer.optim.lr"),
-        ("--num-train-epochs", "state --max-steps"),
+        ("--num-train-epochs", "--sft.data.num-epochs"),
         ("--max-length", "is --seq-len"),
         ("--gradient-accumulation-steps", "--sft.data.batch-size"),
-        ("--data.probabilities", "a file that --sft.data.path names twice"),
+        ("--data.mixture", "--sft.data.probabilities"),
     ],
 )
 def test_flags_of_other_trainers_are_told_what_is_meant(flag: str, words: str) -> None:
