@@ -397,6 +397,11 @@ def test_what_lint_says(
     assert all(f.remedy for f in found)
 
 
+def test_of_default_episodes_in_flight_nobody_is_warned(model: Path) -> None:
+    few = {"orchestrator": {"batch_size": 16, "max_concurrent": 256}}
+    assert not [finding for finding in findings(model, few) if "more than the" in finding.message]
+
+
 def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) -> None:
     """Every finding names the teacher's own key."""
     known = {"orchestrator": {**OPD, "teacher": {"model": str(model)}}}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig, OrchestratorConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
@@ -104,7 +104,8 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
             f"at least {group}",
         )
     usable = orchestrator.batch_size * (experiment.async_level + 1)
-    if flight > usable and not adaptive:
+    is_chosen = flight != OrchestratorConfig.model_fields["max_concurrent"].default
+    if flight > usable and is_chosen and not adaptive:  # of the default the gate holds the rest back
         yield Finding(
             "PH203",
             "warning",
