@@ -263,6 +263,16 @@ def test_misspelt_variables() -> None:
     assert len(warnings) == 1 and "PRIME_MAX_STEP" in warnings[0] and "max_steps" in warnings[0]
 
 
+def test_a_whole_experiment_and_a_file_of_sft_mean_each_their_own_eval(tmp_path: Path) -> None:
+    whole = write(tmp_path / "run.yaml", "kind: sft\neval: {num_examples: 5}\nsft: {data: {type: fake}}\n")
+    found = load(["@", whole], "sft")
+    assert found.eval.num_examples == 5 and found.sft.eval is None
+    own = write(tmp_path / "sft.yaml", "data: {type: fake}\neval: {path: held.jsonl, interval: 7}\n")
+    found = load(["@", own], "sft")
+    assert found.sft.eval is not None and found.sft.eval.interval == 7
+    assert "sft.eval" in problems(["@", write(tmp_path / "bad.yaml", "eval: {intervall: 7}\n")], "sft")[0]
+
+
 def test_no_key_of_a_component_hides_a_shared_one() -> None:
     """Lifting and the per-role snapshots rest on this."""
     shared = {path for path in all_paths() if "." not in path} - set(COMPONENTS)

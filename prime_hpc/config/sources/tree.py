@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,8 @@ class Tree:
         self._place(entries)
 
     def _place(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
+        for stated in entries:
+            entry = _in_its_scope(stated)
             node = locate(entry.segments, entry.scope)
             if node is None:
                 self.problems += _unknown(entry)
@@ -244,6 +246,16 @@ def _get(container: Any, name: str) -> Any:
     if isinstance(container, list):
         return container[int(name)] if int(name) < len(container) else None
     return container.get(name)
+
+
+def _in_its_scope(entry: Entry) -> Entry:
+    """Return a section of a file as one of the root where its keys are the root's: `eval` of a whole experiment, which
+    `sft` reads as its own (`sft.eval`) elsewhere."""
+    if entry.document is None or entry.scope is None or len(entry.segments) > 1 or not isinstance(entry.value, dict):
+        return entry
+    below = [(*entry.segments, str(name)) for name in entry.value]
+    own, of_root = (sum(locate(key, scope) is not None for key in below) for scope in (entry.scope, None))
+    return replace(entry, scope=None) if of_root > own else entry
 
 
 def _unknown(entry: Entry) -> Iterator[Problem]:
