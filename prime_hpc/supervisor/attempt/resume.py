@@ -150,7 +150,8 @@ def _latest(
     if choice.info is not None:
         return choice.info, bool(choice.passed_over)
     reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
-    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons or 'none is there'})")
+    reasons = reasons or "none is there: a run without a section `ckpt` saves none"
+    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons})")
 
 
 def _is_of_a_fenced_attempt(paths: RunPaths, info: CheckpointInfo) -> str | None:
