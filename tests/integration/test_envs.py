@@ -14,8 +14,10 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import content, leave_out_trained
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.target import ChatOptions
 from tests.support.env_world import World
+from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, ScriptedServer, experts_of, logprob_of, reverse_last_user
 
 pytestmark = pytest.mark.slow
@@ -482,3 +484,14 @@ def test_rows_and_rewards_of_one_s_own(world: World, tmp_path: Path) -> None:
     scores = {name: result.metrics[name] for name in ("reward/compute_score", "reward/length", "math")}
     assert scores == {"reward/compute_score": 1.0, "reward/length": 0.5, "math": 1.0}
     assert result.metrics["compute_score/n"] == 7.0
+
+
+def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> None:
+    """A deadline that passes in the environment's own work, after a reply, is a timeout as any."""
+    bad = EnvConfig(id=MISBEHAVING, args={"kind": "sleeps"}, timeout_s=1.5)
+    for delay_s, expected in ((0.0, "Timeout"), (30.0, UNANSWERED)):
+        with ScriptedApi(delay_s=delay_s) as api:
+            (result,) = world.play(bad, urls=[api.url], chat=ChatOptions(600, 0), keep_samples=False)
+        assert (result.state, result.error_type) == (EpisodeState.TIMEOUT, expected)
+    (own,) = world.play(bad)
+    assert own.error_type == "Timeout"
