@@ -26,8 +26,8 @@ from prime_hpc.trainer.data.sources import Rows, fingerprint_of
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, Tokenise
 from prime_hpc.trainer.data.workers import Recipe
 
-_ROUND = 1024
-"""Rows that each rank tokenises between two exchanges."""
+_ROUND = 256
+"""Rows that each rank tokenises between two exchanges; long texts of so many are in memory at once."""
 _TELL_S = 60.0
 
 
