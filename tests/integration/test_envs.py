@@ -344,6 +344,17 @@ def test_an_environment_that_never_returns_times_out_alone(world: World, kind: s
     assert later.usable and later.reward == 1.0
 
 
+def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> None:
+    """A deadline that passes in the environment's own work, after a reply, is a timeout as any."""
+    bad = EnvConfig(id=MISBEHAVING, args={"kind": "sleeps"}, timeout_s=1.5)
+    for delay_s, expected in ((0.0, "Timeout"), (30.0, UNANSWERED)):
+        with ScriptedApi(delay_s=delay_s) as api:
+            (result,) = world.play(bad, urls=[api.url], chat=ChatOptions(600, 0), keep_samples=False)
+        assert (result.state, result.error_type) == (EpisodeState.TIMEOUT, expected)
+    (own,) = world.play(bad)
+    assert own.error_type == "Timeout"
+
+
 def test_cancelling_the_caller_cancels_the_episode(world: World) -> None:
     world.script = lambda prompt, number: Reply("x", delay_s=30)
 
@@ -484,14 +495,3 @@ def test_rows_and_rewards_of_one_s_own(world: World, tmp_path: Path) -> None:
     scores = {name: result.metrics[name] for name in ("reward/compute_score", "reward/length", "math")}
     assert scores == {"reward/compute_score": 1.0, "reward/length": 0.5, "math": 1.0}
     assert result.metrics["compute_score/n"] == 7.0
-
-
-def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> None:
-    """A deadline that passes in the environment's own work, after a reply, is a timeout as any."""
-    bad = EnvConfig(id=MISBEHAVING, args={"kind": "sleeps"}, timeout_s=1.5)
-    for delay_s, expected in ((0.0, "Timeout"), (30.0, UNANSWERED)):
-        with ScriptedApi(delay_s=delay_s) as api:
-            (result,) = world.play(bad, urls=[api.url], chat=ChatOptions(600, 0), keep_samples=False)
-        assert (result.state, result.error_type) == (EpisodeState.TIMEOUT, expected)
-    (own,) = world.play(bad)
-    assert own.error_type == "Timeout"
