@@ -6,7 +6,7 @@ What passes (rate limits, a server's errors, broken or cut answers) is asked aga
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -52,6 +52,7 @@ class ChatClient(Client):
         self.patience_s = patience_s
         self._renamed: dict[str, str] = {}
         self.num_retries = 0
+        self._answered: dict[str, bool] = {}  # by conversation that goes on: whether there was a reply
 
     @property
     def base_url(self) -> str:
@@ -64,7 +65,13 @@ class ChatClient(Client):
 
     def take_turns(self, session_id: str) -> list[SampledTurn]:
         """None: an API does not say what its tokens were."""
+        self._answered.pop(session_id, None)
         return []
+
+    def is_unanswered(self, session_ids: Sequence[str]) -> bool:
+        """Return whether of these conversations something was asked, and nothing answered yet."""
+        found = [self._answered[session] for session in session_ids if session in self._answered]
+        return bool(found) and not any(found)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -90,6 +97,8 @@ class ChatClient(Client):
         if not isinstance(dialect, ChatDialect):
             kind = type(dialect).__name__
             raise ProviderError(f"the API is asked for chat completions, not {kind}; use another harness")
+        if session_id is not None:
+            self._answered.setdefault(session_id, False)
         give_up = loop_time() + self.patience_s
         attempt = 0
         while True:
@@ -100,6 +109,8 @@ class ChatClient(Client):
                     answer = from_json(raw)
                     response = dialect.parse_response(dialect.validate_response(answer))
                     response.raw = answer
+                    if session_id in self._answered:
+                        self._answered[session_id] = True
                     return response
                 except (ValueError, ValidationError, IndexError, KeyError, TypeError, AttributeError):
                     status = 502  # cut in the middle, or an error page

@@ -125,10 +125,9 @@ class SourceRunner:
         """Free what `open` took."""
         await self._stack.aclose()
 
-    async def run(self, task: Any, url_index: int) -> EpisodeResult:
-        """Play one episode and turn it into a result. Deadlines are the caller's."""
+    async def run(self, task: Any, url_index: int, traces: list[str]) -> EpisodeResult:
+        """Play one episode and turn it into a result. Deadlines are the caller's, who sees its traces in `traces`."""
         started = time.monotonic()
-        traces: list[str] = []
         policy = self.policies[self.target.urls[url_index]]
         try:
             if self._agents:
@@ -218,9 +217,14 @@ class EpisodeRunner:
             self._opened.append(source)
             await source.open()
 
-    async def run(self, source_index: int, task: Any, url_index: int) -> EpisodeResult:
-        """Play one episode."""
-        return await self._sources[source_index].run(task, url_index)
+    async def run(self, source_index: int, task: Any, url_index: int, traces: list[str]) -> EpisodeResult:
+        """Play one episode; its traces are put into `traces` as they begin."""
+        return await self._sources[source_index].run(task, url_index, traces)
+
+    def is_unanswered(self, url_index: int, traces: Sequence[str]) -> bool:
+        """Return whether an API owes an episode with these traces its first reply. From any thread."""
+        policy = list(self._policies.values())[url_index]
+        return isinstance(policy, ChatClient) and policy.is_unanswered(traces)
 
     async def close(self) -> None:
         """Free everything, also after a failed `open`."""

@@ -25,7 +25,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import Job, LoopThread
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
 from prime_hpc.envs.target import ChatOptions, PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource, Split
 from prime_hpc.envs.workers.fingerprint import fingerprint
@@ -264,7 +264,8 @@ class EnvPool:
         worker, lost = self._worker, self._lost
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
-        job = worker.start(self._runner.run(source_index, task, url_index), label)
+        runner, traces = self._runner, list[str]()
+        job = worker.start(runner.run(source_index, task, url_index, traces), label)
         self._awaited.add(job)
         try:
             # Its own future alone: one that thousands share would look through all their callbacks at each end.
@@ -277,7 +278,8 @@ class EnvPool:
             if lost.done():
                 return _unfinished(EpisodeState.FAILED, lost.result(), "BlockedLoop", started)
             self._look_after(worker)
-            return _unfinished(EpisodeState.TIMEOUT, f"no end after {timeout_s:g} s", "Timeout", started)
+            kind = UNANSWERED if runner.is_unanswered(url_index, traces) else "Timeout"
+            return _unfinished(EpisodeState.TIMEOUT, f"no end after {timeout_s:g} s", kind, started)
         finally:
             self._awaited.discard(job)
             if not job.ended.done() or job.ended.cancelled():

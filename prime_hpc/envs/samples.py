@@ -130,6 +130,8 @@ class Problem:
     error_type: str = ""
 
 
+UNANSWERED = "Unanswered"
+"""Class of a timeout before an API's first reply: the model may be slow, or the API hang."""
 EMPTY = Problem(EpisodeState.FAILED, "no sampled tokens", "EmptyEpisode")
 
 

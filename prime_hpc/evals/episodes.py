@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from loguru import logger
 
+from prime_hpc.envs.samples import UNANSWERED
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 
@@ -28,9 +29,6 @@ SYNC_S = 1.0
 """Lines are on the disk after so long at most: what a node loses with its memory is played again."""
 
 COMPLETED, FAILED, TIMEOUT = "completed", "failed", "timeout"
-UNANSWERED = "Unanswered"
-"""Class of a timeout before an API's reply: the model may be slow, or the API hang. It is scored as any timeout, but
-counts as a failure in `max_failed_share`, and is played again as one."""
 
 
 class Key(NamedTuple):
@@ -82,7 +80,8 @@ class Record:
 
     @property
     def has_failed(self) -> bool:
-        """True if nobody knows what the model would have scored."""
+        """True if nobody knows what the model would have scored: also of a timeout before an API's first reply, which
+        is scored as any timeout, but counts in `max_failed_share`, and is played again."""
         return not self.is_scored or self.error == UNANSWERED
 
 

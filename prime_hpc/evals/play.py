@@ -9,8 +9,8 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEnvConfig
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, UNANSWERED, EpisodeLog, Key, Record
+from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
+from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version
@@ -148,8 +148,8 @@ class Player:
 
 def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, str]:
     """Class of the failure and its words; ("", "") of an episode that has a score."""
-    if is_api and result.state is EpisodeState.TIMEOUT and not result.num_completion_tokens:
-        return UNANSWERED, f"{result.reason}, and no reply of the API is known"
+    if result.error_type == UNANSWERED:
+        return UNANSWERED, f"{result.reason}, and no reply of the API"
     if result.state is not EpisodeState.COMPLETED:
         return result.error_type or result.state.value, result.reason
     if is_api or set(result.versions) <= {version.step}:  # none: the others ended it before the policy's turn

@@ -28,8 +28,11 @@ def run_sft(trainer: Trainer) -> None:
     held_out = _held_out(trainer)
     start, progress = trainer.resume()
     progress = data.start(progress)
-    trainer.status.ready(step=start, world_size=trainer.world_size)
+    counts = trainer.experiment.num_steps is None  # for as long as that takes, no step stands still
+    trainer.status.ready(step=start, world_size=trainer.world_size, idle=counts)
     figures = end_with(trainer, data.last_step(start))
+    if counts:
+        trainer.status.beat(idle=False)
     if held_out is not None and start == 0:
         _report_untrained(trainer, held_out)
     for step in range(start + 1, trainer.last_step + 1):
@@ -65,7 +68,6 @@ def end_with(trainer: Trainer, last: int | None) -> dict[str, float]:
     """
     if last is None:
         return {}
-    last = max(1, last)
     trainer.experiment = trainer.experiment.model_copy(update={"max_steps": last})
     learning_rate_factor(trainer.experiment.trainer.scheduler, last, last)
     trainer.train_step.max_steps = trainer.saver.max_steps = last

@@ -14,8 +14,10 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import content, leave_out_trained
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.target import ChatOptions
 from tests.support.env_world import World
+from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, ScriptedServer, experts_of, logprob_of, reverse_last_user
 
 pytestmark = pytest.mark.slow
@@ -340,6 +342,17 @@ def test_an_environment_that_never_returns_times_out_alone(world: World, kind: s
     assert 1.4 < took < 20, "the episode did not end at its deadline"
     assert gap < 15, "the caller's own loop was blocked"
     assert later.usable and later.reward == 1.0
+
+
+def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> None:
+    """A deadline that passes in the environment's own work, after a reply, is a timeout as any."""
+    bad = EnvConfig(id=MISBEHAVING, args={"kind": "sleeps"}, timeout_s=1.5)
+    for delay_s, expected in ((0.0, "Timeout"), (30.0, UNANSWERED)):
+        with ScriptedApi(delay_s=delay_s) as api:
+            (result,) = world.play(bad, urls=[api.url], chat=ChatOptions(600, 0), keep_samples=False)
+        assert (result.state, result.error_type) == (EpisodeState.TIMEOUT, expected)
+    (own,) = world.play(bad)
+    assert own.error_type == "Timeout"
 
 
 def test_cancelling_the_caller_cancels_the_episode(world: World) -> None:

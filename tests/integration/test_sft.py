@@ -129,6 +129,21 @@ def test_epochs_decide_the_steps_and_the_schedule(folder: Path) -> None:
     assert sorted(rows_of(longer)) == [6, 7]
 
 
+def test_a_part_of_an_epoch_without_a_sample_is_said(folder: Path) -> None:
+    rows = [{"prompt": "b" * 100, "completion": "too long"}] + [{"prompt": "a", "completion": "b"}] * 9
+    (folder / "first.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    data = {"path": str(folder / "first.jsonl"), "num_epochs": 0.1, "shuffle": False}
+    with pytest.raises(AssertionError, match=r"nothing to train in the first 1 rows of num_epochs"):
+        run(folder, "first", data=data, max_steps=100)
+
+
+def test_a_bench_counts_no_epochs(folder: Path) -> None:
+    cache = folder / "bench_cache"
+    data = {"num_epochs": 0.5, "cache_dir": str(cache)}
+    run(folder, "benched", data=data, max_steps=100, trainer=TRAINER | {"bench": True})
+    assert list(cache.glob("*.npy")) and not list(cache.glob("lengths-*"))
+
+
 def test_a_mixture_is_the_same_on_two_ranks_and_after_a_resume(folder: Path) -> None:
     """Of 42 and 15 rows with 0.6 and 0.4: until all are used up an epoch has 42 and 28."""
     data = {"path": [str(folder / "data.jsonl"), str(folder / "held.jsonl")], "probabilities": [0.6, 0.4]}

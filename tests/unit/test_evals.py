@@ -11,13 +11,12 @@ import pytest
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.episodes import (
     COMPLETED,
     FAILED,
     TIMEOUT,
-    UNANSWERED,
     EpisodeLog,
     Key,
     Record,
@@ -236,10 +235,11 @@ def test_scores_leave_failed_episodes_out_and_count_timeouts_as_zero() -> None:
 
 
 def test_an_api_that_does_not_answer_in_time_counts_as_failed_and_is_asked_again(paths: RunPaths) -> None:
-    silent = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", "Timeout")
+    silent = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", UNANSWERED)
     error, reason = _judge(silent, Version(0), is_api=True)
     assert error == UNANSWERED and "no end after 9 s" in reason
-    assert _judge(silent, Version(0), is_api=False)[0] == "Timeout"  # own engines: the reply was too long
+    later = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", "Timeout")
+    assert _judge(later, Version(0), is_api=True)[0] == "Timeout"  # it has answered, or an own engine was too slow
     records = [episode(task, 0, 0.0, TIMEOUT, error=error if task < 3 else "Timeout") for task in range(8)]
     config = StandaloneEvalConfig(environment_ids=["e"], num_resamples=200)
     found = summarize([(Version(0), [r.key for r in records])], {r.key: r for r in records}, config, {}, "model")

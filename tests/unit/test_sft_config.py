@@ -151,6 +151,10 @@ def test_epochs_and_steps_are_two_answers(tmp_path: Path) -> None:
     write_snapshot(experiment, tmp_path / "e", [])
     assert load_run(tmp_path / "e").num_steps is None  # also after a round through run.yaml
     said = {f.code: f.message for f in lint(experiment, GENERIC)}
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n", encoding="utf-8")
+    for name, remedy in (("rows.csv", ""), ("none.jsonl", "make it before submit")):
+        lacks = Experiment.model_validate(tree | {"sft": {"data": {"path": str(tmp_path / name)}}})
+        assert [f.remedy for f in lint(lacks, GENERIC) if f.code == "PH207"] == [remedy]
     assert "at most 9" in said["PH214"] and "reinforcement learning" in said["PH224"]
     by_tokens = Experiment.model_validate(tree | {"sft": {"data": data | {"batch_tokens": 4096}}})
     assert expected_steps(by_tokens) is None and "the trainer counts" in steps_line(by_tokens)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.datafiles import find_data
+from prime_hpc.trainer import sft
 from prime_hpc.trainer.data.epochs import Lengths, count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -220,7 +222,8 @@ def test_a_mixture_has_its_shares_and_uses_rows_evenly(shuffle: bool, until_all:
         if len(own) >= size:
             assert sorted(own[:size]) == list(range(first, first + size))
         place = order.num_rows + 9
-        assert order.used(place)[source] == sum(first <= row < first + size for row in stream[:place])
+        for at in (place, place + 5, place + 5, 3, 2 * order.num_rows, 2 * order.num_rows + 7, place):
+            assert order.used(at)[source] == sum(first <= row < first + size for row in stream[:at])
         first += size
     near = np.mean([row < 40 for row in stream[:30]])  # spread from the beginning on
     assert 0.2 < near < 0.8 if shuffle else near == pytest.approx(0.5, abs=0.05)
@@ -252,6 +255,9 @@ def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path)
     assert again.tokens.tolist() == first.tokens.tolist()
     with pytest.raises(TypeError):
         lengths_of(recipe, opened, 2, cast(Any, None), Exchange(10))  # another template
+    elsewhere = replace(recipe, cache=file / "no_folder")  # no lengths are kept, and the run goes on
+    uncached = lengths_of(elsewhere, opened, 1, tokenise, Exchange(10))
+    assert uncached is not None and uncached.tokens.tolist() == first.tokens.tolist()
     bad = lambda indices: [RowResult([], RowCounts(rows=1), f"row {i} is bad") for i in indices]  # noqa: E731
     with pytest.raises(SFTDataError, match="row 0 is bad"):
         lengths_of(recipe, opened, 3, bad, Exchange(10))
@@ -305,6 +311,31 @@ def test_the_end_of_an_epoch_and_the_beginning_of_the_next_are_no_whole_epoch() 
     for _ in range(8):
         batch = stream.next()
         assert batch is not None and len(tokens_of([batch])) == 5
+
+
+def test_while_rows_are_counted_no_step_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than what counts as a stall."""
+    told: list[Any] = []
+    status = SimpleNamespace(ready=lambda **info: told.append(info["idle"]), beat=lambda **info: told.append(info))
+
+    def count(start: int) -> None:
+        told.append("count")
+
+    def ends() -> None:
+        told.append("finish")
+        raise ZeroDivisionError
+
+    data = SimpleNamespace(start=lambda progress: progress, last_step=count, close=lambda: None)
+    monkeypatch.setattr(sft, "build_data", lambda trainer: data)
+    for num_steps, expected in ((None, [True, "count", {"idle": False}, "finish"]), (3, [False, "count", "finish"])):
+        told.clear()
+        experiment = SimpleNamespace(num_steps=num_steps, sft=SimpleNamespace(eval=None))
+        trainer = SimpleNamespace(
+            resume=lambda: (3, {}), status=status, experiment=experiment, world_size=1, last_step=3, finish_saves=ends
+        )
+        with pytest.raises(ZeroDivisionError):
+            sft.run_sft(cast(Any, trainer))
+        assert told == expected
 
 
 def test_made_ahead_is_the_same_and_ends() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
 
 
 def data(subject: Subject) -> Iterator[Finding]:
@@ -19,7 +19,7 @@ def data(subject: Subject) -> Iterator[Finding]:
         except ValueError as error:
             waits = subject.is_slurm and subject.experiment.slurm.dependency
             remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
-            yield Finding("PH207", "warning", key, str(error), remedy)
+            yield Finding("PH207", "warning", key, str(error), remedy if isinstance(error, NothingThereError) else "")
             continue
         try:
             columns = first_columns(found)

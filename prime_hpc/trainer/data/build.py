@@ -112,11 +112,11 @@ class RealData:
         recipe = recipe_of(experiment, config, trainer.source, trainer.vocab_size)
         rows = open_together(recipe, self._exchange)
         tokenizer = recipe.load_tokenizer()
-        self._rows, self._seed = rows, experiment.seed
+        self._rows, self._seed, self._recipe = rows, experiment.seed, recipe
         self._fingerprint = self._known_by(rows.fingerprint)
         self._former = self._known_by(former_fingerprint(rows))
         self._template, self._looks, self._made_by = tokenizer.name, tokenizer.looks, tokenizer.fingerprint
-        self._num_rows, self._recipe = rows.num_rows, recipe
+        self._num_rows = rows.num_rows
         num_workers = config.num_workers
         if num_workers is None:
             num_workers = 2 if trainer.device.type == "cuda" else 0
@@ -124,6 +124,7 @@ class RealData:
         self._reader = RowProcesses(recipe, num_workers) if num_workers else RowReader(recipe, rows, tokenizer)
         self._shape = shape_of(experiment, tokenizer.pad_id(trainer.vocab_size))
         self._order = self._new_order()
+        epochs = None if experiment.trainer.bench else config.num_epochs  # some steps of a bench need no count of all
         self._stream = SampleStream(
             self._reader,
             self._new_order(),
@@ -131,7 +132,7 @@ class RealData:
             self._exchange,
             share=trainer.part[0],
             num_shares=trainer.part[1],
-            last_row=None if config.num_epochs is None else last_row_of(config.num_epochs, self._order.num_rows),
+            last_row=None if epochs is None else last_row_of(epochs, self._order.num_rows),
         )
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
@@ -188,7 +189,10 @@ class RealData:
             steps = count_steps(lengths, self._order, self._shape, self._stream.position, last_row)
             epochs = f"{self._config.num_epochs:g} epochs of {self._order.num_rows:,} rows"
             logger.info(f"{self._config.label}: {epochs}: {start + steps:,} steps")
-        return start + int(self._exchange.gather(steps)[0])
+        last = start + int(self._exchange.gather(steps)[0])
+        if last == 0:
+            raise SFTDataError(f"{self._config.label}: nothing to train in the first {last_row:,} rows of num_epochs")
+        return last
 
     def _new_order(self) -> RowOrder:
         config = self._config
@@ -208,7 +212,9 @@ class RealData:
     def _known_by(self, rows: int | None) -> int:
         """Fingerprint of the stream of rows: of themselves and their order."""
         config = self._config
-        mixture = () if config.probabilities is None else (config.probabilities, config.stopping_strategy)
+        if config.probabilities is None:
+            return fingerprint_of(rows, config.shuffle, self._seed)
+        mixture = (config.probabilities, config.stopping_strategy, self._recipe.found.per_path)
         return fingerprint_of(rows, config.shuffle, self._seed, *mixture)
 
     def next(self) -> tuple[RankBatch, Progress]:
@@ -220,7 +226,8 @@ class RealData:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
         batch = self._prefetcher.take()
-        assert batch is not None  # nobody asks for more than `last_step`
+        if batch is None:  # nobody asks for more than `last_step`
+            raise SFTDataError(f"{self._config.label}: fewer samples than were counted: do the data change meanwhile?")
         counts = batch.position.counts
         named = {f"data/{k}": float(v) for k, v in zip(_COUNTS, counts.values(), strict=True) if k == "rows" or v}
         self.figures = {

@@ -4,6 +4,7 @@ sweep find them there.
 """
 
 import math
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from prime_hpc import __version__
 from prime_hpc.observe.report import left_out
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.exchange import Exchange
@@ -24,8 +26,9 @@ from prime_hpc.trainer.data.sources import Rows, fingerprint_of
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, Tokenise
 from prime_hpc.trainer.data.workers import Recipe
 
-_ROUND = 1024
-"""Rows that each rank tokenises between two exchanges."""
+_ROUND = 256
+"""Rows that each rank tokenises between two exchanges; long texts of so many are in memory at once."""
+_TELL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ def lengths_of(recipe: Recipe, rows: Rows, made_by: int, tokenise: Tokenise, exc
     if not exchange.gather(lengths is not None)[0]:
         lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange)
         if lengths is not None:
-            _write(kept, lengths)
+            try:
+                _write(kept, lengths)
+            except (StoreError, OSError) as error:  # a folder of others, or a full one: the next run counts again
+                logger.warning(f"the lengths of all rows are not kept: {error}")
     return lengths
 
 
@@ -89,7 +95,11 @@ def _count(label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange) ->
     counts: list[NDArray[np.int64]] = []
     tokens: list[NDArray[np.int64]] = []
     seen, is_barren = RowCounts(), True
+    told = time.monotonic()
     for first in range(0, num_rows, _ROUND * exchange.world_size):
+        if exchange.rank == 0 and time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            logger.info(f"{first:,} of {num_rows:,} rows are tokenised")
         begin = min(num_rows, first + exchange.rank * _ROUND)
         results = tokenise(range(begin, min(num_rows, begin + _ROUND)))
         error = next((result.error for result in results if result.error is not None), None)

@@ -132,6 +132,7 @@ class MixedOrder(RowOrder):
         """[sources] rows of an epoch."""
         super().__init__(int(self.counts.sum()), seed=seed, shuffle=shuffle)
         self._sizes, self._sources = sizes, np.zeros(0, np.int64)
+        self._used = 0, 0 * self.counts  # a place, and the rows before it: an epoch's are not counted at every step
 
     def row_at(self, place: int) -> int:
         """Return the row at a place of the stream."""
@@ -156,7 +157,11 @@ class MixedOrder(RowOrder):
         """Return how many rows of each source come before a place."""
         epoch, within = divmod(place, self.num_rows)
         self._rows_of(epoch)
-        return epoch * self.counts + np.bincount(self._sources[:within], minlength=len(self.counts))
+        first = epoch * self.num_rows
+        begin, used = self._used if first <= self._used[0] <= place else (first, epoch * self.counts)
+        used = used + np.bincount(self._sources[begin - first : within], minlength=len(self.counts))
+        self._used = place, used
+        return used
 
     def _rows_of(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
