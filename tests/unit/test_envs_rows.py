@@ -283,7 +283,8 @@ def test_its_files_are_absolute_looked_for_and_mounted(folder: Path) -> None:
         ("orchestrator.env.0.args.reward", str(folder / "mine.py")),
     }
     paths = stated_paths(found, SiteConfig(name="s"), found.run_dir)
-    assert {folder / "a.jsonl", folder / "mine.py"} <= set(paths.values())
+    assert {folder / "a.jsonl", folder} <= set(paths.values())  # a function may import what lies beside it
+    assert EnvConfig(id="prompts", args={"files": ["a.jsonl"]}).args == {"files": [str(folder / "a.jsonl")]}
     (need,) = [n for n in needs_of(experiment(folder, dataset="o/d", subset="main")) if n.kind == "dataset"]
     assert (need.name, need.subset, need.split) == ("o/d", "main", "train")
 
