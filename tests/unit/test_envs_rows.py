@@ -1,6 +1,7 @@
 """The environment `rows`: data as TRL, verl and people have it, and reward functions as each of them calls them."""
 
 import asyncio
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -178,6 +179,16 @@ def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None
         data_of(files=["pictures.parquet"])
     with pytest.raises(EnvError, match="one of them"):
         data_of()
+
+
+def test_data_sets_of_the_hub_become_what_json_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "a", "answer": 1, "at": datetime.date(2026, 1, 2), "nothing": None}
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [row])
+    (found,) = data_of(dataset="o/d")
+    assert found.row == {"answer": 1, "at": "2026-01-02", "nothing": None}
+    row["picture"] = {"of": [object()]}  # as `datasets` reads one
+    with pytest.raises(EnvError, match="o/d, row 1: column 'picture' holds object, such as a picture"):
+        data_of(dataset="o/d")
 
 
 def test_functions_are_called_as_they_are_written(folder: Path) -> None:
