@@ -28,10 +28,10 @@ def named_files(identifier: str, args: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def with_whole_paths(identifier: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `rows` with its files named from the root, for a role may start elsewhere; others as
-    they are."""
+    """Return the arguments of such an environment with its files named from the root, for a role may start elsewhere;
+    others as they are."""
     found = dict(args)
-    for argument in ("files", "reward") if short_id(identifier) == ROWS else ():
+    for argument in ("files", "reward") if short_id(identifier) in _READERS else ():
         given = args.get(argument)
         if isinstance(given, str | list) and all(isinstance(text, str) for text in given):
             whole = [_whole(argument, text) for text in _listed(given)]

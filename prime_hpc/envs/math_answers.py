@@ -7,12 +7,21 @@ no comparison can be made at all, `CallBroken` is raised and the episode fails: 
 import asyncio
 import inspect
 import sys
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken, CallFailed, begin, call, call_elsewhere, prepare
 from prime_hpc.envs.errors import EnvError
+
+
+@runtime_checkable
+class ScoredElsewhere(Protocol):
+    """A taskset that is scored by code of others: `rows` by a user's functions."""
+
+    scored_by: set[str]
+    """Names of their modules."""
+
 
 _COMPARE = "prime_hpc.envs.bounded.math_comparison:compare"
 _PATIENCE_S = 60.0
@@ -58,8 +67,8 @@ def begin_boxed() -> None:
 def speaks_of(taskset: Any, name: str) -> bool:
     """Return whether a name is in the text of a taskset's package, unless that is verifiers or this very one; of `rows`
     in the text of the user's reward functions."""
-    if functions := getattr(taskset, "functions", ()):
-        return any(name in _text_of(sys.modules.get(each.function.__module__)) for each in functions)
+    if isinstance(taskset, ScoredElsewhere):
+        return any(name in _text_of(sys.modules.get(module)) for module in taskset.scored_by)
     module = str(getattr(taskset.config, "module", ""))  # of an older package's environment
     module = module if module in sys.modules else type(taskset).__module__
     if module.split(".")[0] in ("prime_hpc", "verifiers"):

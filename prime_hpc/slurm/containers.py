@@ -100,7 +100,8 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
         found[f"synthesize.prompts.{number}"] = _fixed(Path(text))
     for key, env in _environments(experiment):
         for number, (argument, text) in enumerate(named_files(env.id, env.args)):
-            found[f"{key}.args.{argument}.{number}"] = _fixed(Path(text))
+            path = Path(text)
+            found[f"{key}.args.{argument}.{number}"] = path.parent if argument == "reward" else _fixed(path)
     if experiment.kind == "sft":
         sources = {"data": experiment.sft.data, "eval": experiment.sft.eval}
         for name, source in sources.items():

@@ -68,6 +68,8 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
     text = "orchestrator:\n  env:\n  - id: a\n    max_assistant_turns: 3\n"
     (problem,) = of_file(tmp_path / "turns.yaml", text, "rl")
     assert problem.endswith("turns are limited in an item of orchestrator.env: `max_turns`")
+    (problem,) = of_file(tmp_path / "beside.yaml", "orchestrator:\n  env:\n  - {id: rows, reward: mine.py:f}\n", "rl")
+    assert problem.endswith("arguments are below `args`: {id: rows, args: {reward: ...}}")
 
 
 def test_a_section_of_another_suite_is_answered_key_by_key(tmp_path: Path) -> None:

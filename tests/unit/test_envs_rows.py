@@ -1,6 +1,7 @@
 """The environment `rows`: data as TRL, verl and people have it, and reward functions as each of them calls them."""
 
 import asyncio
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -17,12 +18,15 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rows.scoring import Reply, exact_score, find_functions, math_score
 from prime_hpc.envs.task_sources import EnvSource
+from prime_hpc.envs.workers.fingerprint import differences, fingerprint
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.fetch.needs import needs_of
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.containers import stated_paths
 
 FUNCTIONS = """
+import threading
+
 import beside
 import numpy as np
 
@@ -59,6 +63,19 @@ def nothing(completion):
 
 def unnamed(completion):
     return {"points": 1}
+
+def stops(completion):
+    return next(iter(()))
+
+def formed(completion):
+    return completion.startswith("<think>\\nhm\\n</think>\\n\\n4")
+
+def waits_long(completion):
+    assert GATE.wait(60)
+    return 1.0
+
+GATE = threading.Event()
+A_CLASS = dict
 
 def raises(completion):
     raise KeyError("mine")
@@ -109,7 +126,14 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
     (stated,) = data_of(files=[path], prompt="solution", answer="n")
     assert (stated.prompt, stated.answer) == ("so #### 42", 1)
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps(SUM).encode()))
-    assert data_of(files=["c.jsonl.gz"])[0].row == {"answer": "4", "level": 3}
+    assert data_of(files="c.jsonl.gz")[0].row == {"answer": "4", "level": 3}
+    of_sft = [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}]
+    (whole,) = data_of(files=[jsonl(folder / "d.jsonl", {"messages": of_sft, "problem": "6 * 7?", "answer": "42"})])
+    assert whole.prompt == "6 * 7?"
+    asked = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "6 * 7?"}]
+    rows = ({"prompt": asked, "answer": 1}, {"prompt": asked[1:], "answer": 1})
+    found = data_of(files=[jsonl(folder / "e.jsonl", *rows)], instructions="Be short.")
+    assert [data.system_prompt for data in found] == [None, "Be short."]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +145,12 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
         ({"prompt": "a"}, {"answer": "b.c"}, "line 1: it has no answer `b.c`"),
         ({"prompt": [{"role": "user", "content": "a"}], "answer": 1}, {"question": "Q {}"}, "`prompt` holds messages"),
         ({"prompt": [{"role": "nobody"}], "answer": 1}, {}, "line 1: "),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}], "answer": 1},
+            {},
+            "`messages` ends with the assistant's",
+        ),
+        (SUM, {"reward": "mine.py:A_CLASS"}, "is a type, no function"),
         (SUM, {"question": "no place"}, "needs one {}"),
         (SUM, {"reward": "maths"}, "no reward is called 'maths': math, exact, contains"),
         (SUM, {"reward": "mine.py:absent"}, "mine.py:absent' cannot be imported: AttributeError"),
@@ -145,10 +175,20 @@ def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None
         data_of(files=["cut.parquet"])
     picture = pa.Table.from_pylist([{"prompt": "a", "answer": 1, "picture": {"bytes": b"x"}}])
     parquet.write_table(picture, folder / "pictures.parquet")
-    with pytest.raises(EnvError, match=r"pictures.parquet, row 1: column 'picture' holds bytes"):
+    with pytest.raises(EnvError, match=r"pictures.parquet, row 1: column 'picture' holds bytes, such"):
         data_of(files=["pictures.parquet"])
     with pytest.raises(EnvError, match="one of them"):
         data_of()
+
+
+def test_data_sets_of_the_hub_become_what_json_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "a", "answer": 1, "at": datetime.date(2026, 1, 2), "nothing": None}
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [row])
+    (found,) = data_of(dataset="o/d")
+    assert found.row == {"answer": 1, "at": "2026-01-02", "nothing": None}
+    row["picture"] = {"of": [object()]}  # as `datasets` reads one
+    with pytest.raises(EnvError, match="o/d, row 1: column 'picture' holds object, such as a picture"):
+        data_of(dataset="o/d")
 
 
 def test_functions_are_called_as_they_are_written(folder: Path) -> None:
@@ -160,9 +200,59 @@ def test_functions_are_called_as_they_are_written(folder: Path) -> None:
     assert value("of_trl_chat", "four", prompt=[{"role": "user", "content": "2 + 2?"}]) == (4.0, {})
     assert value("of_openrlhf", "4") == (0.5, {"length": 1.0})
     assert value("none", "4") == (0.0, {})
-    for name, error in {"nothing": ValueError, "unnamed": ValueError, "raises": KeyError}.items():
+    for name, error in {
+        "nothing": ValueError,
+        "unnamed": ValueError,
+        "raises": KeyError,
+        "stops": RuntimeError,
+    }.items():
         with pytest.raises(error):
             value(name, "4")
+
+
+def test_a_reply_has_its_reasoning_as_it_was_sampled(folder: Path) -> None:
+    (formed,) = find_functions(["mine.py:formed"], [1.0])
+    reply = Reply("4", "2 + 2?", [], "4", SUM, reasoning="\nhm\n")
+    assert asyncio.run(formed.value(reply)) == (1.0, {})
+    for named in find_functions(["math", "exact", "contains"], [1.0, 1.0, 1.0]):
+        assert asyncio.run(named.value(reply)) == (1.0, {})
+        assert asyncio.run(named.value(Reply("", "2 + 2?", [], "4", SUM, reasoning="it is 4"))) == (0.0, {})
+
+
+def test_columns_of_some_rows_are_none_in_the_others(folder: Path) -> None:
+    path = jsonl(folder / "a.jsonl", SUM, {**SUM, "tests": ["a"]})
+    assert len(data_of(files=[path], reward="mine.py:needs")) == 2
+    (needs,) = find_functions(["mine.py:needs"], [1.0])
+    assert asyncio.run(needs.value(Reply("4", "2 + 2?", [], "4", SUM))) == (1.0, {})
+    with pytest.raises(EnvError, match="line 2: no answer for reward 'math'"):
+        data_of(files=[jsonl(folder / "b.jsonl", SUM, {"prompt": "a", "answer": None})])
+
+
+def test_functions_that_hang_keep_nothing_else(folder: Path) -> None:
+    (waits,) = find_functions(["mine.py:waits_long"], [1.0])
+    reply = Reply("4", "2 + 2?", [], "4", SUM)
+
+    async def play() -> list[tuple[float, dict[str, float]]]:
+        calls = [asyncio.create_task(waits.value(reply)) for _ in range(40)]  # more than a loop has threads
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.to_thread(int), 30) == 0
+        left = asyncio.create_task(waits.value(reply))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        waits.function.__globals__["GATE"].set()
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(play()) == 40 * [(1.0, {})]
+
+
+def test_workers_agree_on_the_functions(folder: Path) -> None:
+    jsonl(folder / "a.jsonl", SUM)
+    made = EnvSource(EnvConfig(id="rows", args={"files": "a.jsonl", "reward": "mine.py:own"}), "eval", 0, beside=[])
+    before = fingerprint(made)
+    (folder / "mine.py").write_text(f"{FUNCTIONS}# more\n")
+    (differs,) = differences(before, fingerprint(made))
+    assert differs.startswith("the environment's code")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +294,8 @@ def test_its_files_are_absolute_looked_for_and_mounted(folder: Path) -> None:
         ("orchestrator.env.0.args.reward", str(folder / "mine.py")),
     }
     paths = stated_paths(found, SiteConfig(name="s"), found.run_dir)
-    assert {folder / "a.jsonl", folder / "mine.py"} <= set(paths.values())
+    assert {folder / "a.jsonl", folder} <= set(paths.values())  # a function may import what lies beside it
+    assert EnvConfig(id="prompts", args={"files": ["a.jsonl"]}).args == {"files": [str(folder / "a.jsonl")]}
     (need,) = [n for n in needs_of(experiment(folder, dataset="o/d", subset="main")) if n.kind == "dataset"]
     assert (need.name, need.subset, need.split) == ("o/d", "main", "train")
 

@@ -296,6 +296,20 @@ _AS_TYPED: dict[str, str] = {
 }
 """Keys as a whole, which have another meaning in other sections -> what to state here."""
 
+_OF_ROWS = {
+    "files",
+    "dataset",
+    "subset",
+    "dataset_split",
+    "prompt",
+    "answer",
+    "question",
+    "instructions",
+    "reward",
+    "weights",
+}
+"""Arguments of the environment `rows`, which are easily stated beside its id."""
+
 _KEY = re.compile(r"<([a-z_0-9.]+)>")
 
 
@@ -311,6 +325,8 @@ def instead_of(path: Sequence[str], *, is_flag: bool) -> str | None:
         path: of the key as it was typed, in snake case.
         is_flag: show our keys as flags.
     """
+    if path[-1] in _OF_ROWS and list(path[-3:-2]) == ["env"]:
+        return f"an environment's own arguments are below `args`: {{id: rows, args: {{{path[-1]}: ...}}}}"
     answer = _AS_TYPED.get(".".join(path))
     names = (".".join(path[begin:]) for begin in range(len(path)))  # the longest that is known
     answer = answer or next((_by_name()[name] for name in names if name in _by_name()), None)

@@ -156,7 +156,9 @@ async def clean_up(rubric: Rubric, state: State) -> None:
     """Call the methods that `vf.cleanup` marks, after a rollout was scored."""
     for part in parts_of(rubric):
         for handler in marked(part, "cleanup"):
-            await maybe_await(handler, **accepted(handler, part._offered(state)))
+            named = accepted(handler, part._offered(state))
+            unnamed = (state,) if inspect.signature(handler).parameters and not named else ()
+            await maybe_await(handler, *unnamed, **named)
 
 
 class MathRubric(Rubric):

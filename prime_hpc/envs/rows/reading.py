@@ -4,8 +4,11 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.errors import EnvError
@@ -54,13 +57,24 @@ def _as_json(row: Row, place: str) -> Row:
     """Return a row as JSON has it (traces hold it): dates become texts.
 
     Raises:
-        EnvError: a column holds bytes; names it.
+        EnvError: a column holds bytes, or a picture that `datasets` has read; names it.
     """
-    for name, value in row.items():
-        if any(isinstance(each, bytes) for each in _flat(value)):
-            raise EnvError(f"{place}: column {name!r} holds bytes, such as a picture: leave it out of the file")
-    found: Row = json.loads(json.dumps(row, default=str))
+    try:
+        found: Row = json.loads(json.dumps(row, default=_text))
+    except TypeError:
+        name, kind = next((n, type(e).__name__) for n, v in row.items() for e in _flat(v) if not _is_plain(e))
+        raise EnvError(f"{place}: column {name!r} holds {kind}, such as a picture: leave it out of the data") from None
     return found
+
+
+def _text(value: Any) -> str:
+    if not _is_plain(value):
+        raise TypeError
+    return str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | None | date | time | timedelta | Decimal | UUID)
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 A function is called with those of its parameters that a reply has, by name:
 
-    completion, response, solution_str   the reply's text
+    completion, response, solution_str   the reply's text, as it was sampled: with its reasoning
     answer, ground_truth                 the row's answer (a column `ground_truth` goes before it)
     prompt                               what was asked, as it stands in the row
     messages                             the whole conversation, OpenAI's dictionaries
@@ -14,11 +14,15 @@ a list, of one.
 """
 
 import asyncio
+import contextlib
+import contextvars
 import importlib
 import importlib.util
 import inspect
 import math
 import sys
+import threading
+import weakref
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +42,9 @@ _ANSWER = ("answer", "ground_truth")
 _MADE = (*_TEXT, *_ANSWER, "prompt", "messages", "row")
 _PLURAL = ("completions", "queries", "prompts", "labels")
 _SCORE = ("score", "reward", "rewards")
+AT_ONCE = 64
+"""Functions that run at a time, on threads: most of them wait for somebody, a reward model for instance."""
+_TURNS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
 
 
 async def math_score(completion: str, answer: Any) -> float:
@@ -76,11 +83,21 @@ class Reply:
     """One reply and what it is scored by."""
 
     text: str
+    """Without its reasoning."""
     prompt: Any
     """As it stands in the row: text or messages."""
     messages: list[dict[str, Any]]
     answer: Any
     row: Mapping[str, Any]
+    reasoning: str = ""
+
+    @property
+    def sampled(self) -> str:
+        """The text with its reasoning, as Qwen3 and others write it: rewards for a form look for the tags."""
+        if not self.reasoning:
+            return self.text
+        end = f"\n</think>\n\n{self.text}" if self.text else ""  # cut, perhaps: within it
+        return f"<think>\n{self.reasoning.strip()}{end}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,8 @@ class RewardFunction:
     name: str
     function: Function
     weight: float
+    modules: tuple[str, ...] = ()
+    """With its code: where it was named, and where it was written."""
 
     @cached_property
     def is_plural(self) -> bool:
@@ -100,7 +119,7 @@ class RewardFunction:
         """Raise EnvError where it needs what no reply has.
 
         Args:
-            columns: of a row.
+            columns: of the rows.
         """
         known = {*columns, *(_PLURAL if self.is_plural else _MADE)}
         parameters = inspect.signature(self.function).parameters.values()
@@ -121,15 +140,15 @@ class RewardFunction:
         call = self._call_plural if self.is_plural else self._call
         if inspect.iscoroutinefunction(self.function):
             found = await call(reply)
-        else:  # on a thread: it may wait for somebody, a reward model for instance
-            found = await asyncio.to_thread(call, reply)
+        else:
+            found = await _on_thread(call, reply)
             found = await found if isinstance(found, Awaitable) else found
         metrics: dict[str, float] = {}
         if isinstance(found, Mapping):
             key = next((name for name in _SCORE if name in found), None)
             if key is None:
                 raise ValueError(f"reward {self.name!r} returned a dictionary without `score`: {sorted(found)}")
-            others = {**found, **found.get("extra_logs", {})}
+            others = {**found, **(found.get("extra_logs") or {})}
             numbers = {str(name): _single(value) for name, value in others.items() if name != key}
             metrics = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
             found = found[key]
@@ -140,9 +159,10 @@ class RewardFunction:
         return score, metrics
 
     def _call(self, reply: Reply) -> Any:
+        text = reply.text if self.function in NAMED.values() else reply.sampled
         offered = {
             **reply.row,
-            **dict.fromkeys(_TEXT, reply.text),
+            **dict.fromkeys(_TEXT, text),
             **{"answer": reply.answer, "ground_truth": reply.row.get("ground_truth", reply.answer)},
             **{"prompt": reply.prompt, "messages": reply.messages, "row": dict(reply.row)},
         }
@@ -150,12 +170,12 @@ class RewardFunction:
 
     def _call_plural(self, reply: Reply) -> Any:
         is_chat = not isinstance(reply.prompt, str)
-        completion: Any = [{"role": "assistant", "content": reply.text}] if is_chat else reply.text
+        completion: Any = [{"role": "assistant", "content": reply.sampled}] if is_chat else reply.sampled
         texts = [str(message.get("content") or "") for message in reply.prompt] if is_chat else [reply.prompt]
         offered = {"labels": [reply.answer], **{name: [value] for name, value in reply.row.items()}}
         offered |= {"completions": [completion], "prompts": [reply.prompt]}
-        offered |= {"queries": ["\n".join(texts) + reply.text]}
-        return self.function(**_accepted(self.function, offered))
+        offered |= {"queries": ["\n".join(texts) + reply.sampled]}
+        return self.function(**_accepted(self.function, offered, missing=[None]))
 
 
 def _single(value: Any) -> Any:
@@ -164,11 +184,44 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
-def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+def _accepted(function: Function, offered: dict[str, Any], missing: Any = None) -> dict[str, Any]:
+    """Of what is offered what the function takes; a column that other rows have is `missing`, as `datasets` has it."""
+    parameters = inspect.signature(function).parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    offered = {**dict.fromkeys(needed, missing), **offered}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
-    return {name: value for name, value in offered.items() if name in parameters}
+    names = {p.name for p in parameters}
+    return {name: value for name, value in offered.items() if name in names}
+
+
+async def _on_thread(call: Callable[[Reply], Any], reply: Reply) -> Any:
+    """Call it on a thread of its own, `AT_ONCE` of them at a time.
+
+    Not on the loop's: prompts are rendered and addresses looked up on those, behind all that a slow or a hanging
+    function holds. One that hangs past its episode's deadline is left behind, and keeps nobody's turn nor the process.
+    """
+    loop = asyncio.get_running_loop()
+    ended, context = asyncio.Event(), contextvars.copy_context()
+    found: list[Any] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(context.run(call, reply))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            raised.append(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    async with _TURNS.setdefault(loop, asyncio.Semaphore(AT_ONCE)):
+        threading.Thread(target=run, name="prime-hpc-reward", daemon=True).start()
+        await ended.wait()
+    if raised:
+        raise raised[0]
+    return found[0]
 
 
 def find_functions(names: Iterable[str], weights: Iterable[float]) -> tuple[RewardFunction, ...]:
@@ -178,7 +231,7 @@ def find_functions(names: Iterable[str], weights: Iterable[float]) -> tuple[Rewa
         EnvError: one is not there, or two have one name; says where it was looked for.
     """
     found = tuple(
-        RewardFunction(name.rpartition(":")[2], NAMED.get(name) or _imported(name), weight)
+        RewardFunction(name, NAMED[name], weight) if name in NAMED else _imported(name, weight)
         for name, weight in zip(names, weights, strict=True)
     )
     labels = [each.name for each in found]
@@ -187,7 +240,7 @@ def find_functions(names: Iterable[str], weights: Iterable[float]) -> tuple[Rewa
     return found
 
 
-def _imported(name: str) -> Function:
+def _imported(name: str, weight: float) -> RewardFunction:
     place, colon, attribute = name.rpartition(":")
     if not colon:
         raise EnvError(f"rows: no reward is called {name!r}: {', '.join(NAMED)}, or your own as FILE.py:function")
@@ -198,9 +251,9 @@ def _imported(name: str) -> Function:
         raise EnvError(f"rows: reward {name!r}: {Path(place).absolute()} is no file") from error
     except (Exception, SystemExit) as error:  # a user's code
         raise EnvError(f"rows: reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(function):
+    if not callable(function) or isinstance(function, type):
         raise EnvError(f"rows: reward {name!r} is a {type(function).__name__}, no function")
-    return function
+    return RewardFunction(attribute, function, weight, (module.__name__, str(getattr(function, "__module__", ""))))
 
 
 def _file_module(path: Path) -> Any:

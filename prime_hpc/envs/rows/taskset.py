@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
 from prime_hpc.envs.rows.reading import Row, read_files, read_hub
-from prime_hpc.envs.rows.scoring import Reply, RewardFunction, find_functions
+from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 
 __all__ = ["Rows"]
 
@@ -50,6 +50,7 @@ class RowTask(vf.Task[RowData]):
             messages=_plain(trace.messages),
             answer=self.data.answer,
             row=self.data.row,
+            reasoning=_reasoning(trace),
         )
         for each in self.functions:
             value, metrics = await each.value(reply)
@@ -62,6 +63,11 @@ class RowTask(vf.Task[RowData]):
         return {}
 
 
+def _reasoning(trace: vf.Trace) -> str:
+    last = trace.assistant_messages[-1:]
+    return (last[0].reasoning_content or "") if last else ""
+
+
 def _plain(messages: Any) -> Any:
     """Return messages as OpenAI's dictionaries; a text as it is."""
     if isinstance(messages, str) or messages is None:
@@ -72,7 +78,7 @@ def _plain(messages: Any) -> Any:
 class RowsConfig(vf.TasksetConfig):
     """Arguments of `rows`."""
 
-    files: list[str] = []
+    files: str | list[str] = []
     """JSONL or Parquet files, patterns or directories; relative to where the run is started."""
     dataset: str | None = None
     """Or a data set of the hub."""
@@ -81,13 +87,14 @@ class RowsConfig(vf.TasksetConfig):
     dataset_split: str = "train"
     """Its split."""
     prompt: str | None = None
-    """Column of the prompt, a text or messages; default: the first of `prompt`, `messages`, `question`, ..."""
+    """Column of the prompt, a text or messages; default: the first of `prompt`, `messages`, `question`, ... that asks
+    something (messages of SFT end with the reply)."""
     answer: str | None = None
     """Column of the answer, `a.b` within another; default: the first of `answer`, `ground_truth`, ... that is there."""
     question: str = "{}"
     """The user's words around a prompt that is a text; `{}` stands for it."""
     instructions: str | None = None
-    """The system prompt."""
+    """The system prompt of prompts that bring none."""
     reward: str | list[str] = "math"
     """`math`, `exact`, `contains`, or your own as `FILE.py:function` or `module:function`; several add up."""
     weights: list[float] = []
@@ -96,6 +103,11 @@ class RowsConfig(vf.TasksetConfig):
 
 class Rows(vf.Taskset[RowTask, RowsConfig]):
     """The rows, in their order."""
+
+    @property
+    def scored_by(self) -> set[str]:
+        """Names of the modules with the user's reward functions."""
+        return {module for each in self.functions for module in each.modules}
 
     @cached_property
     def functions(self) -> tuple[RewardFunction, ...]:
@@ -126,21 +138,24 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
             raise EnvError("rows: state `args.files` (JSONL or Parquet) or `args.dataset` (of the hub), one of them")
         if config.question.count("{}") != 1:
             raise EnvError(f"rows: `question` needs one {{}}, which stands for the prompt, not {config.question!r}")
-        for number, (place, row) in enumerate(_read(config)):
+        functions, columns, place = self.functions, set[str](), ""
+        for place, row in _read(config):
             try:
                 data = _data(config, row)
             except (ValueError, ValidationError) as error:
                 raise EnvError(f"rows: {place}: {' '.join(str(error).split())[:300]}") from error
-            if number == 0:
-                _check(self.functions, data, place)
+            _check_answer(functions, data, place)
+            columns.update(data.row)
             task = RowTask(data, config.task)
-            task.functions = self.functions
+            task.functions = functions
             yield task
+        for each in functions if place else ():
+            each.check(columns)
 
 
 def _read(config: RowsConfig) -> Iterator[tuple[str, Row]]:
     if config.dataset is None:
-        return read_files(config.files, "rows")
+        return read_files(_listed(config.files), "rows")
     return read_hub(config.dataset, config.subset, config.dataset_split)
 
 
@@ -148,28 +163,39 @@ def _listed(names: str | list[str]) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
-def _check(functions: Iterable[RewardFunction], data: RowData, place: str) -> None:
-    for each in functions:
-        each.check(data.row)
-        if data.answer is None and each.name in ("math", "exact", "contains"):
+def _check_answer(functions: Iterable[RewardFunction], data: RowData, place: str) -> None:
+    for each in functions if data.answer is None else ():
+        if each.function in NAMED.values():
             raise EnvError(
-                f"rows: {place}: no answer for reward {each.name!r}: state its column as `args.answer`; the columns "
-                f"are: {', '.join(data.row)}"
+                f"rows: {place}: no answer for reward {each.name!r}: state its column as `args.answer`, or leave the "
+                f"row out; the columns are: {', '.join(data.row)}"
             )
 
 
 def _data(config: RowsConfig, row: Row) -> RowData:
-    column = config.prompt or next((name for name in PROMPTS if row.get(name)), None)
+    found = [name for name in PROMPTS if row.get(name)]
+    column = config.prompt or next((name for name in found if not _is_answered(row[name])), found[0] if found else None)
     if column is None or not row.get(column):
         wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
         raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
-    prompt = row[column]
+    prompt, system = row[column], config.instructions
+    if _is_answered(prompt):
+        raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
     if isinstance(prompt, str):
         prompt = config.question.replace("{}", prompt)
     elif config.question != "{}":
         raise ValueError(f"`question` is for prompts that are texts, `{column}` holds messages")
+    elif isinstance(prompt, list) and any(
+        isinstance(message, dict) and message.get("role") == "system" for message in prompt
+    ):
+        system = None
     rest = {name: value for name, value in row.items() if name != column}
-    return RowData(prompt=prompt, system_prompt=config.instructions, answer=_answer(config, rest), row=rest)
+    return RowData(prompt=prompt, system_prompt=system, answer=_answer(config, rest), row=rest)
+
+
+def _is_answered(prompt: Any) -> bool:
+    """Return whether it is a whole conversation, as SFT has it: with the reply that is to be found."""
+    return isinstance(prompt, list) and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant"
 
 
 def _answer(config: RowsConfig, row: Row) -> Any:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.envs.math_answers import ScoredElsewhere
 from prime_hpc.envs.task_sources import EnvSource
 
 _ROOMS = ("envs", "client", "config", "runtime")
@@ -54,6 +55,7 @@ def _environment_code(source: EnvSource) -> str:
     taskset = source.env.taskset
     modules = {type(source.env).__module__, type(taskset).__module__, type(taskset).task_type().__module__}
     modules |= {str(getattr(taskset.config, "module", ""))} - {""}  # of a `load_environment` package
+    modules |= taskset.scored_by if isinstance(taskset, ScoredElsewhere) else set()
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)]
     return _digest([Path(file) for file in files if file])
 

@@ -150,6 +150,11 @@ class Tidies(vf.Rubric):
         with Path(self.log).open("a") as file:
             file.write("rollout\n")
 
+    @vf.cleanup
+    def look(self, rollout: Any) -> None:
+        """Need no name for the state."""
+        assert rollout["completion"]
+
     @vf.teardown
     async def end(self) -> None:
         """Add a line."""
