@@ -161,6 +161,7 @@ class _Maker:
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": self._metadata(self._name, SUPERVISOR),
+            "immutable": True,  # a run that goes on would take another experiment when its pod is made again
             "data": {"experiment.yaml": stated_text(self._experiment)},
         }
 
@@ -256,7 +257,8 @@ class _Maker:
         }
         volumes = [
             {"name": "shared", "persistentVolumeClaim": {"claimName": self._section.claim or self._name}},
-            {"name": "key", "secret": {"secretName": f"{self._name}-key", "defaultMode": 0o400}},
+            # readable by an image's own user: without an fsGroup the file is root's
+            {"name": "key", "secret": {"secretName": f"{self._name}-key", "defaultMode": 0o444}},
             {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": values.shared_memory}},
         ]
         spec = {

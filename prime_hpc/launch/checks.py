@@ -13,7 +13,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
 from prime_hpc.config.env_files import ROWS, named_files, short_id
 from prime_hpc.config.families import STORED_AS
-from prime_hpc.config.sections.lora import DEFAULT_TARGETS, last_names, matches, select_modules
+from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -435,8 +435,9 @@ def adapter_problems(experiment: Experiment) -> list[Problem]:
     if lora is None or shapes is None:
         return []
     modules = linear_modules(shapes, _kind(experiment))
+    heads = [name for name in HEADS if f"{name}.weight" in shapes] or [HEADS[0]]  # stored only where it is not tied
     try:
-        chosen = select_modules(lora, list(modules))
+        chosen = select_modules(lora, [*modules, *heads])
     except ValueError as error:
         return [Problem(str(error).removeprefix("model.lora.target_modules: "), "model.lora.target_modules")]
     parts = {own for names in STORED_AS.get(_kind(experiment), {}).values() if len(names) > 1 for own in names}

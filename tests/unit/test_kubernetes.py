@@ -169,7 +169,12 @@ def test_the_key_is_in_the_secret_alone() -> None:
     key = secret["stringData"]["key"]
     assert key not in json.dumps([found for found in objects if found is not secret])
     assert manifests(experiment())[0]["stringData"]["key"] != key
-    assert secret["immutable"], "another rendering that is sent to a run which goes on must not change it"
+    (config,) = of_kind(objects, "ConfigMap")
+    for found in (secret, config):
+        assert found["immutable"], "another rendering that is sent to a run which goes on must not change it"
+    for job in of_kind(objects, "Job"):
+        (mode,) = [v["secret"]["defaultMode"] for v in job["spec"]["template"]["spec"]["volumes"] if "secret" in v]
+        assert mode & 0o004, "without an fsGroup the file is root's, and an image's user may be another"
 
 
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +200,9 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     words = said(secret, *on_pods)
     assert "kubernetes.env_from" in words and "very-secret" not in words
     assert main(["render", str(file), "--slurm.gpus-per-node", "2", *on_pods]) == 2
+    file.write_text(yaml.safe_dump({**TREE, "inference": None}))
+    assert main(["render", str(file), *on_pods]) == 0
+    assert "warning: PH312 orchestrator.client.base_url" in capsys.readouterr().err
     output = tmp_path / "out.yaml"
     file.write_text(yaml.safe_dump(TREE))
     assert main(["render", str(file), *on_pods, "--output", str(output)]) == 0

@@ -63,6 +63,8 @@ def experiment(model: str | Path, lora: dict[str, Any] | None, **tree: Any) -> E
         ({"rank": 32}, None),
         ({"rank": 33}, ("model.lora.rank", "33 exceeds model.layers.0.self_attn.q_proj, which is 64 x 32")),
         ({"target_modules": ["query"]}, ("model.lora.target_modules", "there are q_proj, down_proj")),
+        ({"target_modules": [".*"]}, ("model.lora.target_modules", "lm_head cannot have an adapter")),
+        ({"target_modules": [".*layers.*"]}, None),
         ({"target_modules": ["up_proj"]}, ("model.lora.target_modules", "up_proj matches no linear module")),
     ],
 )

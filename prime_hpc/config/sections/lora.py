@@ -79,7 +79,8 @@ def select_modules(config: LoraConfig, modules: Collection[str]) -> list[str]:
     chosen = [m for m in modules if any(matches(t, m) for t in config.target_modules)]
     if heads := [m for m in chosen if m.rsplit(".", 1)[-1] in HEADS]:
         raise ValueError(
-            f"model.lora.target_modules: {heads[0]} cannot have an adapter: the loss works on its weight directly"
+            f"model.lora.target_modules: {heads[0]} cannot have an adapter: the loss works on its weight directly; "
+            "leave it out, as .*layers.* does"
         )
     return chosen
 

@@ -36,7 +36,7 @@ from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
 from prime_hpc.slurm.placement import Placement, place_slurm, placed_roles
 from prime_hpc.slurm.script import render_job
 
-__all__ = ["CODES", "Finding", "lint", "lint_errors", "pod_errors", "refuse_errors"]
+__all__ = ["CODES", "Finding", "lint", "lint_errors", "lint_pods", "print_warnings", "refuse_errors"]
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 _ANYWHERE: tuple[Check, ...] = (
@@ -98,8 +98,8 @@ def print_warnings(findings: Iterable[Finding]) -> None:
             print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
 
 
-def pod_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
-    """Return what is wrong with an experiment for pods wherever it is rendered: model, layout and engines.
+def lint_pods(experiment: Experiment, site: SiteConfig) -> list[Finding]:
+    """Return what is wrong with an experiment for pods wherever it is rendered: model, layout, engines, servers.
 
     Args:
         experiment: as its pods run it.
@@ -107,8 +107,8 @@ def pod_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     """
     subject = examine(experiment.model_copy(update={"launch": "slurm"}), site)
     of_training = (*model_rules.CHECKS, *parallel_rules.CHECKS) if experiment.trains else ()
-    found = [finding for check in (*backend_rules.CHECKS, *of_training) for finding in check(subject)]
-    return [finding for finding in found if finding.severity == "error"]
+    checks = (*backend_rules.CHECKS, *of_training, slurm_rules.networks)
+    return [finding for check in checks for finding in check(subject)]
 
 
 def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:

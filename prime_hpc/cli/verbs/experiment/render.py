@@ -58,12 +58,14 @@ def _kubernetes(loaded: Loaded, given: Given) -> int:
     from prime_hpc.kubernetes.manifests import manifests
     from prime_hpc.kubernetes.placement import SITE, for_pods
     from prime_hpc.kubernetes.text import write_chart, yaml_stream
-    from prime_hpc.launch.lint.lint import pod_errors, refuse_errors
+    from prime_hpc.launch.lint.lint import lint_pods, print_warnings, refuse_errors
 
     if "--array" in given:
         raise ConfigError(Problem("arrays are Slurm's: render each experiment on its own", "--array"))
     objects = manifests(loaded.experiment)
-    refuse_errors(loaded, pod_errors(for_pods(loaded.experiment), SITE))
+    findings = lint_pods(for_pods(loaded.experiment), SITE)
+    refuse_errors(loaded, findings)
+    print_warnings(findings)
     if (folder := given.get("--chart")) is not None:
         for path in write_chart(loaded.experiment, Path(folder)):
             print(path)
