@@ -52,7 +52,8 @@ def run(loaded: Loaded) -> int:
     from prime_hpc.supervisor.main import supervise
 
     code = supervise(run_dir)
-    if code != USAGE and (words := how_to_go_on(loaded.experiment, run_dir, _command_again())):
+    again = _command_again(deletes=loaded.experiment.clean)
+    if code != USAGE and (words := how_to_go_on(loaded.experiment, run_dir, again)):
         print(words, file=sys.stderr)
     return code
 
@@ -69,17 +70,19 @@ def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
     if row is None or row.get("outcome") in (None, "completed"):
         return ""
     if not experiment.trains or is_parent(experiment):
-        return "the same command goes on with what is missing"
+        return f"the same command{' with --no-clean' if experiment.clean else ''} goes on with what is missing"
     if row.get("saved_step") is None:
         off = "" if experiment.ckpt is not None else ", for checkpoints are off: `--ckpt` switches them on"
         return f"nothing was saved{off}. To start over: the same command with --clean"
     return f"go on from step {row['saved_step']}: {again}"
 
 
-def _command_again() -> str:
-    """Return this command as it goes on from the newest checkpoint, for the eyes of others."""
-    words = [word for word in sys.argv[1:] if word != "--clean"]
+def _command_again(*, deletes: bool) -> str:
+    """Return this command as it goes on from the newest checkpoint, for the eyes of others. `deletes`: it began with
+    `clean`, which a file may say too."""
+    words = [word for word in sys.argv[1:] if word not in ("--clean", "--no-clean")]
     words += [] if words[-2:] == RESUME else RESUME
+    words += ["--no-clean"] if deletes else []
     return shlex.join(masked_command([Path(sys.argv[0]).name, *words]))
 
 

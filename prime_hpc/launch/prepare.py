@@ -15,13 +15,15 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.settings import refuse_others
 from prime_hpc.evals.versions import adapter_rank, find_versions
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.lint.attention_rules import REMEDY, flash_problem
-from prime_hpc.launch.monitor.diff import config_changes, stated_config
+from prime_hpc.launch.monitor.diff import config_changes, flatten, stated_config
+from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.child_runs import list_children
@@ -31,6 +33,8 @@ from prime_hpc.store.run_paths import refuse_other_owner
 
 MOST_CHANGES = 20
 """Keys of a run that goes on that are named."""
+MOST_CHARACTERS = 200
+"""Of a value of theirs."""
 _OF_THE_START = ("clean", "ckpt.resume_step", "launch", "output_dir", "name")
 """Keys that say how a run is started, not what it is."""
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
@@ -80,22 +84,38 @@ def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
         if not is_in_job:
             (run_dir / STOP).unlink(missing_ok=True)
         before: Any = {}
-        with suppress(ConfigError):  # a damaged one is replaced
+        known: dict[str, Any] = {}
+        with suppress(ConfigError, ValueError):  # a damaged one is replaced
             before = stated_config(run_dir) if (run_dir / ATTEMPTS_JSONL).exists() else {}
+            known = flatten(read_experiment(run_dir / RUN_YAML).model_dump(mode="json")) if before else {}
         write_snapshot(loaded.experiment, run_dir, sys.argv)
         if before:
-            _tell_changes(config_changes(before, stated_config(run_dir), but=_OF_THE_START))
+            changes = config_changes(before, stated_config(run_dir), but=_OF_THE_START)
+            _tell_changes({key: pair for key, pair in changes.items() if not _is_of_version(known, key, pair)})
     except OSError as error:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+
+
+def _is_of_version(known: Mapping[str, Any], key: str, pair: Sequence[Any]) -> bool:
+    """Return whether nobody asked for a change: of a key that came, or went, with another version of the suite, or of
+    an empty table that has keys now. `known`: the config as it was, as this version reads it."""
+    before, after = pair
+    if before is None or after is None:
+        return known.get(key) == after or (before if after is None else after) in ({}, [])
+    return False
 
 
 def _tell_changes(changes: Mapping[str, Sequence[object]]) -> None:
     """Say what is asked otherwise than before of a run that goes on: what it has done so far was of the former."""
     for key, pair in list(changes.items())[:MOST_CHANGES]:
-        words = " -> ".join(json.dumps(value, default=str) for value in pair)
+        words = " -> ".join(_shortened(json.dumps(value, default=str, ensure_ascii=False)) for value in pair)
         print(f"changed since this run was last started: {key}: {words}", file=sys.stderr)
     if len(changes) > MOST_CHANGES:
         print(f"and {len(changes) - MOST_CHANGES} more keys, all of them in run.yaml", file=sys.stderr)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
 
 
 def claim_directory(experiment: Experiment, run_dir: Path) -> None:
@@ -121,7 +141,9 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
         return
     if not any(_holds_something(run_dir / name) for name in _OF_A_RUN):
         return
-    if not experiment.trains and (run_dir / RESULTS).is_dir():
+    # one that ended as it started has no results yet
+    is_one = (run_dir / RESULTS).is_dir() or line_of(run_dir / RUN_YAML, "kind: ") == experiment.kind
+    if not experiment.trains and is_one:
         refuse_others(experiment, run_dir)
         return  # it goes on with the episodes that are missing
     if is_parent(experiment):

@@ -1,6 +1,6 @@
 """The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,19 +16,17 @@ _LEFT_OUT = {
     "bad": "refused and skipped (sft.data.bad_rows)",
     "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
+_STEP_KEYS = ("time/step", "reward/mean")
+"""A row with one of these is that of a step."""
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
-def _series(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return steps and values of a metric; a later attempt's row for the same step replaces the earlier one, whose rows
-    of steps beyond its last one are of no run any more."""
-    values: dict[int, float] = {}
-    last = 0
-    for row in rows:
-        if isinstance(row.get(key), int | float):
-            last = row["step"]
-            values[last] = row[key]
-    steps = sorted(step for step in values if step <= last)
+    beyond the newest step's are of no run any more. Evaluations alone come in any order."""
+    last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(_STEP_KEYS)), None)
+    values = {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
+    steps = sorted(step for step in values if last is None or step <= last)
     return steps, [values[s] for s in steps]
 
 

@@ -104,8 +104,7 @@ def _check_writer(run: RunPaths, incarnation: int) -> None:
     Raises:
         FencedError, StoreError: one of both.
     """
-    check_incarnation(run, incarnation)
-    if incarnation and not run.root.is_dir():
+    if check_incarnation(run, incarnation) < incarnation and not run.root.is_dir():
         raise StoreError(f"{run.root} was deleted or moved under the run: nothing more is written there")
 
 

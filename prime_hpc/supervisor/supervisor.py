@@ -481,14 +481,13 @@ class Supervisor:
         if (final := self._controls.final_request(ended.outcome)) is not None:
             self.attempt.next = "slurm" if final.by_slurm else None
             ended = Ended(final.code or ended.code, f"{final.reason}; before that: {ended.cause}", final.outcome)
-        self._write_down(ended)
-        level = "INFO" if ended.code == 0 else "ERROR"
+        level = "INFO" if (ended := self._write_down(ended)).code == 0 else "ERROR"
         logger.log(level, f"attempt {self.attempt.attempt} ended: {ended.outcome} ({ended.cause})")
         return ended
 
-    def _write_down(self, ended: Ended) -> None:
-        if self._fence.true_end(ended) is not ended or self._fence.is_fenced:
-            return  # the newer attempt has written this one's end
+    def _write_down(self, ended: Ended) -> Ended:
+        if (true := self._fence.true_end(ended)) is not ended or self._fence.is_fenced:
+            return true if self._fence.is_gone else ended  # the newer attempt has written this one's end
         now = time.time()
         ready = self._ready_at or now
         seconds = {"start": ready - self.attempt.began, "run": now - ready, **self._console.seconds()}
@@ -498,3 +497,4 @@ class Supervisor:
             write_attempt(self._paths.attempts, self.attempt)
         except (OSError, StoreError) as error:
             logger.warning(f"{self._paths.attempts} could not be written: {error}")
+        return ended

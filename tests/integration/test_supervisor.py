@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.store.attempts import begin, read_attempts
+from prime_hpc.supervisor import supervisor
 from prime_hpc.supervisor.attempt import fence
 from prime_hpc.supervisor.roles import at_crash
 from prime_hpc.supervisor.roles.process import one_after_another
@@ -158,6 +160,21 @@ def test_a_run_directory_that_is_moved_ends_the_run_with_a_code_of_its_own(
     assert code == fence.EXIT_GONE == 66
     assert "was deleted or moved" in words[-1] and "resume" in words[-1], words
     assert not (run_dir / "attempts.jsonl").exists() and read_attempts(moved / "attempts.jsonl")[0]["ended"] is None
+
+
+def test_a_run_directory_that_goes_while_the_roles_end_is_gone_too(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the job would ask the directory whether it comes back, and come back without an answer."""
+    monkeypatch.setattr(fence, "SURE_S", 0.5)
+    end_roles = supervisor.end_roles
+
+    def end(*arguments: Any) -> list[int]:
+        run_dir.rename(run_dir.parent / "moved")
+        return end_roles(*arguments)
+
+    monkeypatch.setattr(supervisor, "end_roles", end)
+    assert supervise(run_dir, [role("trainer", run_dir, "ready", "exit:1")], read=False)[0] == fence.EXIT_GONE
 
 
 def test_exit_code_zero_without_done_is_a_failure(run_dir: Path) -> None:

@@ -402,6 +402,21 @@ def test_a_run_directory_that_cannot_be_listed_is_not_gone(
     assert not fence.is_fenced
 
 
+def test_a_miss_before_an_error_is_of_the_same_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fence, answers = fence_of(tmp_path / "run", clock := Clock()), iter([[], OSError(errno.EIO, "I/O error"), []])
+
+    def answer(path: Path) -> list[str]:
+        if isinstance(found := next(answers), OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(files, "list_dir", answer)
+    for _ in range(3):
+        fence.look()
+        clock.now += FENCE_LOOK_S
+    assert not fence.is_fenced
+
+
 def test_a_number_that_was_purged_from_scratch_is_no_run_directory_that_is_gone(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()

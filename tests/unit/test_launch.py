@@ -1,5 +1,6 @@
 """What is refused before anything starts."""
 
+import json
 import os
 import shutil
 import socket
@@ -204,6 +205,38 @@ def test_what_failed_on_this_machine_says_how_it_goes_on(
     assert words in said if words else said == ""
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"ckpt": {}}, "rl @ exp.yaml --ckpt.resume-step latest --no-clean"),
+        (
+            {"kind": "eval", "orchestrator": {}, "eval": {"environment_ids": ["reverse-text"]}},
+            "the same command with --no-clean goes on",
+        ),
+    ],
+)
+def test_what_goes_on_does_not_delete_what_a_file_says_to(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], words: str
+) -> None:
+    one, row = loaded(tmp_path, model, clean=True, **values), {"attempt": 1, "outcome": "failed", "saved_step": 40}
+    monkeypatch.setattr("sys.argv", ["/bin/rl", "@", "exp.yaml", "--clean"])
+    (tmp_path / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    assert words in local.how_to_go_on(one.experiment, tmp_path, local._command_again(deletes=one.experiment.clean))
+
+
+def test_an_evaluation_that_ended_as_it_started_goes_on(tmp_path: Path, model: Path) -> None:
+    """It has no results yet."""
+    one = loaded(tmp_path, model, kind="eval", orchestrator={}, eval={"environment_ids": ["reverse-text"]})
+    run_dir = prepare_run(one)
+    attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    attempt.ended = time.time()
+    write_attempt(run_dir / "attempts.jsonl", attempt)
+    prepare_run(one)
+    (run_dir / "run.yaml").write_text("kind: rl\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepare_run(one)
+
+
 def test_what_is_asked_otherwise_of_a_run_that_goes_on_is_named(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +260,30 @@ def test_what_is_asked_otherwise_of_a_run_that_goes_on_is_named(
     (run_dir / "run.yaml").write_text("kind: [")
     prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4)))
     assert load_run(run_dir).orchestrator.env[0].args == {"num_words": 4}
+    (run_dir / "run.yaml").write_bytes(b"kind: \xff")
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4)))
+
+
+def test_what_another_version_of_the_suite_writes_otherwise_was_not_changed(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def again(**args: object) -> list[str]:
+        env = {"env": [{"id": "reverse-text", "args": args}]}
+        prepare_run(loaded(tmp_path, model, ckpt={"resume_step": "latest"}, orchestrator=env))
+        return capsys.readouterr().err.splitlines()
+
+    again()
+    run_dir = tmp_path / "out" / "x"
+    attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    attempt.ended = time.time()
+    write_attempt(run_dir / "attempts.jsonl", attempt)
+    lines = (run_dir / "run.yaml").read_text().splitlines(keepends=True)
+    older = [line for line in lines if not line.startswith(("  head_dtype: ", "  rows: "))]
+    assert len(older) == len(lines) - 2
+    (run_dir / "run.yaml").write_text("".join(older))
+    assert again() == []
+    (line,) = again(note="é" * 1000)
+    assert "orchestrator.env.0.args.note: null -> " in line and line.endswith("éé...") and len(line) < 400
 
 
 def test_a_life_that_ended_before_it_wrote_anything_is_no_run(tmp_path: Path, model: Path) -> None:

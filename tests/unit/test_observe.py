@@ -306,10 +306,15 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
 
 
 def test_a_report_leaves_out_the_steps_that_a_run_went_back_behind(tmp_path: Path) -> None:
-    rows = [{"step": s, "time/step": 1.0, "loss": float(s)} for s in (1, 2, 3, 4, 5, 3)]
-    write_rows(tmp_path / "metrics" / "trainer.jsonl", [*rows, {"step": 2, "eval/loss": 0.5}])
+    rows: list[dict[str, Any]] = [{"step": s, "time/step": 1.0, "loss": float(s)} for s in (1, 2, 3, 4, 5, 3)]
+    rows[5:5] = [{"step": step, "eval/loss": 0.5 + step} for step in (2, 5)]
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", rows)
+    later = [{"step": step, "eval/words/mean_reward": 0.1 * step} for step in (0, 3, 2)]  # what was left out before
+    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", later)
     lines = write_report(tmp_path, "x", "sft")
     assert lines[0].startswith("x: 3 steps, ") and lines[1] == "loss 1.0000 at step 1 -> 3.0000 at step 3"
+    assert lines[2] == "held-out loss 2.5000 (version 2) -> 2.5000 (version 2)"
+    assert "-> 0.300 (version 3)" in lines[3]
 
 
 def test_the_environments_log_level_overrides_the_configs(

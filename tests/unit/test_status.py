@@ -146,7 +146,12 @@ def test_before_the_first_attempt(
 
 
 @pytest.mark.parametrize(
-    "record", [{"state": "sending", "job_id": None}, {"state": "failed", "job_id": None, "error": "no partition"}]
+    "record",
+    [
+        {"state": "sending", "job_id": None},
+        {"state": "failed", "job_id": None, "error": "no partition"},
+        {"state": "local", "job_id": "4711"},
+    ],
 )
 @pytest.mark.parametrize(("outcome", "state"), [("completed", "completed"), ("stopped", "stopped"), ("failed", None)])
 def test_a_run_that_was_over_stays_so_where_slurm_got_no_job_of_its_resume(
@@ -154,9 +159,19 @@ def test_a_run_that_was_over_stays_so_where_slurm_got_no_job_of_its_resume(
 ) -> None:
     run.sent(**{"age": 300, "host": socket.gethostname(), **record}).attempt(ended=400, outcome=outcome)
     status = run.status()
-    assert status.state == (state or ("lost" if record["state"] == "sending" else "failed"))
+    assert status.state == (state or ("failed" if record["state"] == "failed" else "lost"))
     assert ("submitted again since, in vain" in status.note) == (state is not None)
-    assert ("submit it again" if record["state"] == "sending" else "no partition") in status.note
+    words = {"sending": "submit it again", "failed": "no partition", "local": "the local job began no attempt"}
+    assert words[record["state"]] in status.note
+
+
+def test_the_config_is_not_read_for_steps_that_are_known(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand runs that are over each would cost the file server more than the rest."""
+    read: list[str] = []
+    monkeypatch.setattr("prime_hpc.launch.monitor.run_progress.line_of", lambda path, *_, **__: read.append(path))
+    run.sent().attempt(ended=100, outcome="completed").word(state="ended", step=10, max_steps=10, reward=0.5)
+    (status,), _ = collect([run.path], run.path.parent, ask=answering())
+    assert (status.max_steps, read) == (10, [])
 
 
 def test_an_evaluation_has_no_step_before_its_first_episodes(run: Run) -> None:

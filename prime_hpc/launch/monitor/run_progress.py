@@ -24,10 +24,7 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         one: the run's files.
         brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
     """
-    has_steps = line_of(one.path / RUN_YAML, "kind: ") not in ("eval", "synthesize")
-    by_data = line_of(one.path / RUN_YAML, "    num_epochs: ", after="sft:") not in (None, "null")
-    is_stated = has_steps and not by_data
-    if status.max_steps is None and is_stated and not status.runs and not _trains_many(one.path):
+    if status.max_steps is None and not status.runs and _states_steps(one.path) and not _trains_many(one.path):
         text = line_of(one.path / RUN_YAML, "max_steps: ")
         if text is None:
             text = line_of(one.path / "roles" / "trainer" / RUN_YAML, "max_steps: ")
@@ -37,6 +34,12 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         status.figure, status.value = "reward", reward
     else:
         _from_metrics(status, one.path)
+
+
+def _states_steps(path: Path) -> bool:
+    """Return whether the config says how many steps it has: episodes are none, and the trainer counts epochs."""
+    has_steps = line_of(path / RUN_YAML, "kind: ") not in ("eval", "synthesize")
+    return has_steps and line_of(path / RUN_YAML, "    num_epochs: ", after="sft:") in (None, "null")
 
 
 def _trains_many(path: Path) -> bool:

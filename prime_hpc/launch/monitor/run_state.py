@@ -135,6 +135,8 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
     elif state == "local":
         status.state = "starting" if age < QUIET_S else "lost"
         status.note = "as a local job" if age < QUIET_S else f"the local job began no attempt in {span(age)}"
+        if status.state == "lost":
+            _stay_as_before(status, one)
     elif state == "sending" and (job := _sent(record, queue)) is None:
         status.state = "submitting" if queue.trouble or (age < SUBMITTING_S and _client_lives(record)) else "lost"
         status.note = (
@@ -152,7 +154,7 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
 
 
 def _stay_as_before(status: RunStatus, one: Evidence) -> None:
-    """Have a run that was over remain so where it was submitted again and Slurm got no job."""
+    """Have a run that was over remain so where it was submitted again and no job came of it."""
     outcome = str((one.last or {}).get("outcome"))
     if outcome in _OVER:
         status.state, status.note = _OVER[outcome], f"submitted again since, in vain: {status.note}"

@@ -61,6 +61,7 @@ class Fence:
             raise Ended(1, str(error)) from error
         except OSError as error:  # the file system does not answer: whoever writes will see
             logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
+            self._missing_since = None  # then what was missing a moment ago is of the same fault
             return
         if newest >= self._incarnation or (self._config is not None and self._config_file() == self._config):
             self._missing_since = None
