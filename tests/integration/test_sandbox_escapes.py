@@ -19,7 +19,7 @@ import pytest
 
 from prime_hpc.envs.sandbox.bubblewrap import NOBODY
 from prime_hpc.envs.sandbox.sandbox_process import Ended, SandboxFailed
-from tests.support.sandboxes import IMAGE, members, namespace_of, needs_sandboxes, play, sandbox
+from tests.support.sandboxes import IMAGE, hold, members, namespace_of, needs_sandboxes, play, sandbox
 
 pytestmark = needs_sandboxes()
 
@@ -396,6 +396,7 @@ def test_a_killed_host_leaves_nothing_behind(host: Path) -> None:
             async with asyncio.timeout(60):
                 while len(members(namespace)) < 3:
                     await asyncio.sleep(0.02)
+            hold(members(namespace)[0])
             process.send_signal(signal.SIGKILL)
             await _gone(namespace)
 

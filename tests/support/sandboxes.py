@@ -65,11 +65,21 @@ def play(*programs: str, **limits: Any) -> list[Ended]:
     return asyncio.run(run())
 
 
+_HELD: list[int] = []
+"""Open namespaces, until this process ends."""
+
+
 def namespace_of(box: Sandbox) -> str:
     """Return the name of the process namespace of a sandbox."""
     first = first_inside(box.pid)
     assert first is not None
+    hold(first)
     return str(Path(f"/proc/{first}/ns/pid").readlink())
+
+
+def hold(pid: int) -> None:
+    """Keep the name of a process's namespace from being the next one's: the kernel gives the lowest free number."""
+    _HELD.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC))
 
 
 def members(namespace: str) -> list[int]:

@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -403,7 +403,8 @@ def test_a_run_directory_that_cannot_be_listed_is_not_gone(
 
 
 def test_a_miss_before_an_error_is_of_the_same_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fence, answers = fence_of(tmp_path / "run", clock := Clock()), iter([[], OSError(errno.EIO, "I/O error"), []])
+    fence = fence_of(tmp_path / "run", clock := Clock())
+    answers: Iterator[list[str] | OSError] = iter([[], OSError(errno.EIO, "I/O error"), []])
 
     def answer(path: Path) -> list[str]:
         if isinstance(found := next(answers), OSError):
