@@ -308,10 +308,11 @@ class Experiment(Section):
 
     def _sft_fits(self) -> None:
         data, evaluation = self.sft.data, self.orchestrator.eval
-        if self.num_steps is None and self.max_steps != Experiment.model_fields["max_steps"].default:
+        unstated = Experiment.model_fields["max_steps"].default
+        if self.num_steps is None and self.max_steps != unstated:
             raise ValueError(
                 f"max_steps ({self.max_steps}) and sft.data.num_epochs ({data.num_epochs:g}) both say how long to "
-                "train: leave one of them out"
+                f"train: leave one of them out (of a run or a base that states it: --max-steps {unstated}, the default)"
             )
         if evaluation is not None and not evaluation.env:
             raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
