@@ -5,6 +5,7 @@ import datetime
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -71,7 +72,7 @@ def formed(completion):
     return completion.startswith("<think>\\nhm\\n</think>\\n\\n4")
 
 def waits_long(completion):
-    assert GATE.wait(60)
+    assert GATE.wait(30)
     return 1.0
 
 GATE = threading.Event()
@@ -106,7 +107,7 @@ def value(name: str, text: str, row: dict[str, Any] = SUM, prompt: Any = "2 + 2?
     function.check(row)
     answer = row.get("answer", row.get("reward_model", {}).get("ground_truth"))
     asked = [{"role": "user", "content": "2 + 2?"}]
-    return asyncio.run(function.value(Reply(text, prompt, asked, answer, row)))
+    return asyncio.run(asyncio.wait_for(function.value(Reply(text, prompt, asked, answer, row)), 60))
 
 
 def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
@@ -235,7 +236,7 @@ def test_functions_that_hang_keep_nothing_else(folder: Path) -> None:
     async def play() -> list[tuple[float, dict[str, float]]]:
         calls = [asyncio.create_task(waits.value(reply)) for _ in range(40)]  # more than a loop has threads
         await asyncio.sleep(0)
-        assert await asyncio.wait_for(asyncio.to_thread(int), 30) == 0
+        assert await asyncio.wait_for(asyncio.to_thread(int), 20) == 0
         left = asyncio.create_task(waits.value(reply))
         await asyncio.sleep(0)
         left.cancel()
@@ -320,3 +321,5 @@ def test_functions_that_call_math_verify_are_spoken_of(folder: Path) -> None:
     for name, speaks in {"verifies.py:score": True, "mine.py:own": False, "math": False}.items():
         made = EnvSource(EnvConfig(id="rows", args={"files": ["a.jsonl"], "reward": name}), "eval", 0, beside=[])
         assert speaks_of(made.env.taskset, "math_verify") is speaks
+    foreign: Any = SimpleNamespace(functions=["of a package's own"], config=None)
+    assert not speaks_of(foreign, "math_verify")
