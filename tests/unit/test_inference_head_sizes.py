@@ -109,3 +109,6 @@ def test_lint_refuses_windows_in_some_layers(tmp_path: Path) -> None:
     assert "a sliding window in some of its layers" in message
     other = tree.model_copy(update={"inference": tree.inference.model_copy(update={"backend": "transformers"})})  # type: ignore[union-attr]
     assert not any("some of its layers" in m for m in refused(other))
+    stated = {"hf_overrides": {"layer_types": ["full_attention"] * SMALL["num_hidden_layers"]}}
+    other = tree.model_copy(update={"inference": tree.inference.model_copy(update={"vllm": stated})})  # type: ignore[union-attr]
+    assert not any("some of its layers" in m for m in refused(other)), "vLLM starts so"

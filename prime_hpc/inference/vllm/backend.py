@@ -53,13 +53,15 @@ class VllmBackend:
             yield from _records_no_experts(section(experiment))
         name = experiment.model.name
         config = read_config(name) or {}
-        if slides_in_part(config):
+        overrides = servers.vllm.get("hf_overrides") if servers is not None else None
+        kinds = overrides.get("layer_types") if isinstance(overrides, dict) else None
+        if slides_in_part({**config, "layer_types": kinds} if kinds else config):
             yield Refusal(
                 "model.name",
                 f"{name} attends to a sliding window in some of its layers, and vLLM serves models of its kind with "
                 "one in all layers or in none",
                 "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
-                "config.json is the same model",
+                "config.json, and no layer_types there, is the same model",
             )
         size = head_size(config) if experiment.device == "cpu" else None
         if size is not None and size not in CPU_HEAD_SIZES:
