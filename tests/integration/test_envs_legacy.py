@@ -188,8 +188,9 @@ def test_a_picture_is_refused_rather_than_left_out(world: World) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_environment_is_torn_down_once_in_each_process_when_nobody_plays_it(
-    workers: int, world: World, tmp_path: Path
+    workers: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
     log = tmp_path / "freed"
     env = EnvConfig(id="tests.support.hub.legacy_odd", args={"kind": "freed", "log": str(log)}, workers=workers)
 

@@ -83,7 +83,12 @@ def test_a_scancel_while_a_crashed_attempt_is_ended_is_heeded(tmp_path: Path, mo
     one._experiment = SimpleNamespace(supervisor=SimpleNamespace(grace_s=0.0))
     one._others, one._pulse, one._reaper = [], SimpleNamespace(tick=None), SimpleNamespace(pid=0)
     written: list[Ended] = []
-    one._write_down = written.append
+
+    def write_down(ended: Ended) -> Ended:
+        written.append(ended)
+        return ended
+
+    one._write_down = write_down
 
     def end_roles(*_: object) -> list[int]:
         asked._on_signal(signal.SIGTERM, None)
@@ -142,7 +147,7 @@ def test_a_stop_while_a_crashed_attempt_saves_is_heeded(
     one._steps, one._fence = SimpleNamespace(), SimpleNamespace(is_fenced=False)
     one._ended_by = SimpleNamespace(is_server=False, was_ready=True), []
     one._others, one._pulse, one._reaper = [], SimpleNamespace(tick=None), SimpleNamespace(pid=0)
-    one._write_down = lambda ended: None
+    one._write_down = lambda ended: ended
     monkeypatch.setattr(supervisor, "keep_servers", lambda *_: pytest.fail("its servers were kept"))
     if by == "file":
         (tmp_path / STOP).touch()
