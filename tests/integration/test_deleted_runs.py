@@ -14,6 +14,7 @@ from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, read_state
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.multi.loop import MultiTrainer
 from tests.support.many_runs import make_child, make_parent, put_batches
 from tests.support.tiny_model import make_tiny_model
@@ -31,8 +32,11 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def operations_of_a_run(parent_dir: Path, after: dict[str, int], seen: Counter[str]) -> files.Observer:
-    """Counts each run's operations, and deletes a run before its `after`-th one."""
+def operations_of_a_run(
+    parent_dir: Path, after: dict[str, int], seen: Counter[str], saved: set[str] | None = None
+) -> files.Observer:
+    """Counts each run's operations, and deletes a run before its `after`-th one; `saved` gets those that had their last
+    checkpoint then."""
 
     def observe(operation: str, path: Path) -> None:
         if not path.is_relative_to(parent_dir) or path.parent == parent_dir:
@@ -40,6 +44,8 @@ def operations_of_a_run(parent_dir: Path, after: dict[str, int], seen: Counter[s
         name = path.relative_to(parent_dir).parts[0]
         seen[name] += 1
         if seen[name] == after.get(name):
+            if saved is not None and RunPaths(parent_dir / name).checkpoint_step(STEPS).is_dir():
+                saved.add(name)
             shutil.rmtree(parent_dir / name)
 
     return observe
@@ -80,12 +86,13 @@ def test_it_ends_itself_alone_whatever_is_being_written(
     deleted = {f"run_{k:03}": k for k in range(1 + save_async, number + 1, every)}
     for name in [*deleted, "run_last"]:
         add(name)
-    with files.observe_operations(operations_of_a_run(directory, deleted, Counter())):
+    saved: set[str] = set()
+    with files.observe_operations(operations_of_a_run(directory, deleted, Counter(), saved)):
         train(2)
     assert ended.pop("run_whole") == "done" and ended.pop("run_last") == "done"
     assert ended.keys() == deleted.keys()
     late = {name for name, phase in ended.items() if phase != "removed"}
     assert {ended[name] for name in late} <= {"done"}, ended
-    assert all(deleted[name] > 0.8 * number for name in late), "only old checkpoints are removed after the last one"
+    assert late <= saved, "only old checkpoints are removed after the last one"
     last = read_state(directory / "run_last")
     assert last is not None and last.step == STEPS
