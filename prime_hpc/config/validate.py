@@ -2,18 +2,19 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from prime_hpc.config.env_files import environment_lists
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
-from prime_hpc.config.sections.orchestrator import EnvConfig, check_labels
+from prime_hpc.config.sections.orchestrator import check_labels
 from prime_hpc.config.sources.other_names import instead_of
 
 _WRONG_TYPE = re.compile(r"(_type|_parsing|_from_float|_error|_size|too_short|too_long)$")
@@ -130,7 +131,7 @@ def check_complete(
 
 def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values nobody can mean, and why: runs went on with them, to no good."""
-    for key, envs in _environments(experiment).items():
+    for key, envs in environment_lists(experiment).items():
         try:
             check_labels(envs)
         except ValueError as error:
@@ -156,13 +157,6 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
             yield key, f"must be a finite number, got {figure}"
 
 
-def _environments(experiment: Experiment) -> dict[str, Sequence[EnvConfig]]:
-    """Return the lists of environments by their keys."""
-    keys = ("orchestrator.env", "orchestrator.eval.env", "eval.env", "synthesize.env")
-    sections = (experiment.orchestrator, experiment.orchestrator.eval, experiment.eval, experiment.synthesize)
-    return {key: section.env for key, section in zip(keys, sections, strict=True) if section is not None}
-
-
 def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
     """Yield the figures that others are compared with or weighed by, with their keys."""
     orchestrator, kl = experiment.orchestrator, experiment.trainer.loss.kl
@@ -170,7 +164,7 @@ def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
     yield "trainer.loss.kl.coef", kl.coef if kl is not None else None
     yield "eval.pass_threshold", experiment.eval.pass_threshold
     yield "synthesize.min_reward", experiment.synthesize.min_reward
-    for key, envs in _environments(experiment).items():
+    for key, envs in environment_lists(experiment).items():
         for index, env in enumerate(envs):
             yield f"{key}.{index}.ratio", env.ratio
     for index, rule in enumerate(experiment.alarms.rules):

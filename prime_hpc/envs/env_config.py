@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from prime_hpc.config.env_files import short_id
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig, SandboxConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
@@ -85,7 +86,7 @@ def resolve_taskset(name: str) -> FoundTaskset:
     from prime_hpc.envs.legacy.loading import is_legacy
     from prime_hpc.envs.legacy.surface import install
 
-    short = name.replace("_", "-").lower()
+    short = short_id(name)
     benchmark = find_benchmark(name)
     bundled = BENCHMARK_TASKSETS[benchmark.kind] if benchmark is not None else BUNDLED.get(short)
     if bundled is None:

@@ -161,7 +161,7 @@ def taskset_module(identifier: str) -> str:
 
 def is_installed(identifier: str) -> bool:
     """Return whether an environment is there, as far as a login node can tell without importing it."""
-    if identifier.replace("_", "-").lower() in BUNDLED or find_benchmark(identifier) is not None:
+    if short_id(identifier) in BUNDLED or find_benchmark(identifier) is not None:
         return True
     verifiers = importlib.util.find_spec("verifiers")
     if verifiers is None or verifiers.origin is None:
@@ -275,7 +275,7 @@ def missing_environments(experiment: Experiment) -> list[Problem]:
     problems = []
     for key, env in stated_environments(experiment):
         if not is_installed(env.id):
-            near = get_close_matches(env.id.replace("_", "-").lower(), names, n=1, cutoff=0.5)
+            near = get_close_matches(short_id(env.id), names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             problems.append(
                 Problem(

@@ -6,14 +6,13 @@ and outside.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.absolute import local_directory
-from prime_hpc.config.env_files import named_files
-from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.env_files import environment_lists, named_files
 from prime_hpc.config.sections.slurm import ContainerConfig, SiteConfig
 
 ENVIRONMENT_FILE = "container.toml"
@@ -98,7 +97,8 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
             found[key] = path
     for number, text in enumerate(experiment.synthesize.prompts if experiment.kind == "synthesize" else []):
         found[f"synthesize.prompts.{number}"] = _fixed(Path(text))
-    for key, env in _environments(experiment):
+    stated = [(f"{key}.{n}", env) for key, envs in environment_lists(experiment).items() for n, env in enumerate(envs)]
+    for key, env in stated:
         for number, (argument, text) in enumerate(named_files(env.id, env.args)):
             path = Path(text)
             found[f"{key}.args.{argument}.{number}"] = path.parent if argument == "reward" else _fixed(path)
@@ -114,17 +114,6 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
     if site.node_local and (fixed := fixed_part(site.node_local)):
         found["site.node_local"] = Path(fixed)
     return found
-
-
-def _environments(experiment: Experiment) -> Iterator[tuple[str, EnvConfig]]:
-    orchestrator = experiment.orchestrator
-    lists: dict[str, Sequence[EnvConfig]] = {"orchestrator.env": orchestrator.env}
-    if orchestrator.eval is not None:
-        lists["orchestrator.eval.env"] = orchestrator.eval.env
-    if experiment.kind in ("eval", "synthesize"):
-        lists[f"{experiment.kind}.env"] = experiment.episodes.env
-    for key, envs in lists.items():
-        yield from ((f"{key}.{number}", env) for number, env in enumerate(envs))
 
 
 def _caches(environ: Mapping[str, str]) -> list[Path]:

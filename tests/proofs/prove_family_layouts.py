@@ -22,7 +22,6 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.families import family_of
 from prime_hpc.config.sections.lora import DEFAULT_TARGETS, last_names
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -36,7 +35,7 @@ from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.gradients import sum_over
 from tests.proofs import Proof
-from tests.support.every_family import VOCAB, CannotBuildError, family_names, tiny_config, tiny_model
+from tests.support.every_family import VOCAB, family_names, saved_families
 from tests.support.lora import fill_randomly
 from tests.support.ranks import spawn
 
@@ -207,14 +206,7 @@ def judge(families: Sequence[str]) -> list[Proof]:
     """All layouts of the named families that can be built tiny."""
     with tempfile.TemporaryDirectory(prefix="families") as temporary:
         folder, cases = Path(temporary), []
-        for family in families:
-            if family_of({"model_type": family}).refused:
-                continue
-            try:
-                model = tiny_model(tiny_config(family))
-            except CannotBuildError:
-                continue
-            model.save_pretrained(folder / family)
+        for family in saved_families(families, folder):
             cases += cases_of(folder, family)
         found = compared(folder, [case for case in cases if not case.refusal])
     return [_proof(case, found.get(case.name)) for case in cases]

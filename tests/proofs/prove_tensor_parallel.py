@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prime_hpc.config.families import SPLIT, family_of
+from prime_hpc.config.families import SPLIT
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
@@ -26,7 +26,7 @@ from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.gradients import sum_over
 from tests.proofs import Proof
 from tests.proofs.prove_families import samples
-from tests.support.every_family import CannotBuildError, family_names, tiny_config, tiny_model
+from tests.support.every_family import family_names, saved_families
 from tests.support.ranks import spawn
 
 BOUND = 1e-4
@@ -82,16 +82,7 @@ def run_rank(rank: int, folder: str, names: Sequence[str]) -> None:
 def judge(families: Iterable[str]) -> list[Proof]:
     """The named families that can be built tiny."""
     with tempfile.TemporaryDirectory() as folder:
-        built = []
-        for family in families:
-            if family_of({"model_type": family}).refused:
-                continue
-            try:
-                model = tiny_model(tiny_config(family))
-            except CannotBuildError:
-                continue
-            model.save_pretrained(Path(folder) / family)
-            built.append(family)
+        built = list(saved_families(families, Path(folder)))
         spawn(run_rank, (folder, built), 2, limit_s=1200)
         found = json.loads((Path(folder) / "found.json").read_text())
     return [_proof(family, found[family]) for family in built]

@@ -1,10 +1,14 @@
 """Tiny random models of every causal-LM family of the installed transformers, built from their configs alone."""
 
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from prime_hpc.config.families import family_of
 
 VOCAB = 96
 MAX_PARAMETERS = 4_000_000
@@ -164,3 +168,16 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def saved_families(families: Iterable[str], folder: Path) -> Iterator[str]:
+    """Write a tiny model of each family that is not refused and can be built, into a folder of its name; yields it."""
+    for family in families:
+        if family_of({"model_type": family}).refused:
+            continue
+        try:
+            model = tiny_model(tiny_config(family))
+        except CannotBuildError:
+            continue
+        model.save_pretrained(folder / family)
+        yield family

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.errors import nearest_path
 from prime_hpc.config.schema import all_paths, resolve
@@ -290,3 +291,10 @@ def test_yaml_that_parses_and_means_nothing_is_told_with_its_line(
     path.write_text(text)
     (problem,) = problems(["@", str(path)])
     assert problem.startswith(f"{path}:{line}:") and said in problem
+
+
+def test_a_group_of_one_is_refused_by_the_config_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exp.yaml"
+    file.write_text("orchestrator: {rollouts_per_example: 1, env: [{id: reverse-text}]}\n")
+    assert cli.main(["lint", str(file)]) == 2
+    assert "PH000" in capsys.readouterr().out

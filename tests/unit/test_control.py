@@ -1,7 +1,6 @@
-"""Successors, `cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
+"""`cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.stop_resume import Ended, load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
-from prime_hpc.slurm.queue import drop_successor, queue_successor
+from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.run_dirs import read_record
@@ -36,48 +35,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     return write_config(tmp_path)
-
-
-# --- successors -------------------------------------------------------------------------------------------------
-
-
-def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config, "--slurm.restart.how", "successor"))
-    first, second = fake.jobs()
-    record = read_record(run_dir(config))
-    assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
-    assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
-    assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
-    # the first ends ill; the second runs, and has the next one queued: once
-    fake.change(first["id"], state="TIMEOUT")
-    fake.change(second["id"], state="RUNNING", nodes="n1")
-    inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
-    assert submission_record.check_in(run_dir(config), inside) is None
-    assert read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
-    third = queue_successor(run_dir(config), second["id"])
-    assert queue_successor(run_dir(config), second["id"]) == third
-    assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
-    assert drop_successor(run_dir(config)) == third
-    assert fake.jobs()[2]["state"] == "CANCELLED"
-
-
-def test_the_successor_of_a_run_whose_directory_is_gone_does_not_start_it_over(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config, "--slurm.restart.how", "successor"))
-    before = read_record(run_dir(config))
-    shutil.rmtree(run_dir(config))
-    assert drop_successor(run_dir(config)) is None
-    assert drop_successor(run_dir(config), before) == fake.jobs()[1]["id"]
-    assert fake.jobs()[1]["state"] == "CANCELLED" and not run_dir(config).exists()
-
-
-def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    (run_dir(config) / "submit.json").unlink()
-    fake.change("100", comment="prime-hpc", state="RUNNING")
-    successor = queue_successor(run_dir(config), "100")
-    record = read_record(run_dir(config))
-    assert record is not None and record["successor"] == successor and record["job_id"] == "100"
-    assert queue_successor(run_dir(config), "100") == successor
 
 
 def cancel_beside(config: Path, other: Callable[[], None]) -> Ended:

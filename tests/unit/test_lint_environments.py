@@ -1,4 +1,4 @@
-"""Lint of environments that are not installed (in every kind of run, before anything is imported), and of schedules."""
+"""Lint of what episodes need: environments, keys and models, in every kind of run, and of schedules."""
 
 import importlib.util
 import sys
@@ -139,3 +139,26 @@ def test_a_warm_up_is_told_of_where_the_peak_is_not_reached(schedule: dict[str, 
     found = lint(Experiment.model_validate(tree), SiteConfig(name="laptop"))
     said = [f.message for f in found if f.code == "PH220"]
     assert [message.endswith(words or "") for message in said] == ([True] if words else [])
+
+
+def test_a_key_that_is_set_or_not_named_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(client: dict[str, Any], **more: Any) -> set[str]:
+        tree = {"kind": "eval", "eval": {"environment_ids": ["reverse-text"], "client": client}, "model": {"name": "m"}}
+        found = lint(Experiment.model_validate(tree | more), SiteConfig(name="laptop"))
+        return {f.key or "" for f in found if f.code == "PH235"}
+
+    api = {"base_url": "https://api.example.org/v1"}
+    assert said(api) == set()
+    assert said(api | {"api_key_var": "NO_SUCH_KEY"}) == {"eval.client.api_key_var"}
+    assert said(api | {"api_key_var": "NO_SUCH_KEY"}, slurm={"env": {"NO_SUCH_KEY": "x"}}) == set()
+    monkeypatch.setenv("NO_SUCH_KEY", "x")
+    assert said(api | {"api_key_var": "NO_SUCH_KEY"}) == set()
+
+
+def test_a_model_that_is_not_there_is_told_of_where_nothing_trains() -> None:
+    evaluation: dict[str, Any] = {"kind": "eval", "model": {"name": "/nowhere/at/all"}, "launch": "local"}
+    evaluation["eval"] = {"environment_ids": ["reverse-text"]}
+    here = lint(Experiment.model_validate(evaluation | {"inference": {}}), SiteConfig(name="laptop"))
+    assert [(f.code, f.severity) for f in here] == [("PH107", "warning")]
+    evaluation["eval"]["client"] = {"base_url": "http://api.invalid/v1"}  # an API's model is nowhere here
+    assert lint(Experiment.model_validate(evaluation), SiteConfig(name="laptop")) == []

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_hpc.config.env_files import short_id
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -81,7 +83,7 @@ OTHER_NAMES = {"aime24": "aime2024", "aime25": "aime2025"}
 def find_benchmark(name: str) -> Benchmark | None:
     """Return the benchmark of an environment's id, as other programs write it too (`MATH500`, `aime24`); None: it is
     none of them."""
-    short = name.replace("_", "-").lower()
+    short = short_id(name)
     return BENCHMARKS.get(OTHER_NAMES.get(short, short))
 
 

@@ -1,0 +1,62 @@
+"""A successor in the queue: it waits behind its job from the beginning, and goes with it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.launch.submission import submit
+from prime_hpc.slurm import submission_record
+from prime_hpc.slurm.queue import drop_successor, queue_successor
+from prime_hpc.store.run_dirs import read_record
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.submissions import load, run_dir, use_fake_slurm, write_config
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return use_fake_slurm(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.restart.how", "successor"))
+    first, second = fake.jobs()
+    record = read_record(run_dir(config))
+    assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
+    assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
+    assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
+    # the first ends ill; the second runs, and has the next one queued: once
+    fake.change(first["id"], state="TIMEOUT")
+    fake.change(second["id"], state="RUNNING", nodes="n1")
+    inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
+    assert submission_record.check_in(run_dir(config), inside) is None
+    assert read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
+    third = queue_successor(run_dir(config), second["id"])
+    assert queue_successor(run_dir(config), second["id"]) == third
+    assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
+    assert drop_successor(run_dir(config)) == third
+    assert fake.jobs()[2]["state"] == "CANCELLED"
+
+
+def test_the_successor_of_a_run_whose_directory_is_gone_does_not_start_it_over(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.restart.how", "successor"))
+    before = read_record(run_dir(config))
+    shutil.rmtree(run_dir(config))
+    assert drop_successor(run_dir(config)) is None
+    assert drop_successor(run_dir(config), before) == fake.jobs()[1]["id"]
+    assert fake.jobs()[1]["state"] == "CANCELLED" and not run_dir(config).exists()
+
+
+def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    (run_dir(config) / "submit.json").unlink()
+    fake.change("100", comment="prime-hpc", state="RUNNING")
+    successor = queue_successor(run_dir(config), "100")
+    record = read_record(run_dir(config))
+    assert record is not None and record["successor"] == successor and record["job_id"] == "100"
+    assert queue_successor(run_dir(config), "100") == successor
