@@ -131,18 +131,15 @@ def start_process_group(experiment: Experiment) -> torch.device:
         torch.set_num_threads(experiment.trainer.threads_per_rank or max(1, cores // local_size))
         keep_freed_memory()
     timeout = datetime.timedelta(seconds=experiment.trainer.dist_timeout_s)
-    if "RANK" in os.environ:
-        bound = device if device.type == "cuda" else None
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if (meeting := file_store(world_size)) is None:
-            dist.init_process_group(backend, timeout=timeout, device_id=bound)
-        else:
-            dist.init_process_group(
-                backend, timeout=timeout, device_id=bound, store=meeting, rank=rank, world_size=world_size
-            )
+    bound = device if device.type == "cuda" else None
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    meeting = file_store(world_size) if "RANK" in os.environ else dist.HashStore()
+    if meeting is None:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=bound, store=meeting, rank=rank, world_size=world_size
+        )
     return device
 
 

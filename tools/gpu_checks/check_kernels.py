@@ -71,6 +71,7 @@ def _run(kernel: Any, device: str, dtype: Any, heads: int, kv_heads: int, window
 
     from prime_hpc.trainer.ops import attention
     from prime_hpc.trainer.ops.prefix_attention import shared_rows
+    from prime_hpc.trainer.ops.transfer import to_device
 
     rows = None
     lengths = np.array(LENGTHS)
@@ -80,7 +81,7 @@ def _run(kernel: Any, device: str, dtype: Any, heads: int, kv_heads: int, window
         ids = [np.concatenate([prompts[g], 100 + rng.integers(0, 9, n) + 10 * i]) for i, (g, n) in enumerate(SHARED)]
         lengths = np.array([len(row) for row in ids])
         rows = shared_rows(np.concatenate(ids), lengths, np.array([group for group, _ in SHARED]))
-    plan = attention.plan_packing(lengths, device, rows)
+    plan = to_device(attention.plan_packing(lengths, device, rows), torch.device(device))
     generator = torch.Generator().manual_seed(1)
     num_tokens = plan.num_computed
 

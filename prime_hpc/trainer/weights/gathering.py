@@ -69,8 +69,7 @@ class Gathering:
             index: local_box(tensors[each.name]) for index, each in enumerate(wanted) if each.owner in copies[each.name]
         }
         """What this rank holds of a tensor whose owner wants it from here."""
-        device = next((_local(tensors[each.name]).device for each in wanted), torch.device("cpu"))
-        self._received = self._exchange_boxes(device)
+        self._received = self._exchange_boxes(_local(tensors[wanted[0].name]).device) if wanted else {}
         """By tensor of which this rank is the owner: the ranks that send parts, and what they hold."""
 
     def _exchange_boxes(self, device: torch.device) -> dict[int, list[tuple[int, Box]]]:
