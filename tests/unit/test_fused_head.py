@@ -48,6 +48,7 @@ for chunk in (7, 64):
                 values, entropy = logprobs.token_logprobs(
                     h, w, targets, temperatures, chunk_tokens=chunk, with_entropy=True, fused=how
                 )
+                assert values._base is None, "a view: FSDP warns of it at every start"
             (values * outer).sum().backward()
             results.append([values.detach(), entropy.detach(), h.grad, *([w.grad] if trains else [])])
         exact = results.pop()

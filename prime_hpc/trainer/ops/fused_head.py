@@ -106,7 +106,8 @@ class FusedTokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies, float32 `[N]` each, of `N` targets."""
         num = hidden.shape[0]
-        logprobs, log_sums, entropy = torch.empty((3, num), dtype=torch.float32, device=hidden.device)
+        # three tensors, no views of one: FSDP hangs its hooks on what the model returns, and warns of views
+        logprobs, log_sums, entropy = (torch.empty(num, dtype=torch.float32, device=hidden.device) for _ in range(3))
         buffer = hidden.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
