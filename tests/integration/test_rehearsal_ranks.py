@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 FILE = Path(__file__).parents[2] / "tools" / "benchmarks" / "rehearse.py"
-NAMES = ("rl, gradients in shards", "sft, LoRA, ac", "rl, cp 2 x tp 2")
+NAMES = ("rl, gradients in shards", "rl, compile", "sft, LoRA, ac", "rl, cp 2 x tp 2")
 
 
 @pytest.mark.exhaustive

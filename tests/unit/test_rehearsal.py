@@ -209,9 +209,18 @@ def test_the_plan_counts_scores_that_no_kernel_does_without(tmp_path):
 def test_what_can_be_trained_can_be_rehearsed(tmp_path, name, kind, sections):
     found = rehearse(experiment(tmp_path, name, kind=kind, **sections), tmp_path)
     assert found["peak"] > 0 and found["by_kind"]["activations"] + found["by_kind"]["head"] > 0
-    assert bool(found["notes"]) == (
-        sections.get("model", {}).get("compile", False) or "parallel" in sections["trainer"]
-    )
+    assert bool(found["notes"]) == ("parallel" in sections["trainer"])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", exhaustive("Qwen3-30B-A3B")])
+def test_compiled_blocks_keep_less(tmp_path, name):
+    found = [
+        rehearse(experiment(tmp_path, name, seq_len=1024, model={"compile": on, "ac": ac}), tmp_path)["by_kind"]
+        for on, ac in ((False, None), (True, None), (True, {}))
+    ]
+    eager, compiled, recomputed = (kinds["activations"] for kinds in found)
+    assert 0 < compiled < 0.8 * eager and recomputed < eager
+    assert found[0]["weights"] == found[1]["weights"] and found[0]["optimizer"] == found[1]["optimizer"]
 
 
 def test_a_layout_that_cannot_work_is_refused_as_by_the_trainer(tmp_path):

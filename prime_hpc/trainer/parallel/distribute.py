@@ -6,6 +6,7 @@ FSDP2; FSDP2 takes the rest. Losses carry the batch's global denominators: FSDP 
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +89,7 @@ def distribute(
         if not config.compile:
             use_products(block)
         if config.compile:  # within recomputation, which Dynamo cannot trace together with attention's own kernel
-            vars(block)["forward"] = torch.compile(block.forward, dynamic=True)
+            vars(block)["forward"] = compiled(block.forward)
         if config.ac is not None and i % config.ac.freq == 0:
             recompute(block, config.ac)
         fully_shard(block, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=reshard)
@@ -99,6 +100,11 @@ def distribute(
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return partly_used
+
+
+def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a block's forward pass, for rows of any length."""
+    return torch.compile(forward, dynamic=True)
 
 
 def reshard_all(policy: nn.Module) -> None:

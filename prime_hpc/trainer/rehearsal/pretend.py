@@ -6,6 +6,7 @@
 
 - the process group is torch's `fake` backend: this is its first rank, the others do not exist;
 - weights are never read: sharded parameters get memory that is fake;
+- what is compiled is divided into kept and recomputed as torch's compiler does, and no kernel is made of it;
 - a value that the host reads from a fake tensor is 1, rows for experts are spread evenly;
 - on a GPU that is not there: flash-attention's varlen kernel with the memory that it takes for itself, matrix products
   of its own libraries, host memory that is not the device's. Tensors say that they are the CPU's: without a CUDA build
@@ -141,6 +142,7 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         change(policy, "map_weights", lambda *_: _Unread({}, {}))
         change(policy, "_load_shards", _inside(fake, tracker, policy._load_shards))
         change(policy, "Adapters", _inside(fake, tracker, Adapters))
+        change(distribute, "compiled", _partitioned)
         change(policy, "self_test", lambda *_, **__: None)  # it judges values, and there are none
         # the operator's fake knows bfloat16 alone; what stands in for it makes tensors of the same sizes
         change(moe, "_can_use_grouped_mm", lambda _input, weight, _offsets: weight.dtype == torch.bfloat16)
@@ -150,6 +152,12 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         if on_gpu:
             _on_gpu(tracker, change)
         yield
+
+
+def _partitioned(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Divide a block's graph as torch's compiler does into what it keeps and what it computes again, and run the parts
+    without kernels of their own. Of one size: fake tensors have no symbols for others."""
+    return torch.compile(forward, backend="aot_eager_decomp_partition", dynamic=False)
 
 
 def _inside(fake: FakeTensorMode, tracker: MemoryTracker, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.rehearsal.pretend import flash_workspace, gloo_workspace, pretended, start_fake_process_group
-from prime_hpc.trainer.rehearsal.tracker import MemoryTracker
+from prime_hpc.trainer.rehearsal.tracker import CompilingMemoryTracker, MemoryTracker
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.trainer import Base, build_train_step, load_base
 
@@ -47,7 +47,7 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
         ValueError: a model, layout or dtype that cannot work; says which key to change.
     """
     began = time.perf_counter()
-    experiment, notes = _without_compile(experiment)
+    notes: list[str] = []
     on_gpu = is_on_gpu(experiment)
     start_fake_process_group(experiment.trainer.num_ranks)
     try:
@@ -71,9 +71,8 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
 
 def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTracker, Base]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(
-        granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else gloo_workspace
-    )
+    kind = CompilingMemoryTracker if experiment.model.compile else MemoryTracker
+    tracker = kind(granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else gloo_workspace)
     with pretended(tracker, fake, on_gpu=on_gpu, folder=folder):
         tracker.phase = "loading"
         base = load_base(experiment, CPU)
@@ -83,13 +82,6 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
                 train_step = build_train_step(base, experiment)
             train(train_step, experiment, tracker, base.policy)
     return tracker, base
-
-
-def _without_compile(experiment: Experiment) -> tuple[Experiment, list[str]]:
-    if not experiment.model.compile:
-        return experiment, []
-    changed = experiment.model_copy(update={"model": experiment.model.model_copy(update={"compile": False})})
-    return changed, ["model.compile is left out: compiled blocks keep no more than eager ones"]
 
 
 def logit_widths(policy: Policy) -> tuple[int, ...]:

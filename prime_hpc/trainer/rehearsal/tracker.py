@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here; asking torch at every operator takes as long as all the rest
+        return False  # nothing is compiled below it; asking torch at every operator takes as long as all the rest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
@@ -153,6 +154,24 @@ class MemoryTracker(TorchDispatchMode):
         total = sum(size for kind, size in self._totals.items() if kind != HOST) + extra
         if total > self.peak.total:
             self.peak = Peak(total, self.live | {"activations": self._totals["activations"] + extra}, self.phase)
+
+
+class CompilingMemoryTracker(MemoryTracker):
+    """The same around code that torch compiles: the code's operators count, not those of tracing it."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let Dynamo compile beneath it, as beneath FakeTensorMode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if TracingContext.try_get() is not None:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
