@@ -194,6 +194,16 @@ def test_the_plan_counts_scores_that_no_kernel_does_without(tmp_path):
     assert "scores" not in estimated(experiment(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_the_estimate_of_activations_is_near_the_rehearsal(tmp_path, name, compiled):
+    run = experiment(tmp_path, name, seq_len=4096, model={"compile": compiled})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))  # beside one block's own work
+    found = rehearse(run, tmp_path)["by_kind"]["activations"] / GIB
+    assert 0.8 < estimated(run, tmp_path)["activations"] / found < 1.2
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "sections"),
     [
