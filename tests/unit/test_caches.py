@@ -12,9 +12,27 @@ from types import SimpleNamespace
 import pytest
 
 from prime_hpc.supervisor.roles import caches
-from prime_hpc.supervisor.roles.caches import CACHES, NODE_LOCAL, node_caches
+from prime_hpc.supervisor.roles.caches import CACHES, NODE_LOCAL, PRECOMPILES, node_caches
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.spec import RoleSpec
+
+
+@pytest.fixture(autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this node's programs, with an openssl."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "openssl").touch(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return folder
+
+
+def test_a_node_without_openssl_compiles_without_precompiled_headers(programs: Path, tmp_path: Path) -> None:
+    """torch starts it for their checksum: engines on a CPU died at their first request."""
+    own = {NODE_LOCAL: str(tmp_path), "PATH": str(programs)}
+    assert PRECOMPILES not in node_caches(own)
+    (programs / "openssl").unlink()
+    assert node_caches(own)[PRECOMPILES] == "0" and node_caches(own).keys() == {*CACHES, PRECOMPILES}
+    assert PRECOMPILES not in node_caches({**own, PRECOMPILES: "1"}), "the user knows better"
 
 
 def test_the_users_own_settings_win(tmp_path: Path) -> None:

