@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.supervisor.roles.spec import trainer_spec
-from prime_hpc.trainer import ranks
+from prime_hpc.trainer import main, ranks
 from prime_hpc.trainer.checkpointing.dcp_state import load_state, read_metadata
 from prime_hpc.trainer.trainer import Signal, Trainer
 from tests.support.ranks import spawn
@@ -108,6 +108,23 @@ def test_the_meeting_place_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PRIMEHPC_RANKS_FILE", str(tmp_path / "open" / "store"))
     with pytest.raises(OSError, match="others may write"):
         ranks.file_store(1)
+
+
+@pytest.mark.parametrize(("transport", "interface"), [("files", "lo"), ("nccl", None)])
+def test_engines_on_other_nodes_reach_a_rank_that_sends_over_nccl(
+    transport: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has one interface a process: on the loopback one no other node's worker would find the sender."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "PRIMEHPC_RANKS_FILE": f"{tmp_path}/own/store"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(main, "select_device", lambda _: (torch.device("cuda", 0), "nccl"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    ranks.stay_on_loopback(engines_join=True)  # as torchrun's agent does, which does not know
+    main.start_process_group(Experiment.model_validate({"weights": {"transport": transport}}))
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == interface and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
