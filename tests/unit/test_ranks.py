@@ -18,10 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.supervisor.roles.spec import trainer_spec
 from prime_hpc.trainer import main, ranks
 from prime_hpc.trainer.checkpointing.dcp_state import load_state, read_metadata
+from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.trainer import Signal, Trainer
 from tests.support.ranks import spawn
 
@@ -220,6 +222,22 @@ def test_what_is_no_description_of_tensors_is_refused_and_not_run(tmp_path: Path
         with pytest.raises(AttributeError) if kind == "code" else contextlib.nullcontext():
             dcp.FileSystemReader(tmp_path).read_metadata()
         assert mark.exists()
+
+
+def find_deadlines(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    parallel = build_parallel(ParallelDims(tp=2), "cpu", 77.0)
+    for mesh in (parallel.fsdp, parallel.tp, parallel.expert_fsdp):
+        assert mesh is not None
+        for group in mesh.get_all_groups():
+            options: Any = group._get_backend(torch.device("cpu")).options
+            assert options._timeout.total_seconds() == 77.0, mesh
+    dist.destroy_process_group()
+
+
+def test_the_groups_of_a_layout_have_the_configs_deadline(tmp_path: Path) -> None:
+    """Torch gives each NCCL group that it splits off the default one 10 minutes, whatever the default one has."""
+    spawn(find_deadlines, (str(tmp_path),), nprocs=2)
 
 
 def agree_beside_cuda(rank: int, folder: str) -> None:
