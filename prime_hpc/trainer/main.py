@@ -133,7 +133,8 @@ def start_process_group(experiment: Experiment) -> torch.device:
     timeout = datetime.timedelta(seconds=experiment.trainer.dist_timeout_s)
     bound = device if device.type == "cuda" else None
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    meeting = file_store(world_size) if "RANK" in os.environ else dist.HashStore()
+    engines_join = experiment.weights.transport == "nccl"
+    meeting = file_store(world_size, engines_join=engines_join) if "RANK" in os.environ else dist.HashStore()
     if meeting is None:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:

@@ -34,15 +34,25 @@ def meeting_file() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def stay_on_loopback() -> None:
-    """For ranks of one node: none of their sockets can be reached from another. NCCL's interface may be stated."""
+def stay_on_loopback(*, engines_join: bool = False) -> None:
+    """For ranks of one node: none of their sockets can be reached from another.
+
+    Args:
+        engines_join: NCCL's can, for it has one interface a process: a rank sends weights to engines over it, which may
+            be on other nodes. Else it may be stated.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if not engines_join:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def file_store(world_size: int) -> FileStore | None:
+def file_store(world_size: int, *, engines_join: bool = False) -> FileStore | None:
     """Return the store over which this rank meets the others of its node; None where they meet as torch's variables
     say.
+
+    Args:
+        world_size: ranks that meet.
+        engines_join: see `stay_on_loopback`.
 
     Raises:
         NotPrivateError: another user has made the directory first.
@@ -51,7 +61,7 @@ def file_store(world_size: int) -> FileStore | None:
     if not path:
         return None
     make_private_dir(Path(path).parent)  # whichever rank comes first
-    stay_on_loopback()
+    stay_on_loopback(engines_join=engines_join)
     return FileStore(path, world_size)
 
 

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
             torchrun.main([*logs, *arguments])
             return
         rendezvous_handler_registry.register(_BACKEND, _FileRendezvous)
-        stay_on_loopback()
+        stay_on_loopback(engines_join=True)  # each rank knows whether they do
         os.environ[RANKS_FILE] = str(path)
         meets = ["--rdzv-backend", _BACKEND, "--rdzv-endpoint", f"{path}.agent"]
         torchrun.main(["--nnodes", "1", *meets, *logs, *arguments])

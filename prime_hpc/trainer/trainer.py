@@ -334,7 +334,7 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
     source = resolve_source(name) if dist.get_rank() == 0 else None  # one download, then everyone finds the files
     dist.barrier()
     source = source or resolve_source(name)
-    parallel = build_parallel(config.parallel.dims(dist.get_world_size()), device)
+    parallel = build_parallel(config.parallel.dims(dist.get_world_size()), device, config.dist_timeout_s)
     policy = load_policy(
         experiment.model,
         source,

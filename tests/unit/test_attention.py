@@ -172,6 +172,24 @@ def test_flash_attention_3_runs_behind_torchs_kernel_on_a_hopper(
     assert attention.select_kernel("sdpa", *half) is attention.padded_attention
 
 
+@pytest.mark.parametrize(("width", "value_width"), [(512, 512), (20, 20), (192, 264)])
+def test_heads_that_no_flash_kernel_takes_are_padded(
+    width: int, value_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's global layers have heads of 512, its local ones of 256."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, w) for heads, w in ((4, width), (2, width), (2, value_width)))
+    plan, layer = attention.plan_packing(np.array([5, 4]), pads=False), torch.nn.Module()
+
+    def attend() -> torch.Tensor:
+        with attention.packing(plan):
+            return attention.packed_attention_forward(layer, query, key, value, None)[0]
+
+    expected = attend()
+    monkeypatch.setattr(attention, "select_kernel", lambda *_: attention.torch_varlen_attention)
+    torch.testing.assert_close(attend(), expected)
+
+
 def test_grouped_heads_may_be_repeated_instead() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8) for heads in (6, 2, 2))

@@ -173,6 +173,13 @@ def test_micro_batches_come_in_order_and_whole(ahead: bool) -> None:
         assert torch.equal(micro.input_ids, expected.input_ids) and torch.equal(micro.targets, expected.targets)
 
 
+def test_all_steps_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    batch, gpu = random_rank_batch([[20, 9]], seed=0), torch.device("cuda", 7)
+    steps = [MicroBatches(batch, gpu, ALONE, share_prefixes=True) for _ in range(2)]
+    assert steps[0]._stream is steps[1]._stream is not None
+
+
 def test_an_error_in_the_thread_comes_out() -> None:
     batch = random_rank_batch([[20, 9], [15]], seed=0)
     broken = replace(batch, temperatures=None)  # type: ignore[arg-type]

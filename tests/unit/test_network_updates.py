@@ -32,8 +32,9 @@ from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
 from prime_hpc.trainer.weights.safetensors_layout import SafetensorsLayout, TensorSpec
+from prime_hpc.weight_transport.network import group as network_group
 from prime_hpc.weight_transport.network import sender as network_sender
-from prime_hpc.weight_transport.network.group import Group, connect
+from prime_hpc.weight_transport.network.group import BUCKET_S, CONTAINED, Group, connect
 from prime_hpc.weight_transport.network.layout import buckets, read_layout
 from prime_hpc.weight_transport.network.sender import NetworkSender
 from prime_hpc.weight_transport.transport import Place, VersionForm, WholeFile
@@ -473,3 +474,67 @@ def test_an_image_for_gpus_takes_its_exact_size(world: World, monkeypatch: pytes
         sender.open(VersionForm(is_whole=False), tmp_path, stack)
     assert sender._image is not None and sender._image.untyped_storage().nbytes() == 70_001 == registered[0]
     sender.close()
+
+
+def test_a_group_of_gpus_outlives_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog ends a process, by default, when a peer is gone or an operation takes longer than the group's
+    timeout: of the trainer, when an engine dies, and the other way round."""
+    made: list[Any] = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            self.options, self.environ = options, {name: os.environ.get(name) for name in CONTAINED}
+            made.append(self)
+
+        def broadcast(self, tensors: Any, options: Any) -> Any:
+            return SimpleNamespace(wait=lambda: None)
+
+        def abort(self) -> None:
+            self.environ["aborted"] = "yes"
+
+    def stop(_: torch.device) -> None:
+        raise RuntimeError("a bucket did not arrive")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    store: Any = dist.HashStore()
+    made_here = Group(store, "g", 0, 2, "nccl", "127.0.0.1", torch.device("cuda", 1))
+    assert made[0].environ == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert made[0].options._timeout.total_seconds() > BUCKET_S
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    monkeypatch.setattr(network_group, "_await_device", stop)
+    with pytest.raises(RuntimeError):
+        made_here.broadcast(torch.ones(1))
+    assert made[0].environ["aborted"] == "yes"
+
+
+def test_a_gpu_sends_on_a_stream_of_the_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on that of the training, where each bucket would wait for the step, and the step for each bucket."""
+    said: list[Any] = []
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        said.append(stream)
+        yield
+        said.append("back")
+
+    monkeypatch.setattr(torch.cuda, "set_device", said.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    made = Group.__new__(Group)
+    made.device, made._stream = torch.device("cuda", 1), None
+    with made.beside():
+        said.append("sends")
+    assert said == [made.device, "a stream of cuda:1", "sends", "back"]
+    said.clear()
+    world.publish(1)
+    sender: Any = world.publisher.sender
+    cpu, note = torch.device("cpu"), lambda _: said.append("a bucket")
+    joined = SimpleNamespace(device=cpu, beside=lambda: on("its own"), broadcast=note)
+    assert sender.hold("a server's connection", sender._sum)
+    sender.send("a server's connection", joined)
+    assert said == ["its own", "a bucket", "back"]

@@ -18,10 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.supervisor.roles.spec import trainer_spec
-from prime_hpc.trainer import ranks
+from prime_hpc.trainer import main, ranks
 from prime_hpc.trainer.checkpointing.dcp_state import load_state, read_metadata
+from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.trainer import Signal, Trainer
 from tests.support.ranks import spawn
 
@@ -108,6 +110,23 @@ def test_the_meeting_place_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PRIMEHPC_RANKS_FILE", str(tmp_path / "open" / "store"))
     with pytest.raises(OSError, match="others may write"):
         ranks.file_store(1)
+
+
+@pytest.mark.parametrize(("transport", "interface"), [("files", "lo"), ("nccl", None)])
+def test_engines_on_other_nodes_reach_a_rank_that_sends_over_nccl(
+    transport: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has one interface a process: on the loopback one no other node's worker would find the sender."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "PRIMEHPC_RANKS_FILE": f"{tmp_path}/own/store"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(main, "select_device", lambda _: (torch.device("cuda", 0), "nccl"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    ranks.stay_on_loopback(engines_join=True)  # as torchrun's agent does, which does not know
+    main.start_process_group(Experiment.model_validate({"weights": {"transport": transport}}))
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == interface and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -203,6 +222,22 @@ def test_what_is_no_description_of_tensors_is_refused_and_not_run(tmp_path: Path
         with pytest.raises(AttributeError) if kind == "code" else contextlib.nullcontext():
             dcp.FileSystemReader(tmp_path).read_metadata()
         assert mark.exists()
+
+
+def find_deadlines(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    parallel = build_parallel(ParallelDims(tp=2), "cpu", 77.0)
+    for mesh in (parallel.fsdp, parallel.tp, parallel.expert_fsdp):
+        assert mesh is not None
+        for group in mesh.get_all_groups():
+            options: Any = group._get_backend(torch.device("cpu")).options
+            assert options._timeout.total_seconds() == 77.0, mesh
+    dist.destroy_process_group()
+
+
+def test_the_groups_of_a_layout_have_the_configs_deadline(tmp_path: Path) -> None:
+    """Torch gives each NCCL group that it splits off the default one 10 minutes, whatever the default one has."""
+    spawn(find_deadlines, (str(tmp_path),), nprocs=2)
 
 
 def agree_beside_cuda(rank: int, folder: str) -> None:

@@ -8,6 +8,7 @@ one copy on a stream of its own, for which the computation's stream (and never t
 nothing to overlap: they are made when they are asked for.
 """
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,14 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.ops.transfer import map_tensors
 from prime_hpc.trainer.parallel import Parallel
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """Return the stream of the copies to a device; the same in every step. Torch has 32 in all, which it gives out in
+    turn: a new one a step would soon be that of FSDP's collectives, and its allocator keeps memory for each.
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class MicroBatches:
@@ -45,7 +54,7 @@ class MicroBatches:
         self._options = {"share_prefixes": share_prefixes, "single_rows": single_rows, "pads": pads}
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._pool: ThreadPoolExecutor | None = None
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device)
 
     def __enter__(self) -> "MicroBatches":
         if self._ahead:

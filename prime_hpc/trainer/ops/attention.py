@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from prime_hpc.trainer.ops.context_parallel import scatter_heads
-from prime_hpc.trainer.ops.flash import activate_flash_attn_3, flash_attn_2
+from prime_hpc.trainer.ops.flash import activate_flash_attn_3, fits_flash, flash_attn_2
 from prime_hpc.trainer.ops.prefix_attention import Spread
 from prime_hpc.trainer.ops.transfer import to_device
 
@@ -265,7 +265,7 @@ def padded_attention(
         `[T, H, E]`.
     """
     assert packing.buckets, "the row was planned without buckets (`pads`)"
-    if query.is_cuda and query.dtype == torch.float32:
+    if query.is_cuda and (query.dtype == torch.float32 or window is not None or not fits_flash(query, value)):
         key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     sizes = [b.num_sequences * b.length for b in packing.buckets]
     blocks = [_pad(x, packing).split(sizes) for x in (query, key, value)]
@@ -294,8 +294,8 @@ def padded_attention(
 def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Keys or values of as many heads as the queries have: `[T, KV, D] -> [T, H, D]`.
 
-    In float32 CUDA has no kernel for grouped queries but the one that makes the `[L, L]` scores; with equal numbers of
-    heads there is one that does not.
+    In float32, through a mask and for wide heads CUDA has no kernel for grouped queries but the one that makes the
+    `[L, L]` scores; with equal numbers of heads there is one that does not.
     """
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
@@ -470,7 +470,8 @@ def packed_attention_forward(
         raise ValueError(f"{type(module).__name__} attends through a mask of its own, which packed attention lacks")
     special, out_width = _special(module, heads, ranks, kwargs), value.shape[-1]
     kernel = select_kernel(_Active.choice, query.device.type, query.dtype)
-    if "sinks" in special or (special and kernel is torch_varlen_attention):
+    lacks = "sinks" in special or (special and kernel is torch_varlen_attention)
+    if lacks or not fits_flash(query, value):
         kernel = padded_attention
     if out_width != width and (ranks is not None or kernel is not padded_attention):  # latent attention (MLA)
         widest = max(width, out_width)

@@ -44,3 +44,9 @@ def activate_flash_attn_3(device_type: str) -> bool:
         logger.warning(f"FlashAttention 3 is installed, but does not start here: {error}")
         return False
     return True
+
+
+def fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether any of its kernels takes heads of this width (Gemma 4's global layers have 512)."""
+    width = max(query.shape[-1], value.shape[-1])
+    return width <= 256 and width % 8 == 0

@@ -6,11 +6,13 @@ experts are split, each of a copy's ranks, tensor-parallel ones too, works on to
 (dp_replicate, expert_fsdp, ep).
 """
 
+import datetime
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from prime_hpc.config.sections.parallel import ParallelDims
 
@@ -56,12 +58,13 @@ class Parallel:
         return self.dims.ranks_per_part
 
 
-def build_parallel(dims: ParallelDims, device: torch.device | str) -> Parallel:
+def build_parallel(dims: ParallelDims, device: torch.device | str, timeout_s: float | None = None) -> Parallel:
     """Return the meshes of the parallel dimensions. Collective over the default process group.
 
     Args:
         dims: of as many ranks as the process group has.
         device: of this rank.
+        timeout_s: deadline of a collective; None: torch's own, 10 minutes on NCCL, whatever the default group's is.
     """
     kind, rank = torch.device(device).type, dist.get_rank()
     assert dims.world_size == dist.get_world_size(), (dims, dist.get_world_size())
@@ -75,7 +78,7 @@ def build_parallel(dims: ParallelDims, device: torch.device | str) -> Parallel:
         mesh = _mesh(kind, experts, "expert_fsdp")
         expert_fsdp = _part(mesh, "dp_replicate", "expert_fsdp")
         ep = mesh["ep"] if dims.ep > 1 else None
-    return Parallel(
+    found = Parallel(
         dims=dims,
         rank=rank,
         fsdp=_part(weights, "dp_replicate", "fsdp"),
@@ -84,6 +87,11 @@ def build_parallel(dims: ParallelDims, device: torch.device | str) -> Parallel:
         expert_fsdp=expert_fsdp,
         ep=ep,
     )
+    if timeout_s is not None and dist.get_backend() != "fake":  # a rehearsal's
+        meshes = [mesh for mesh in (found.fsdp, found.tp, found.cp, found.expert_fsdp, found.ep) if mesh is not None]
+        for group in {group for mesh in meshes for group in mesh.get_all_groups()}:
+            _set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+    return found
 
 
 def _mesh(kind: str, sizes: dict[str, int], kept: str) -> DeviceMesh:

@@ -4,8 +4,11 @@ It knows nothing of torch's default group, of which every process has one of its
 in the sender, below a name that only the two ends of a proven connection know.
 """
 
+import contextlib
 import datetime
+import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ JOIN_S = 30.0
 """Longest that one end waits for the others."""
 BUCKET_S = 60.0
 """Longest that one bucket may take: what a peer costs that has stopped, and does not say so."""
+CONTAINED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Of a group's watchdog, which by default ends the process when a peer is gone, or later than the group's timeout."""
 
 
 def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
@@ -75,10 +80,12 @@ class Group:
         prefixed = dist.PrefixStore(name, store)
         timeout = datetime.timedelta(seconds=JOIN_S)
         options: Any
+        self._stream: Any = None
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            options._timeout = datetime.timedelta(seconds=2 * BUCKET_S)  # `broadcast` gives up before
+            with _stated(CONTAINED):
+                self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
             gloo: Any = dist.ProcessGroupGloo  # of which the stubs lack the half
             options = gloo._Options()
@@ -100,13 +107,47 @@ class Group:
         work = self._group.broadcast([values], options)
         work.wait()
         if self.device.type == "cuda":
-            _await_device(self.device)
+            try:
+                _await_device(self.device)
+            except RuntimeError:
+                self.close()  # what is queued behind the bucket would wait for it for ever
+                raise
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """On a GPU: have a thread of its own send beside what the process computes there.
+
+        A new thread's GPU is the node's first, and its stream the one on which the process computes: each bucket would
+        wait for all that is queued there, and what is queued next for the bucket.
+        """
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self.device)
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def close(self) -> None:
         """Leave; a second time does no harm."""
         group, self._group = self._group, None
         if group is not None and hasattr(group, "abort"):
             group.abort()
+
+
+@contextlib.contextmanager
+def _stated(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables for what is made inside; then they are as before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _await_device(device: torch.device) -> None:

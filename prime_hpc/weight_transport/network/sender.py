@@ -201,10 +201,11 @@ class NetworkSender:
         if image is None or own is None or not is_held:
             raise RuntimeError("not on hold")
         total = 0
-        for bucket in buckets(read_header(io.BytesIO(own.header), own.name), BUCKET_BYTES):
-            values = image[bucket[0].begin : bucket[-1].end]
-            joined.broadcast(values.to(joined.device, non_blocking=True))
-            total += len(values)
+        with joined.beside():
+            for bucket in buckets(read_header(io.BytesIO(own.header), own.name), BUCKET_BYTES):
+                values = image[bucket[0].begin : bucket[-1].end]
+                joined.broadcast(values.to(joined.device, non_blocking=True))
+                total += len(values)
         return total
 
     def join(self, name: str, size: int, peer: str, tell: Any) -> group.Group:
