@@ -22,6 +22,7 @@ from prime_hpc.inference.transformers.model import GIB, BatchModel, step_bytes
 from prime_hpc.inference.transformers.parameters import SamplingParams
 from prime_hpc.inference.transformers.sequences import Running
 from prime_hpc.runtime.device import Device
+from tests.support.host_waits import host_waits
 from tests.support.tiny_model import make_tiny_model
 
 LENGTH = 90
@@ -141,6 +142,16 @@ def test_a_gpus_share_holds_the_cache_and_what_a_step_takes(tmp_path: Path, monk
     with pytest.raises(ValueError, match=r"inference.gpu_memory_utilization: 0.5 of this GPU are 40.0 GiB, .* 30.0"):
         build(0.5)
     assert build(0.35).num_rows == 27 * GIB // (row + step)
+
+
+def test_no_layer_waits_for_a_gpu_to_know_where_a_piece_of_a_prompt_goes(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    options: dict[str, Any] = {"max_len": 32, "cache_gib": 0.01, "max_rows": 2}
+    model = BatchModel(str(folder), dtype=torch.float32, device=torch.device("cpu"), **options)
+    for start, width in ((0, 5), (5, 3), (8, 1)):
+        with host_waits() as waits, torch.no_grad():  # in inference mode it would not see all
+            model.forward(0, [[7] * width] * 2, [start] * 2, width, [(0, width - 1)])
+        assert not [place for place in waits.found if "cache.py" in place]
 
 
 @pytest.mark.parametrize("stated", [None, "max_split_size_mb:64"])
