@@ -4,6 +4,7 @@ No torch here: a context on a GPU costs seconds and memory, and a login node has
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 
 DEVICES = Path("/dev")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
+LIBRARY = "libcuda.so.1"
+"""The driver's part in a program."""
 SMI_TIMEOUT_S = 20.0
 NEEDED_DRIVER = {11: 450, 12: 525, 13: 580}
 """Major version of CUDA -> the oldest branch of the Linux driver that runs what was built for it, whatever its minor
@@ -138,13 +141,28 @@ def needed_driver(cuda: str) -> int:
     return max(known, default=min(NEEDED_DRIVER.values()))
 
 
+def library_version(name: str | None = None) -> int | None:
+    """Return the CUDA version (13000 is 13.0) of the library that programs load here; None where there is none.
+
+    It is the driver's own, or, as in NVIDIA's images, a newer one that runs on an older driver (cuda-compat). Asking it
+    touches no GPU.
+    """
+    version = ctypes.c_int()
+    try:
+        code = ctypes.CDLL(name or LIBRARY).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value if code == 0 else None
+
+
 def driver_problem(cuda: str, driver: str | None) -> str | None:
-    """Say where the driver cannot run what was built for CUDA `cuda`; None where it can, or is not known."""
+    """Say where the driver cannot run what was built for CUDA `cuda`; None where it can, or is not known, or where a
+    newer library stands before it: then torch will say."""
     if driver is None:
         return f"this node has no NVIDIA driver (torch is built for CUDA {cuda}, which needs {needed_driver(cuda)})"
     needed = needed_driver(cuda)
     branch = re.match(r"\d+", driver)
-    if branch is None or int(branch[0]) >= needed:
+    if branch is None or int(branch[0]) >= needed or (library_version() or 0) // 1000 >= int(cuda.split(".")[0]):
         return None
     return (
         f"the NVIDIA driver here is {driver}, but torch is built for CUDA {cuda}, which needs a driver of {needed} or "

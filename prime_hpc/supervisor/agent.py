@@ -45,7 +45,7 @@ from loguru import logger
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
-from prime_hpc.runtime.gpus import visible_gpus
+from prime_hpc.runtime.gpus import stated_devices, visible_gpus
 from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays
 from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, NODE_PORTS, RoleContext
 from prime_hpc.runtime.slurm_warning import WARNINGS
@@ -405,7 +405,7 @@ class Agent:
         activity.doing("leading its role")
         if order.gpus and self._local == 0 and not self._samples_gpus:
             self._samples_gpus = True
-            args = lambda gpus: self._say(EVENT, gpus=gpus), self._over
+            args = lambda gpus: self._say(EVENT, gpus=gpus), self._over, lambda: stated_devices(self._environ)
             threading.Thread(target=sample_forever, args=args, name="gpus", daemon=True).start()
         self._say("started", child=self._child.pid)
 

@@ -9,7 +9,7 @@ metrics at hundreds of nodes.
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,23 @@ Sample = list[dict[str, Any]]
 """`GpuUse` of each GPU of a node."""
 
 
-def sample_forever(say: Callable[[Sample], None], over: threading.Event) -> None:
-    """Sample this node's GPUs every `EVERY_S` until `over`; ends at once where no program tells of GPUs."""
+def sample_forever(
+    say: Callable[[Sample], None], over: threading.Event, named: Callable[[], Collection[Hashable] | None]
+) -> None:
+    """Sample this node's GPUs every `EVERY_S` until `over`; ends at once where no program tells of GPUs.
+
+    Args:
+        say: takes a sample.
+        over: ends it.
+        named: the run's GPUs, as CUDA_VISIBLE_DEVICES takes them: by their numbers, else all that are seen are sampled
+            (a machine, or a node without cgroups, shows others' too).
+    """
     if not has_program():
         return
     while not over.is_set():
         try:
-            say([gpu.as_dict() for gpu in gpu_use()])
+            seen, ours = gpu_use(), named() or ()
+            say([gpu.as_dict() for gpu in [gpu for gpu in seen if gpu.index in ours] or seen])
         except OSError as error:
             say([{"error": str(error)}])
         over.wait(EVERY_S)
@@ -47,10 +57,15 @@ class GpuWatch:
         self._over = threading.Event()
         self._has_complained = False
 
-    def start(self, host: str | None) -> None:
-        """Begin; `host`: the roles are this machine's processes, whose GPUs are sampled here, under that name."""
+    def start(self, host: str | None, named: Callable[[], Collection[Hashable]] = frozenset) -> None:
+        """Begin.
+
+        Args:
+            host: the roles are this machine's processes, whose GPUs are sampled here, under that name.
+            named: see `sample_forever`.
+        """
         if host is not None:
-            target, args = sample_forever, (lambda sample: self.take(host, sample), self._over)
+            target, args = sample_forever, (lambda sample: self.take(host, sample), self._over, named)
             threading.Thread(target=target, args=args, name="gpus", daemon=True).start()
         threading.Thread(target=self._write_forever, name="gpu-rows", daemon=True).start()
 

@@ -65,7 +65,8 @@ class RunWatch:
             else ServerLoads(roles, environment, min(EVERY_S, prometheus.every_s), keep_texts=True)
         )
         self._gpus = GpuWatch(run_dir, attempt)
-        self._gpus.start(None if on_nodes or experiment.device == "cpu" else socket.gethostname())
+        host = None if on_nodes or experiment.device == "cpu" else socket.gethostname()
+        self._gpus.start(host, lambda: {gpu for role in list(roles) for gpu in role.spec.held_gpus})
         self._controls = controls
         self._alarms = AlarmWatch(
             run_dir, attempt, experiment.alarms, facts=self._figures, save=self._save, stop=controls.ask_to_stop

@@ -92,5 +92,13 @@ def test_a_server_whose_engine_failed_gives_the_engines_reason(
     told = [*lines, "MemoryError: 4 GiB wanted", "RuntimeError: lost its peer"]
     role.log_file.write_text(before + "\n".join(prefix + line for line in told) + f"\n{words}\n")
     assert role.cause_of_death() == f"{role.spec.label}: {became}: MemoryError: 4 GiB wanted"
+    worker = prefix.replace("EngineCore_DP0", "Worker_DP0_TP1").replace("core", "multiproc_executor")
+    of_engine = [*lines, "Exception: WorkerProc initialization failed due to an exception in a background process."]
+    told = [
+        *(worker + line for line in [*lines, "torch.OutOfMemoryError: CUDA out of memory"]),
+        *(prefix + line for line in of_engine),
+    ]
+    role.log_file.write_text(before + "\n".join(told) + f"\n{words}\n")
+    assert role.cause_of_death() == f"{role.spec.label}: {became}: torch.OutOfMemoryError: CUDA out of memory"
     role.log_file.write_text("nothing of an engine\n")
     assert role.cause_of_death() == f"{role.spec.label}: {words}"

@@ -47,6 +47,7 @@ def no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without GPUs, whatever this one has; device files may be put into the folder."""
     monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(gpus, "LIBRARY", "libnowhere.so.1")
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CUDA_VISIBLE_DEVICES", DEVICE):
         monkeypatch.delenv(name, raising=False)
@@ -92,6 +93,18 @@ def test_the_driver_is_read_and_compared_with_what_torch_is_built_for(no_driver:
     old = driver_problem("13.0", "570.86.15")
     assert old is not None and "570.86.15" in old and "580" in old and "cuda-compat" in old
     assert "no NVIDIA driver" in str(driver_problem("13.0", None))
+
+
+def test_a_newer_library_before_an_old_driver_is_no_problem(no_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's cuda-compat, which the words about an old driver advise."""
+    assert gpus.library_version("libc.so.6") is None and gpus.library_version("libnowhere.so.1") is None
+    for version, is_old in ((None, True), (12080, True), (13000, False), (13020, False)):
+        monkeypatch.setattr(gpus, "library_version", lambda version=version: version)
+        assert (driver_problem("13.0", "570.86.15") is not None) == is_old
+    monkeypatch.setattr(gpus, "library_version", lambda: 13000)
+    (no_driver / "version").write_text("NVRM version: 550.54.14  x")
+    see(monkeypatch, 2)
+    assert require_gpus(Device("cuda", 2), environ={}) == 2
 
 
 # ------------------------------------------------------------------------------------------------- what was planned

@@ -16,6 +16,7 @@ from prime_hpc.launch.doctor.doctor import check_caches, check_shared_memory, ch
 from prime_hpc.launch.doctor.filesystem import GIB, Measured, Visibility, measure
 from prime_hpc.launch.doctor.finding import Finding
 from prime_hpc.launch.doctor.fs_view import FolderView, RemoteView, ViewLost
+from prime_hpc.runtime import gpus
 from prime_hpc.store.io.lustre import mount_of, parse_lfs_df
 
 LFS_DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
@@ -272,6 +273,7 @@ def test_wrong_usage(words: list[str]) -> None:
 def put_build(monkeypatch: pytest.MonkeyPatch, made_for: str | None, driver: str | None) -> None:
     monkeypatch.setattr(gpu_checks, "torch_build", lambda: ("2.13.0", made_for))
     monkeypatch.setattr(gpu_checks, "driver_version", lambda: driver)
+    monkeypatch.setattr(gpus, "LIBRARY", "libnowhere.so.1")
     monkeypatch.setattr(gpu_checks, "build_problem", lambda: None if made_for else "torch 2.13.0 is a CPU build")
 
 

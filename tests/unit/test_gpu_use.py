@@ -138,7 +138,7 @@ def test_a_node_says_its_samples_and_the_run_keeps_them(
         watch.on_message({"event": "gpus", "host": "n1", "gpus": json.loads(json.dumps(sample))})
         over.set()
 
-    sample_forever(say, over)
+    sample_forever(say, over, lambda: None)
     watch.on_message({"event": "gpus", "host": "n2", "gpus": [{"error": "rocm-smi did not answer"}]})
     watch.on_message({"event": "beat", "host": "n3"})
     assert len(said) == 1
@@ -167,17 +167,34 @@ def test_where_the_roles_are_processes_here_the_supervisor_samples(
 ) -> None:
     install("nvidia-smi", NVIDIA)
     watch = GpuWatch(tmp_path, attempt=1)
-    watch.start("here")
+    watch.start("here", lambda: {"1", "2"})
     end = time.monotonic() + 30
     while "here" not in watch.facts():
         assert time.monotonic() < end
         time.sleep(0.02)
     watch.close()
-    assert watch.facts()["here"]["num_gpus"] == 2
+    assert [gpu["index"] for gpu in watch.samples()["here"]] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [(["1"], ["1"]), (["1", "7"], ["1"]), ([], ["0", "1"]), (None, ["0", "1"]), (["GPU-5"], ["0", "1"])],
+)
+def test_gpus_of_others_are_no_part_of_the_run(install: Install, named: list[str] | None, told: list[str]) -> None:
+    """As far as this process knows its own by their numbers."""
+    install("nvidia-smi", NVIDIA)
+    over, said = threading.Event(), list[Any]()
+
+    def say(sample: Any) -> None:
+        said.append(sample)
+        over.set()
+
+    sample_forever(say, over, lambda: named)
+    assert [gpu["index"] for gpu in said[0]] == told
 
 
 def test_nothing_is_started_where_no_program_is(install: Install) -> None:
-    sample_forever(lambda sample: pytest.fail("nobody was there to ask"), threading.Event())
+    sample_forever(lambda sample: pytest.fail("nobody was there to ask"), threading.Event(), lambda: None)
 
 
 def test_status_prometheus_and_why_show_it(install: Install, tmp_path: Path) -> None:

@@ -183,6 +183,9 @@ def test_environment(tmp_path: Path) -> None:
         build_env(replayed, device=d, scratch=Path("/s")).get("VLLM_USE_V2_MODEL_RUNNER") for d in ("cpu", "cuda")
     ]
     assert runners == [None, "1"] and "VLLM_USE_V2_MODEL_RUNNER" not in cuda
+    assert (
+        cuda["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    )  # all tokens are drawn by the same kernels, none of which needs nvcc
     assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda and "VLLM_BATCH_INVARIANT" not in cuda
 
 

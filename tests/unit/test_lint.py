@@ -118,6 +118,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH126", "error", {"weights": {"transport": "gloo"}, "model": {"lora": {}}}, {}, "always go as files"),
     ("PH126", "error", {"weights": {"transport": "gloo"}, "inference": ONE}, {}, "transformers backend does not"),
     ("PH126", "error", {"weights": {"transport": "nccl"}, "trainer": {"backend": "gloo"}}, {}, "are on CPUs"),
+    ("PH126", "error", ON_ONE_GPU | {"weights": {"transport": "nccl"}}, {}, "no two processes on one GPU"),
     ("PH124", "error", {"trainer": FOLLOWS, "inference": {"pipeline_parallel_size": 2}}, {}, "without pipeline stages"),
     (
         "PH124",

@@ -1,5 +1,6 @@
 """Our mixin in a vLLM worker: what it does before the worker builds its model."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,29 @@ import pytest
 
 from prime_hpc.inference.vllm import routing
 from prime_hpc.inference.vllm.worker import PolicyWorker
+
+
+def test_a_reload_warns_of_layers_whose_weights_did_not_come_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's logger and words: a rotary table has no weights."""
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    worker: Any = PolicyWorker.__new__(PolicyWorker)
+    worker.vllm_config = SimpleNamespace(additional_config={})
+    worker.policy_start()
+    layerwise.logger.addHandler(handler)
+    try:
+        for layer in ("RotaryEmbedding", "YaRNScalingRotaryEmbedding", "QKVParallelLinear"):
+            layerwise.logger.warning("%s: Failed to load weights", layer)
+        layerwise.logger.warning("No layer is named")
+    finally:
+        layerwise.logger.removeHandler(handler)
+        layerwise.logger.filters.clear()
+    assert said == ["QKVParallelLinear: Failed to load weights", "No layer is named"]
 
 
 @pytest.mark.parametrize(

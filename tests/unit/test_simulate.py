@@ -295,3 +295,5 @@ def test_an_attempt_ends_with_the_split_that_its_idle_shares_suggest(tmp_path: P
     assert "no other split of 8 devices" in (split_line(experiment, tmp_path, 900.0) or "")
     assert idle_shares([{"time/step": 1.0}], []) is None
     assert split_line(experiment.model_copy(update={"kind": "sft"}), tmp_path, 0.0) is None
+    on_one_gpu = {"trainer_gpu_ids": [0, 1, 2, 3], "inference_gpu_ids": [3, 4, 5, 6]}
+    assert split_line(experiment.model_copy(update=on_one_gpu), tmp_path, 400.0) is None  # they have it in common

@@ -15,6 +15,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference.backend import Refusal, Start
 from prime_hpc.inference.transformers.limits import refusals
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
+from prime_hpc.slurm.gpu_split import ALLOCATOR_VARIABLES
 
 NEEDED = ("torch", "transformers", "safetensors", "starlette", "uvicorn")
 
@@ -42,6 +43,9 @@ class TransformersBackend:
         if Path(start.experiment.model.name).is_dir():
             os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")  # asks no hub, waits for none
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        if start.device.type == "cuda" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            # what a step takes grows by a token a step: fixed blocks would soon be too small, each of them
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         import torch
 
         if start.device.type == "cuda":

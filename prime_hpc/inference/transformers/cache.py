@@ -74,11 +74,13 @@ class _Layer(CacheLayerMixin):
         window = self.window
         assert window is not None and self.keys is not None and self.values is not None
         rows = slice(window.first, window.first + window.num_rows)
+        start = (
+            window.length - key_states.shape[2]
+        )  # of a prefill; not read from `positions`: a GPU would be waited for
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             if new.shape[2] == 1:
                 kept[torch.arange(rows.start, rows.stop, device=kept.device), :, window.positions[:, 0]] = new[:, :, 0]
             else:
-                start = int(window.positions[0, 0])
                 kept[rows, :, start : start + new.shape[2]] = new
         return self.keys[rows, :, : window.length], self.values[rows, :, : window.length]
 

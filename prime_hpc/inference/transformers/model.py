@@ -62,7 +62,7 @@ class BatchModel:
             records_experts: keep the experts that each pass sends its tokens to (`chosen`).
 
         Raises:
-            ValueError: the model cannot be served in a batch, or not one sequence fits.
+            ValueError: it cannot be served in a batch, not one sequence fits, or others hold memory of the share.
         """
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if problem := model_problem(config.to_dict(), max_len):
@@ -84,7 +84,8 @@ class BatchModel:
         self._choices: dict[int, torch.Tensor] | None = self._hook_experts() if records_experts else None
         shapes = self._shapes()
         self.token_bytes = sum(shape.num_values for shape in shapes) * dtype.itemsize
-        self.num_rows = self._count_rows(self._room(cache_gib, gpu_share), max_rows)
+        beside = 0 if cache_gib is not None else step_bytes(config.get_text_config(), shapes, max_len, dtype)
+        self.num_rows = self._count_rows(self._room(cache_gib, gpu_share), beside, max_rows)
         self.cache = RowCache(shapes, self.num_rows, max_len, dtype, device)
 
     def forward(
@@ -294,15 +295,28 @@ class BatchModel:
         return layer_shapes(kept)
 
     def _room(self, cache_gib: float | None, gpu_share: float) -> float:
-        """Bytes for keys and values."""
+        """Bytes for keys and values, and for what a step takes beside them unless the cache is stated.
+
+        Raises:
+            ValueError: others hold memory of the share.
+        """
         if cache_gib is not None:
             return cache_gib * GIB
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        return gpu_share * total - torch.cuda.memory_allocated(self.device) - OVERHEAD_GIB * GIB
+        (free, total), overhead = torch.cuda.mem_get_info(self.device), OVERHEAD_GIB * GIB
+        share = gpu_share * total
+        if free + torch.cuda.memory_reserved(self.device) + overhead < share:
+            raise ValueError(
+                f"inference.gpu_memory_utilization: {gpu_share:g} of this GPU are {share / GIB:.1f} GiB, and others "
+                f"leave {free / GIB:.1f} beside the weights (nvidia-smi names them): lower it, or end them"
+            )
+        # the allocator keeps what it has freed, for which others on this GPU would wait
+        torch.cuda.set_per_process_memory_fraction(gpu_share, self.device)
+        return share - torch.cuda.memory_allocated(self.device) - overhead
 
-    def _count_rows(self, room: float, max_rows: int | None) -> int:
+    def _count_rows(self, room: float, beside: float, max_rows: int | None) -> int:
+        """Sequences that fit into `room`; `beside`: bytes of each besides its keys and values."""
         row_bytes = self.token_bytes * self.max_len
-        fit = int(room // row_bytes)
+        fit = int(room // (row_bytes + beside))
         if fit < 1:
             key = "inference.cpu_kv_cache_gib" if self.device.type == "cpu" else "inference.kv_cache_gib"
             raise ValueError(
@@ -310,6 +324,23 @@ class BatchModel:
                 "GiB of keys and values); more, or a shorter inference.max_model_len"
             )
         return min(fit, max_rows or MOST_ROWS)
+
+
+def step_bytes(config: Any, shapes: Sequence[LayerShape], max_len: int, dtype: torch.dtype) -> int:
+    """Bytes that one sequence takes in a decoding step beside the cache, at most.
+
+    First one layer's keys and values, once for each head: beside a mask transformers' attention repeats those that
+    heads share. Then four arrays over the vocabulary in float32: logits, log-probabilities, noise and their race.
+
+    Args:
+        config: of the (text) model.
+        shapes: of its layers.
+        max_len: tokens of the sequence.
+        dtype: of keys and values.
+    """
+    heads = int(config.num_attention_heads)
+    widths = [shape.key_width + shape.value_width for shape in shapes if shape.num_heads < heads]
+    return max(heads * max(widths, default=0) * max_len * dtype.itemsize, 16 * int(config.vocab_size))
 
 
 def _eos(hf: Any) -> frozenset[int]:

@@ -187,6 +187,9 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that records experts
     if device == "cuda":
         env[NUM_WORKERS] = str(config.num_gpus)
+        # Where nobody wants log-probabilities, as in evaluations, vLLM would draw by kernels of FlashInfer, which it
+        # compiles then and there: the engine stands still for as long, and dies where there is no nvcc.
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if device == "cpu":
         env |= {
             # `auto` would pin every engine to the first cores.

@@ -23,8 +23,10 @@ _ENGINE_FAILED = {
     re.compile(r"an engine process died"): "an engine died",
 }
 """Words by which a server points to an engine -> what became of that."""
-_ENGINES_REASON = re.compile(r"\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
-"""The last line of a traceback that an engine wrote into its server's log."""
+_ENGINES_REASON = re.compile(
+    r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE
+)
+"""The last line of a traceback that an engine, or a worker of one that has several, wrote into its server's log."""
 
 
 class VllmBackend:

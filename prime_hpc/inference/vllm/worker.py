@@ -7,6 +7,7 @@ Called through `collective_rpc` by `weight_updates`. Method names must not colli
 """
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -33,6 +34,9 @@ from prime_hpc.weight_transport.transport import VersionReader
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
+"""Logger of vLLM's reloads: warns of each layer for which nothing came."""
 
 Prepacked = Mapping[torch.nn.Module, "weakref.ReferenceType[Any]"]
 
@@ -68,6 +72,7 @@ class PolicyWorker:
         """
         from vllm.platforms import current_platform
 
+        logging.getLogger(_RELOADS).addFilter(_is_about_weights)
         if _wants_float32_routers(self.vllm_config):
             routing.check_gates(self.model_runner.get_model())
         if not current_platform.is_cpu():
@@ -176,6 +181,13 @@ class PolicyWorker:
     def policy_rank(self) -> str:
         """Name this worker among those of all engines."""
         return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
+
+
+def _is_about_weights(record: logging.LogRecord) -> bool:
+    """Return whether a warning of a reload is of a layer with weights: a rotary one has a table that it computed
+    itself, for which nothing comes with any version, and which vLLM puts back as it was."""
+    layer = record.args[0] if isinstance(record.args, tuple) and record.args else ""
+    return not str(layer).endswith("RotaryEmbedding")
 
 
 def _wants_float32_routers(config: "VllmConfig") -> bool:

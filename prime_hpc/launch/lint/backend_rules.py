@@ -71,6 +71,7 @@ def transport(subject: Subject) -> Iterator[Finding]:
     other = next((group for group in policies if group.servers.backend != "vllm"), None)
     devices = {_device_of(subject, group.role) for group in policies}
     on_cpu = "cpu" in devices or experiment.trainer.backend == "gloo" or experiment.device == "cpu"
+    shares = experiment.engines_sleep or set(experiment.trainer_gpu_ids or ()) & set(experiment.inference_gpu_ids or ())
     cases = (
         (experiment.kind != "rl", "only a run of kind rl has engines that follow each version", "files"),
         (experiment.model.lora is not None, "adapters (model.lora) always go as files", "files"),
@@ -78,8 +79,8 @@ def transport(subject: Subject) -> Iterator[Finding]:
         (other is not None, "only vLLM's workers receive; the transformers backend does not", "files, or backend vllm"),
         (name == "nccl" and on_cpu, "NCCL moves what is in GPUs, and trainer or engines are on CPUs", "gloo, or files"),
         (
-            name == "nccl" and experiment.engines_sleep,
-            "NCCL joins no two processes on one GPU, and with inference.sleep trainer and engines share theirs",
+            name == "nccl" and shares,
+            "NCCL joins no two processes on one GPU, and trainer and engines share theirs",
             "gloo, or files",
         ),
     )

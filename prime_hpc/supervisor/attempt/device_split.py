@@ -137,6 +137,8 @@ def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | Non
     engines = experiment.inference
     if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
         return None
+    if set(experiment.trainer_gpu_ids or ()) & set(experiment.inference_gpu_ids or ()):
+        return None  # what both have in common is not split
     rows = [
         [row for row in read_metrics(metrics_file(run_dir, role)) if float(row.get("time") or 0) >= began]
         for role in ("trainer", "orchestrator")
