@@ -104,6 +104,24 @@ def test_save_and_load_are_exact(group: None, model: Path, tmp_path: Path) -> No
     assert not stages(first.paths)
 
 
+def test_ranks_on_the_cpu_leave_the_machines_gpus_alone(
+    group: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainer.backend = gloo` by hand: to ask CUDA for anything makes a context on the first GPU, of every rank."""
+
+    def touched(*_: Any) -> None:
+        raise AssertionError("a GPU was touched")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "current_stream", "cudart"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    trainer = Trainer(model, tmp_path / "run", save_async=True)
+    trainer.step(1)
+    trainer.checkpointer.save(1, progress={}, batch_dir=None)
+    trainer.checkpointer.finish()
+    assert trainer.paths.checkpoint_step(1).is_dir()
+
+
 @pytest.mark.parametrize("staging", ["memory", "disk"])
 def test_in_the_background_the_state_at_the_boundary_is_saved(
     group: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str

@@ -323,7 +323,7 @@ def refusing(monkeypatch):
 def test_host_memory_that_cannot_be_page_locked_leaves_no_error_behind(refusing, monkeypatch):
     page_locked_module.page_locked(torch.ones(4)).fill_(1)
     assert refusing == ["register", "clear"]  # pageable, and nothing to take back
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     stage = HostStage({"a": torch.ones(4)}, None, 1)
     stage.touch()
     stage.copy({"a": torch.ones(4)})

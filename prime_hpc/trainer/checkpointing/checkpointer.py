@@ -181,7 +181,7 @@ class Checkpointer:
             self._record(save)
             return
         self._make_room(plan, parts)
-        event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        event = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self._staged.clear()
         save.thread = rank_thread(self._in_background, args=(save, plan, parts, event), name=f"save-{step}")
         self._save = save

@@ -18,7 +18,7 @@ def random_state(rank: int) -> dict[str, torch.Tensor]:
         "numpy": _state_tensor(keys, position, has_gauss, gauss),
         "python": _state_tensor(internal, version, gauss_next is not None, gauss_next or 0.0),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # else asking would make a context on the node's first GPU
         states["cuda"] = torch.cuda.get_rng_state()
     return {f"random_{rank}_{key}": value for key, value in states.items()}
 

@@ -130,7 +130,7 @@ def _file_backed(size: int, directory: Path) -> mmap.mmap:
 
 
 def _pin(memory: np.ndarray) -> bool:
-    """Register host memory with CUDA, where there is any."""
-    if not torch.cuda.is_available():
+    """Register host memory with CUDA, where this process uses it."""
+    if not torch.cuda.is_initialized():
         return False
     return lock_pages(memory.ctypes.data, memory.nbytes)
