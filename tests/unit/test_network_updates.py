@@ -538,3 +538,20 @@ def test_a_gpu_sends_on_a_stream_of_the_group(world: World, monkeypatch: pytest.
     assert sender.hold("a server's connection", sender._sum)
     sender.send("a server's connection", joined)
     assert said == ["its own", "a bucket", "back"]
+
+
+def test_groups_that_are_made_side_by_side_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of a trainer join at once, each in a thread of its own."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    entered = threading.Event()
+
+    def make() -> None:
+        with network_group._stated(CONTAINED):
+            entered.set()
+
+    other = threading.Thread(target=make)
+    with network_group._stated(CONTAINED):
+        other.start()
+        assert not entered.wait(0.2)
+    other.join(30)
+    assert entered.is_set() and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ

@@ -7,6 +7,7 @@ in the sender, below a name that only the two ends of a proven connection know.
 import contextlib
 import datetime
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ BUCKET_S = 60.0
 """Longest that one bucket may take: what a peer costs that has stopped, and does not say so."""
 CONTAINED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Of a group's watchdog, which by default ends the process when a peer is gone, or later than the group's timeout."""
+_STATING = threading.Lock()
 
 
 def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
@@ -137,17 +139,19 @@ class Group:
 
 @contextlib.contextmanager
 def _stated(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for what is made inside; then they are as before."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    """Environment variables for what is made inside; then they are as before. One thread at a time: servers join the
+    trainer side by side, and one would take the other's variables for those of before."""
+    with _STATING:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _await_device(device: torch.device) -> None:
