@@ -1,6 +1,8 @@
 """What a model needs, from its config.json: parameters as published, memory of a trainer's and of an engine's GPU."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from prime_hpc.config import Experiment
 from prime_hpc.launch.estimate.memory import (
+    _NORMED_HEADS,
     engine_memory,
     model_facts,
     read_model,
@@ -82,3 +85,17 @@ def test_padded_vocabulary() -> None:
     assert vocab_fits(151936, 8)
     assert vocab_fits(50257, 8)  # padded to 50304
     assert not vocab_fits(50257, 5)
+
+
+def test_models_that_norm_their_heads_are_known_by_their_type() -> None:
+    """Transformers' code of each that is named has such norms, and most that have them are named."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    codes = {file.parent.name: file.read_text() for file in Path(spec.origin).parent.glob("models/*/modeling_*.py")}
+    assert {
+        kind for kind in _NORMED_HEADS & set(codes) if not re.search(r"self\.q\w*_(layer)?norm\b", codes[kind])
+    } == set()
+    for kind, normed in (("qwen3_5_moe_text", True), ("gemma4_text", True), ("olmoe", True), ("ernie4_5", False)):
+        facts = model_facts({**LLAMA_8B, "text_config": {"model_type": kind}})
+        assert facts is not None and facts.norms_heads == normed, kind

@@ -24,7 +24,12 @@ CONTEXT_GIB = 1.0
 """CUDA context, NCCL's buffers and fragmentation of one trainer process."""
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
-_NORMED_HEADS = frozenset({"apertus", "ernie4_5", "gemma3", "olmo2", "olmo3", "qwen3", "qwen3_moe", "qwen3_next"})
+_NORMED_HEADS = frozenset({
+    "afmoe", "apertus", "dots1", "exaone4", "exaone_moe", "flex_olmo", "gemma3", "gemma3n", "gemma4",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "lfm2_moe", "minimax_m2", "nanochat", "olmo2", "olmo3", "olmoe",
+    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe",
+})  # fmt: skip
+"""Values of `model_type` whose code in transformers norms each head's queries and keys, whatever the config says."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
