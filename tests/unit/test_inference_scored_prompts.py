@@ -138,6 +138,8 @@ def test_a_gpus_share_holds_the_cache_and_what_a_step_takes(tmp_path: Path, monk
     assert (model.token_bytes * (1 << 22), fractions) == (row, [0.5])
     assert model.num_rows == 39 * GIB // (row + step) < 39 * GIB // row
     assert build(1.0).num_rows == 79 * GIB // (row + step)
+    with pytest.raises(ValueError, match=r"7 GiB hold not one .* \(4 GiB of keys and values and 4 to compute with\)"):
+        build(0.1)
     free[0] = 30 * GIB  # a trainer has the rest
     with pytest.raises(ValueError, match=r"inference.gpu_memory_utilization: 0.5 of this GPU are 40.0 GiB, .* 30.0"):
         build(0.5)

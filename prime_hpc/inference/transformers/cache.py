@@ -74,9 +74,7 @@ class _Layer(CacheLayerMixin):
         window = self.window
         assert window is not None and self.keys is not None and self.values is not None
         rows = slice(window.first, window.first + window.num_rows)
-        start = (
-            window.length - key_states.shape[2]
-        )  # of a prefill; not read from `positions`: a GPU would be waited for
+        start = window.length - key_states.shape[2]  # of a prefill; to read it from `positions` is to wait for the GPU
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             if new.shape[2] == 1:
                 kept[torch.arange(rows.start, rows.stop, device=kept.device), :, window.positions[:, 0]] = new[:, :, 0]

@@ -319,9 +319,10 @@ class BatchModel:
         fit = int(room // (row_bytes + beside))
         if fit < 1:
             key = "inference.cpu_kv_cache_gib" if self.device.type == "cpu" else "inference.kv_cache_gib"
+            computing = f" and {beside / GIB:.2g} to compute with" if beside else ""
             raise ValueError(
                 f"{key}: {room / GIB:.2g} GiB hold not one sequence of {self.max_len} tokens ({row_bytes / GIB:.2g} "
-                "GiB of keys and values); more, or a shorter inference.max_model_len"
+                f"GiB of keys and values{computing}); more, or a shorter inference.max_model_len"
             )
         return min(fit, max_rows or MOST_ROWS)
 
