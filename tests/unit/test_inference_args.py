@@ -170,7 +170,8 @@ def test_a_connector_is_refused_where_weights_change(key: str, value: Any) -> No
     load_experiment([*flags[:2], "--inference.vllm", '{"kv_offloading_backend": "native"}'], "rl", {})
 
 
-def test_environment(tmp_path: Path) -> None:
+def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     cpu = build_env(experiment({"cpu_threads": 3}, model={"name": str(tmp_path)}), device="cpu", scratch=Path("/s"))
     assert cpu["OMP_NUM_THREADS"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert cpu["TMPDIR"] == cpu["VLLM_RPC_BASE_PATH"] == "/s"
@@ -183,9 +184,10 @@ def test_environment(tmp_path: Path) -> None:
         build_env(replayed, device=d, scratch=Path("/s")).get("VLLM_USE_V2_MODEL_RUNNER") for d in ("cpu", "cuda")
     ]
     assert runners == [None, "1"] and "VLLM_USE_V2_MODEL_RUNNER" not in cuda
-    assert (
-        cuda["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    )  # all tokens are drawn by the same kernels, none of which needs nvcc
+    sampler = "VLLM_USE_FLASHINFER_SAMPLER"
+    assert cuda[sampler] == "0"  # all tokens are drawn by the same kernels, none of which needs nvcc
+    monkeypatch.setenv(sampler, "1")
+    assert build_env(experiment(), device="cuda", scratch=Path("/s"))[sampler] == "1"
     assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda and "VLLM_BATCH_INVARIANT" not in cuda
 
 

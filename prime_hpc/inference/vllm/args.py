@@ -4,6 +4,7 @@ Imports neither torch nor vllm: what is built here can be shown by a plan and te
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -189,7 +190,7 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         env[NUM_WORKERS] = str(config.num_gpus)
         # Where nobody wants log-probabilities, as in evaluations, vLLM would draw by kernels of FlashInfer, which it
         # compiles then and there: the engine stands still for as long, and dies where there is no nvcc.
-        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if device == "cpu":
         env |= {
             # `auto` would pin every engine to the first cores.
