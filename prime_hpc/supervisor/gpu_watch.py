@@ -62,12 +62,17 @@ class GpuWatch:
 
         Args:
             host: the roles are this machine's processes, whose GPUs are sampled here, under that name.
-            named: see `sample_forever`.
+            named: see `sample_forever`; none until a role with GPUs has begun.
         """
-        if host is not None:
-            target, args = sample_forever, (lambda sample: self.take(host, sample), self._over, named)
-            threading.Thread(target=target, args=args, name="gpus", daemon=True).start()
+        if host is not None and has_program():
+            threading.Thread(target=self._sample_here, args=(host, named), name="gpus", daemon=True).start()
         threading.Thread(target=self._write_forever, name="gpu-rows", daemon=True).start()
+
+    def _sample_here(self, host: str, named: Callable[[], Collection[Hashable]]) -> None:
+        while not named():  # all that the machine shows would be said to be the run's
+            if self._over.wait(1.0):
+                return
+        sample_forever(lambda sample: self.take(host, sample), self._over, named)
 
     def close(self) -> None:
         """Sample and write no more."""

@@ -166,14 +166,26 @@ def test_where_the_roles_are_processes_here_the_supervisor_samples(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("nvidia-smi", NVIDIA)
-    watch = GpuWatch(tmp_path, attempt=1)
-    watch.start("here", lambda: {"1", "2"})
+    watch, asked = GpuWatch(tmp_path, attempt=1), list[int]()
+
+    def named() -> set[str]:
+        asked.append(1)
+        return {"1", "2"} if len(asked) > 1 else set()  # no role has begun
+
+    told, take = list[Any](), watch.take
+
+    def keep(host: str, sample: Any) -> None:
+        told.append(sample)
+        take(host, sample)
+
+    monkeypatch.setattr(watch, "take", keep)
+    watch.start("here", named)
     end = time.monotonic() + 30
     while "here" not in watch.facts():
         assert time.monotonic() < end
         time.sleep(0.02)
     watch.close()
-    assert [gpu["index"] for gpu in watch.samples()["here"]] == ["1"]
+    assert [gpu["index"] for gpu in told[0]] == ["1"] and watch.facts()["here"]["num_gpus"] == 1
 
 
 @pytest.mark.parametrize(
