@@ -46,7 +46,8 @@ def operations_of_a_run(
         if seen[name] == after.get(name):
             if saved is not None and RunPaths(parent_dir / name).checkpoint_step(STEPS).is_dir():
                 saved.add(name)
-            shutil.rmtree(parent_dir / name)
+            while (parent_dir / name).exists():  # another thread that writes there stops a removal half-way
+                shutil.rmtree(parent_dir / name, ignore_errors=True)
 
     return observe
 
