@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.engine_groups import engine_roles, served_by
+from prime_hpc.config.engine_groups import engine_roles, gpus_in_common, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, engine_overhead_gib, read_model, trainer_gib
 from prime_hpc.runtime.gpus import Runner, memory_gib, run_command
@@ -114,9 +114,9 @@ def left_to_trainer(experiment: Experiment, gpu_gib: float | None) -> float:
 
     Engines that sleep keep their context and graphs.
     """
-    of_trainer, taken = set(experiment.trainer_gpu_ids or ()), 0.0
+    taken = 0.0
     for role in engine_roles(experiment):
-        if of_trainer & set(getattr(experiment, f"{role}_gpu_ids") or ()):
+        if gpus_in_common(experiment, role):
             view = served_by(experiment, role)
             if role == "inference" and experiment.engines_sleep and gpu_gib is not None:
                 taken += engine_overhead_gib(view) / gpu_gib

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
-from prime_hpc.config.engine_groups import EngineRole
+from prime_hpc.config.engine_groups import EngineRole, gpus_in_common
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
@@ -71,7 +71,7 @@ def transport(subject: Subject) -> Iterator[Finding]:
     other = next((group for group in policies if group.servers.backend != "vllm"), None)
     devices = {_device_of(subject, group.role) for group in policies}
     on_cpu = "cpu" in devices or experiment.trainer.backend == "gloo" or experiment.device == "cpu"
-    shares = experiment.engines_sleep or set(experiment.trainer_gpu_ids or ()) & set(experiment.inference_gpu_ids or ())
+    shares = experiment.engines_sleep or gpus_in_common(experiment)
     cases = (
         (experiment.kind != "rl", "only a run of kind rl has engines that follow each version", "files"),
         (experiment.model.lora is not None, "adapters (model.lora) always go as files", "files"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from prime_hpc.config.engine_groups import gpus_in_common
 from prime_hpc.launch.estimate.memory import trainer_gib
 from prime_hpc.launch.estimate.micro_batch import engine_share, left_to_trainer
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
@@ -74,7 +75,7 @@ def sleeping(subject: Subject) -> Iterator[Finding]:
     if not subject.trains_on_gpus:
         message = "on a CPU engines only pause: vLLM gives memory back on GPUs alone"
         yield Finding("PH120", "warning", "inference.sleep", message, "leave it out")
-    elif not set(experiment.trainer_gpu_ids or ()) & set(experiment.inference_gpu_ids or ()):
+    elif not gpus_in_common(experiment):
         message = "engines and trainer have no GPU in common, so that they would sleep for nothing"
         yield Finding(
             "PH120",

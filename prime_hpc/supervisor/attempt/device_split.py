@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.engine_groups import gpus_in_common
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 
@@ -137,7 +138,7 @@ def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | Non
     engines = experiment.inference
     if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
         return None
-    if set(experiment.trainer_gpu_ids or ()) & set(experiment.inference_gpu_ids or ()):
+    if gpus_in_common(experiment):
         return None  # what both have in common is not split
     rows = [
         [row for row in read_metrics(metrics_file(run_dir, role)) if float(row.get("time") or 0) >= began]
