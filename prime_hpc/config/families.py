@@ -94,6 +94,9 @@ STORED_AS: dict[str, dict[str, tuple[str, ...]]] = {
 calls the module, or the modules; () for those that are no plain linear map (`tests/unit/test_families.py` tries every
 family)."""
 
+FLOAT32_ALONE = frozenset({"minimax", "openai-gpt"})
+"""Families whose own code multiplies the compute dtype's matrices by buffers of float32, which PyTorch refuses."""
+
 _SAME = 1e-6
 """Scales closer than this are one."""
 
@@ -128,6 +131,12 @@ class Family:
     def refused(self) -> bool:
         """True if it cannot be trained at all."""
         return self.rows == "refused"
+
+    def dtype_problem(self, dtype: str) -> str:
+        """Why it does not train with a `model.dtype`, as a sentence; empty: it does."""
+        if self.model_type not in FLOAT32_ALONE or dtype == "float32":
+            return ""
+        return f"models of model_type {self.model_type} train in float32 alone: their code mixes it with {dtype}"
 
     def rows_as(self, choice: Literal["auto", "packed", "single"]) -> Rows:
         """How it trains with `trainer.rows`.

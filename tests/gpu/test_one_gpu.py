@@ -10,8 +10,8 @@ import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 NAMES = (
-    *("machine", "kernels", "head", "combinations", "syncs", "resume", "agreement", "sharing", "replay", "restart"),
-    *("mfu", "memory"),
+    *("machine", "kernels", "head", "combinations", "families", "syncs", "resume", "agreement", "sharing", "replay"),
+    *("restart", "mfu", "memory"),
 )
 """`sharing` and `replay` look at the run of `agreement`, `memory` at the figures of `mfu`."""
 

@@ -56,22 +56,23 @@ def samples() -> tuple[RankBatch, list[np.ndarray]]:
 
 @torch.no_grad()
 def alone(model: torch.nn.Module, ids: list[np.ndarray]) -> torch.Tensor:
-    """Log-probabilities of each sample by transformers' own forward pass, one after the other."""
+    """Log-probabilities of each sample by transformers' own forward pass, one after the other, on the CPU."""
+    device = next(model.parameters()).device
     found = []
     for sample in ids:
-        tokens = torch.from_numpy(sample.astype(np.int64))[None]
+        tokens = torch.from_numpy(sample.astype(np.int64))[None].to(device)
         logprobs = model(input_ids=tokens, use_cache=False).logits[0].double().log_softmax(-1)
         found.append(logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0])
-    return torch.cat(found)
+    return torch.cat(found).cpu()
 
 
 @contextlib.contextmanager
-def one_rank() -> Iterator[None]:
+def one_rank(device: str = "cpu") -> Iterator[None]:
     """A process group of this process alone, unless there is one."""
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -103,25 +104,28 @@ def judge(family: str, folder: Path, **changes: object) -> Verdict:
         return Verdict(family, "refused", reason=found.refusal)
     try:
         with one_rank():
-            worst = _worst(folder, batch, expected)
+            worst = worst_gap(folder, batch, expected)
     except Exception as error:  # noqa: BLE001 - whatever it is, it comes after lint
         return Verdict(family, "wrong", float("inf"), f"after lint: {type(error).__name__}: {str(error)[:200]}")
     exact = "exact_packed" if found.rows == "packed" else "exact_single"
     return Verdict(family, exact if worst < BOUND else "wrong", worst, found.reason)
 
 
-def _worst(folder: Path, batch: RankBatch, expected: torch.Tensor) -> float:
+def worst_gap(
+    folder: Path, batch: RankBatch, expected: torch.Tensor, device: str = "cpu", dtype: str = "float32"
+) -> float:
     """Largest difference over the ways in which the trainer lays out the samples; gradients must be finite."""
-    config, cpu = ModelConfig(name=str(folder), dtype="float32", attn="sdpa"), torch.device("cpu")
-    parallel = build_parallel(ParallelDims(), "cpu")
-    policy = load_policy(config, folder, parallel, cpu, reshard_after_forward=True, chunk_tokens=512)
+    attn = "sdpa" if device == "cpu" else "auto"
+    config = ModelConfig.model_validate({"name": str(folder), "dtype": dtype, "attn": attn})
+    parallel, where = build_parallel(ParallelDims(), device), torch.device(device)
+    policy = load_policy(config, folder, parallel, where, reshard_after_forward=True, chunk_tokens=512)
     worst = 0.0
     for share in (False,) if policy.single_rows else (False, True):
-        micro = make_micro_batch(batch, 0, share_prefixes=share, single_rows=policy.single_rows)
+        micro = make_micro_batch(batch, 0, where, share_prefixes=share, single_rows=policy.single_rows)
         with policy.packing(micro):
             logprobs, _ = policy(micro)
             logprobs.sum().backward()
-        gap = float((logprobs.detach().double() - expected).abs().max())
+        gap = float((logprobs.detach().double().cpu() - expected).abs().max())
         worst = max(worst, gap if np.isfinite(gap) else float("inf"))
     grads = [p.grad for p in policy.parameters() if p.grad is not None]
     finite = all(bool(torch.isfinite(g.to_local() if hasattr(g, "to_local") else g).all()) for g in grads)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.families import REFUSED, SPLIT, WHOLE, family_of, longrope_scale, rotary_problem
+from prime_hpc.config.families import FLOAT32_ALONE, REFUSED, SPLIT, WHOLE, family_of, longrope_scale, rotary_problem
 from prime_hpc.config.sections.lora import LoraConfig, last_names
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.checks import linear_modules
@@ -53,6 +53,19 @@ def test_family_of_a_config(config: dict[str, Any], rows: str) -> None:
     assert family.rows == rows
     assert bool(family.reason) == (rows != "packed")
     assert bool(family.refusal) == (rows == "refused")
+
+
+@pytest.mark.parametrize("family", sorted(FLOAT32_ALONE))
+def test_families_whose_code_mixes_dtypes_are_refused_in_bfloat16(family: str, tmp_path: Path) -> None:
+    tiny_model(tiny_config(family)).save_pretrained(tmp_path / "m")
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        model = {"name": str(tmp_path / "m"), "dtype": dtype}
+        tree = {"kind": "rl", "model": model, "trainer": {"data": {"fake": {}}}, "output_dir": str(tmp_path)}
+        findings = [f for f in lint(Experiment.model_validate(tree), GENERIC) if f.key == "model.dtype"]
+        found[dtype] = [f"{f.code} {f.severity} {f.message}" for f in findings]
+    assert not found["float32"]
+    assert len(found["bfloat16"]) == 1 and "PH108 error" in found["bfloat16"][0] and family in found["bfloat16"][0]
 
 
 def test_only_models_with_attention_of_their_own_keep_it() -> None:

@@ -1,4 +1,4 @@
-"""`tools/bench mfu`: model FLOPs utilisation of RL and SFT steps on one GPU, Qwen3 shapes of 0.6B and 4B, 16k packed.
+"""`tools/bench mfu`: model FLOPs utilisation of RL and SFT steps on one GPU, Qwen3 of 0.6B, 4B and 30B-A3B, 16k packed.
 
 Random weights, random tokens; the product's own commands, `trainer --bench` and `sft --bench`, whose results are read
 from `<run>/bench/trainer.json`. bfloat16, torch.compile and flash attention (flash-attn's varlen kernel where it is
@@ -40,13 +40,18 @@ class Shape:
     rows: int
     """Micro-batches of `row_tokens` a step."""
     flags: tuple[str, ...]
+    experts: int = 0
+    """Of a block, of `expert_width` each, 8 of them active; 0: dense."""
+    expert_width: int = 0
 
 
 GPU = ("--model.dtype", "bfloat16", "--model.compile", "--model.attn", "auto")
 SHAPES = (
     Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151_936, 16_384, 8, GPU),
     Shape("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151_936, 16_384, 8, (*GPU, "--model.ac")),
+    Shape("30B-A3B/8", 2048, 6144, 6, 32, 4, 128, 151_936, 16_384, 8, (*GPU, "--model.ac"), 128, 768),
 )
+"""The last one is Qwen3-30B-A3B with 6 of its 48 blocks, an eighth, which is what one GPU trains."""
 TINY = (Shape("tiny", 64, 128, 2, 4, 2, 16, 512, 256, 2, ("--model.dtype", "float32")),)
 
 
@@ -59,9 +64,15 @@ def make_model(shape: Shape, folder: Path, on_gpu: bool) -> None:
 def write_model(shape: Shape, folder: str, on_gpu: bool) -> None:
     """In the child process."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3Config(
+    experts: dict[str, Any] = {}
+    if shape.experts:
+        experts = {"num_experts": shape.experts, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        experts |= {"moe_intermediate_size": shape.expert_width}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if shape.experts else "qwen3",
+        **experts,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -71,12 +82,12 @@ def write_model(shape: Shape, folder: str, on_gpu: bool) -> None:
         head_dim=shape.head_dim,
         max_position_embeddings=40_960,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
+        tie_word_embeddings=not shape.experts,
         dtype="bfloat16",
     )
     with torch.device("cuda" if on_gpu else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
 
 
@@ -133,7 +144,7 @@ def measure(shape: Shape, folder: Path, on_gpu: bool) -> list[dict[str, Any]]:
 
 
 def run() -> dict[str, Any]:
-    """Both shapes on a GPU, the tiny one without."""
+    """All shapes on a GPU, the tiny one without."""
 
     import torch
 

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import check_families
 import check_head
 import check_kernels
 import check_loop
@@ -51,6 +52,7 @@ CHECKS = (
     Check("replay", "an RL run's steps again, bit for bit", check_loop.replay, 120),
     Check("resume", "SFT resumed, bit for bit", check_training.resume, 180),
     Check("combinations", "compile, recomputation, offload, float8: one loss", check_training.combinations, 240),
+    Check("families", "every model family against transformers on the CPU", check_families.families, 240),
     Check("syncs", "host synchronisations of a micro-batch", check_training.syncs, 90),
     Check("restart", "a killed server comes back", check_loop.restart, 180),
     Check("mfu", "MFU, RL and SFT, with and without compile", check_speed.mfu, 600),

@@ -22,6 +22,7 @@ POLL_S = 0.5
 
 def experiment(setting: Setting, folder: Path, name: str, temperature: float, max_steps: int) -> Path:
     """A small RL experiment on one GPU that engine and trainer share, synchronous, every step an update."""
+    renderer = {} if setting.model else {"renderer": "qwen3"}
     tree: dict[str, Any] = {
         "kind": "rl",
         "name": name,
@@ -29,7 +30,7 @@ def experiment(setting: Setting, folder: Path, name: str, temperature: float, ma
         "max_steps": max_steps,
         "async_level": 0,
         "seq_len": 512,
-        "model": {"name": str(policy_model(setting)), "dtype": "bfloat16", "renderer": "qwen3"},
+        "model": {"name": str(policy_model(setting)), "dtype": "bfloat16", **renderer},
         "trainer": {
             "micro_batch_tokens": 4096,
             # larger steps of random weights end in one reply to everything: no reward, no gradient

@@ -9,8 +9,11 @@ import mfu as bench
 import yaml
 from _setting import Outcome, Setting, passed, product, run, shown, skipped, tail
 
-SMALL, LARGE = bench.SHAPES
-GPU_CASES = ((SMALL, "rl", False), (SMALL, "rl", True), (SMALL, "sft", True), (LARGE, "rl", True))
+SMALL, LARGE, EXPERTS = bench.SHAPES
+GPU_CASES = (
+    *((SMALL, "rl", False), (SMALL, "rl", True), (SMALL, "sft", True)),
+    *((LARGE, "rl", True), (LARGE, "sft", True), (EXPERTS, "rl", True)),
+)
 CPU_CASES = tuple((shape, kind, False) for shape in bench.TINY for kind in ("rl", "sft"))
 ROWS = 4
 """Rows of 16,384 tokens a step: half of `tools/bench mfu`, for the time that there is."""
@@ -19,7 +22,7 @@ NEAR = 0.10
 
 
 def mfu(setting: Setting) -> Outcome:
-    """One sequence of 16,384 tokens a row: Qwen3 of 0.6B, RL eager and compiled, SFT compiled; of 4B, RL compiled."""
+    """One sequence of 16,384 tokens a row: Qwen3 of 0.6B (also eager), of 4B, blocks of 30B-A3B."""
     folder = setting.folder("mfu")
     cases: list[dict[str, Any]] = []
     for shape, kind, compiled in GPU_CASES if setting.on_gpu else CPU_CASES:

@@ -132,7 +132,7 @@ def _unknown(key: str, name: str) -> Finding:
 
 
 def precision(subject: Subject) -> Iterator[Finding]:
-    """Report precisions that need loss scaling, which the trainer has not."""
+    """Report precisions that need loss scaling, which the trainer has not, or that the family's code does not take."""
     if subject.experiment.model.dtype == "float16":
         yield Finding(
             "PH108",
@@ -141,6 +141,11 @@ def precision(subject: Subject) -> Iterator[Finding]:
             "float16 gradients underflow without loss scaling, which the trainer does not have",
             "use bfloat16 or float32",
         )
+        return
+    name = subject.experiment.model.name
+    family = family_of((subject.experiment.trains and read_config(name)) or {})
+    if problem := family.dtype_problem(subject.experiment.model.dtype):
+        yield Finding("PH108", "error", "model.dtype", f"{name}: {problem}", "use float32")
 
 
 def trainer_memory(subject: Subject) -> Iterator[Finding]:

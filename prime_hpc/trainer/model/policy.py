@@ -195,8 +195,8 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
     except Exception as error:  # transformers checks some fields with errors of its own classes
         raise ValueError(_says(source, error)) from error
     family = family_of(hf_config.to_dict())
-    if family.refused:
-        raise ValueError(family.refusal)
+    if problem := family.refusal or family.dtype_problem(config.dtype):
+        raise ValueError(problem)
     try:
         with init_empty_weights(include_buffers=False):
             hf = AutoModelForCausalLM.from_config(
