@@ -1,7 +1,7 @@
 """The self-test at start: it finds models that mix samples, passes those that do not, and leaves no trace."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -102,3 +102,31 @@ def test_it_leaves_no_trace() -> None:
     assert all(p.grad is None and torch.equal(p, values[n]) for n, p in policy.named_parameters())
     assert policy.hf.config._attn_implementation == attention.IMPLEMENTATION
     assert not any(m._forward_hooks for m in policy.modules())
+
+
+def _kernel(lacks: str) -> Callable[..., torch.Tensor]:
+    def kernel(q: Any, k: Any, v: Any, plan: Any, scale: Any, window: Any = None, softcap: Any = None) -> torch.Tensor:
+        window, softcap = (None if lacks == name else value for name, value in (("window", window), ("cap", softcap)))
+        return attention.padded_attention(q, k, v, plan, scale, window, softcap)
+
+    return kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "lacks"), [("gemma2", "cap"), ("gemma2", "window"), ("mistral", "window"), ("gemma2", "nothing")]
+)
+def test_a_kernel_that_leaves_out_what_a_layer_asks_for_is_found(
+    family: str, lacks: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = _kernel(lacks)
+    monkeypatch.setattr(
+        attention, "select_kernel", lambda choice, *_: attention.padded_attention if choice == "sdpa" else kernel
+    )
+    policy = policy_of(family, dtype=dtype)
+    policy.attn = "auto"
+    if lacks == "nothing":
+        self_test(policy, CPU, ROUNDING[dtype])
+        return
+    with pytest.raises(SelfTestError, match=rf"attention kernel .*{'softcap' if lacks == 'cap' else 'sliding_window'}"):
+        self_test(policy, CPU, ROUNDING[dtype])

@@ -66,7 +66,7 @@ class InferenceConfig(Section):
     kv_offload_gib: float | None = Field(None, gt=0)
     """Host memory of one engine, over all its GPUs, GiB, into which vLLM moves blocks of the KV cache that the GPU has
     no room for, and takes them back instead of computing them again; default: none. At an update of the weights it is
-    emptied as the cache is. Not tried on GPUs."""
+    emptied as the cache is. On a GPU it was started, and not filled."""
     cpu_kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of one engine on CPU, GiB."""
     cpu_threads: int = Field(1, ge=1)

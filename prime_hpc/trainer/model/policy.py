@@ -69,7 +69,7 @@ class Policy(nn.Module):
         self.parallel = parallel
         self.partly_used: list[nn.Module] = []
         """Modules whose parameters' gradients are to be summed over tensor-parallel ranks."""
-        self._attn = attn
+        self.attn = attn
         self._chunk_tokens = max(chunk_tokens, SMALL_LOGITS // hf.get_output_embeddings().weight.shape[0])
         config = hf.config.get_text_config()
         # The three ways in which transformers' causal LMs post-process their logits.
@@ -110,7 +110,7 @@ class Policy(nn.Module):
 
     def packing(self, batch: MicroBatch) -> Any:
         """Context in which the forward and backward pass of `batch` must run."""
-        packed = attention.packing(batch.packing, self._attn, self.parallel.cp)
+        packed = attention.packing(batch.packing, self.attn, self.parallel.cp)
         return _both(packed, replay.replaying(batch.routed)) if self.replays_routers else packed
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:

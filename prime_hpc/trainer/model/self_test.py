@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
+from prime_hpc.trainer.model.kernel_test import check_kernels, recorded_calls
 
 if TYPE_CHECKING:
     from prime_hpc.trainer.model.policy import Policy
@@ -232,8 +233,14 @@ def self_test(policy: "Policy", device: torch.device, unit: float, *, mixes_scal
     Raises:
         SelfTestError: on every rank; says what differs by how much.
     """
-    with torch.compiler.set_stance("force_eager"):  # its shapes would be compiled for nothing else
+    with torch.compiler.set_stance("force_eager"), recorded_calls() as calls:  # nothing else would use its shapes
         found = measure(policy, device, unit)
+    if wrong := check_kernels(policy, calls, device):
+        raise SelfTestError(
+            f"self-test: the attention kernel that model.attn = {policy.attn} takes here computes something else "
+            f"than the layers ask for: {'; '.join(wrong)}. Was flash-attn built without a part of it? Set model.attn = "
+            "sdpa, or install it whole"
+        )
     config = policy.hf.config.get_text_config()
     name = f"{type(policy.hf).__name__} (model_type {getattr(config, 'model_type', '?')})"
     bound, upstream_bound = FACTOR * found.widest, UPSTREAM_FACTOR * found.rounding
