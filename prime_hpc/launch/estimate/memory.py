@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.families import family_of
+from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.inference.backend import load_backend, section
@@ -89,9 +89,9 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
         experts = count_experts(config)
-        width = int((config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size") or 0)
-        chosen = next((config[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk") if config.get(name)), 1)
-        active = max(1, int(chosen)) if experts else 1
+        width = first_number(config, "moe_intermediate_size") if experts else 0
+        width = width or first_number(config, "intermediate_size")
+        active = experts_per_token(config) if experts else 1
         context = config.get("max_position_embeddings")
         latent = int(config.get("kv_lora_rank") or 0)
         kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
@@ -108,15 +108,6 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")), active if experts else 0,
         str(config.get("model_type", "")).removesuffix("_text") in _NORMED_HEADS or bool(config.get("use_qk_norm")),
     )  # fmt: skip
-
-
-def count_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts by a config.json, or by what is below its `text_config`; 0 of a dense model."""
-    own = {**config, **(config.get("text_config") or {})}
-    if own.get("enable_moe_block") is False or own.get("is_moe") is False:  # Gemma 4 and Doge without their experts
-        return 0
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return int(next((own[name] for name in names if own.get(name)), 0))
 
 
 def stored_params(folder: Path) -> int | None:
