@@ -15,7 +15,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
-from prime_hpc.inference.backend import load_backend, section
+from prime_hpc.inference.backend import load_backend, section, step_bytes
 from prime_hpc.store.model_config import find_config, read_config
 from prime_hpc.store.model_files import stored_tensors
 
@@ -296,6 +296,19 @@ def _product_widths(facts: ModelFacts) -> int:
     return attention + 2 * facts.intermediate + 2 * facts.hidden
 
 
+def _step_bytes(experiment: Experiment, facts: ModelFacts, width: int) -> int:
+    """Bytes of one longest sample in a step of an engine, beside its cache."""
+    shared = 2 * facts.head_dim if facts.num_kv_heads < facts.num_heads else 0
+    return step_bytes(
+        experiment,
+        num_heads=facts.num_heads,
+        shared_width=shared,
+        vocab_size=facts.vocab_size,
+        max_len=experiment.max_model_len,
+        width=width,
+    )
+
+
 @dataclass(frozen=True)
 class EngineMemory:
     """Memory of one GPU of an engine."""
@@ -336,7 +349,10 @@ def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | No
     if gpu_gib is None:
         return EngineMemory(weights, None, token_bytes, None)
     # a cache that is stated is taken whatever the share says
-    left = inference.kv_cache_gib or gpu_gib * inference.gpu_memory_utilization - weights - engine_overhead_gib(
-        experiment
-    )
+    left = inference.kv_cache_gib
+    if left is None:
+        row = token_bytes * experiment.max_model_len
+        beside = _step_bytes(experiment, facts, width)  # which a cache that is stated does not hold
+        left = gpu_gib * inference.gpu_memory_utilization - weights - engine_overhead_gib(experiment)
+        left *= row / (row + beside) if left > 0 and beside else 1
     return EngineMemory(weights, left, token_bytes, max(0, int(left * GIB / token_bytes)) if token_bytes else None)
