@@ -143,7 +143,7 @@ def test_a_gpus_share_holds_the_cache_and_what_a_step_takes(tmp_path: Path, monk
         servers = {"backend": backend_name, "max_model_len": 1 << 22, "gpu_memory_utilization": 0.5}
         tree = {"model": {"name": str(folder), "dtype": "float32"}, "inference": servers}
         facts = read_model(str(folder))
-        memory = facts and engine_memory(Experiment.model_validate(tree), facts, 80.0)
+        memory = None if facts is None else engine_memory(Experiment.model_validate(tree), facts, 80.0)
         assert memory is not None and (memory.max_tokens or 0) >> 22 == num_rows
     with pytest.raises(ValueError, match=r"7 GiB hold not one .* \(4 GiB of keys and values and 4 to compute with\)"):
         build(0.1)
