@@ -29,11 +29,6 @@ def engine_roles(experiment: Experiment) -> list[EngineRole]:
     return [role for role in ENGINE_ROLES if starts[role]]
 
 
-def gpus_in_common(experiment: Experiment, role: EngineRole = "inference") -> set[int]:
-    """Return the positions of the GPUs that a group of engines shares with the trainer, as their keys state them."""
-    return set(experiment.trainer_gpu_ids or ()) & set(getattr(experiment, f"{role}_gpu_ids") or ())
-
-
 def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     """Return the experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and
     `slurm.inference` are the group's own. The teacher has no adapter, records nothing of its routers, and has room for

@@ -178,6 +178,32 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return Family(kind, "packed")
 
 
+def first_number(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these keys that says a number; 0 where none does. Of a list, with a number for each layer
+    (Hunyuan) or for text and images (ERNIE), its first."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, list | tuple):
+            value = value[0] if value else None
+        if value:
+            return int(value)
+    return 0
+
+
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts by a config.json, or by what is below its `text_config`; 0 of a dense model."""
+    own = {**config, **(config.get("text_config") or {})}
+    if own.get("enable_moe_block") is False or own.get("is_moe") is False:  # Gemma 4 and Doge without their experts
+        return 0
+    return first_number(own, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int:
+    """Return through how many of its experts a token goes; `config`: as `count_experts` takes it."""
+    own = {**config, **(config.get("text_config") or {})}
+    return first_number(own, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts") or 1
+
+
 def rotary_problem(config: Mapping[str, Any], context: int) -> str:
     """Why trainer and engines cannot have the same rotary embedding; empty: they can.
 

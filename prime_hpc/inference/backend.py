@@ -21,7 +21,8 @@ or SIGINT has ended it, within 5 s, requests in flight answered with `abort`.
 
 **Its memory**: `Backend.overhead_gib`, beside weights and key-value cache.
 
-**What it need not have**: `OverNodes`, servers over several nodes; `TellsWhy`, reasons of engines that died.
+**What it need not have**: `OverNodes`, servers over several nodes; `TellsWhy`, reasons of engines that died;
+`StepsBesideCache`, memory that grows with the sequences of a step.
 
 The table is `config.named_code.BACKENDS`, one line a backend. Imports here are light: lint asks on a login
 node.
@@ -134,6 +135,21 @@ class TellsWhy(Protocol):
         """
 
 
+class StepsBesideCache(Protocol):
+    """A backend whose step takes memory for each sequence, beside the key-value cache."""
+
+    def step_bytes(self, *, num_heads: int, shared_width: int, vocab_size: int, max_len: int, width: int) -> int:
+        """Return the bytes of one sequence in a decoding step, at most.
+
+        Args:
+            num_heads: of a layer.
+            shared_width: of a head's keys and values together, where several heads share them; else 0.
+            vocab_size: of the model.
+            max_len: tokens of the sequence.
+            width: bytes of a value of the cache.
+        """
+
+
 def node_options(name: str, dp_size: int, num_nodes: int, address: str, port: int) -> list[list[str]]:
     """Return further words of a server's command on each of its nodes: see `OverNodes`.
 
@@ -147,6 +163,12 @@ def node_options(name: str, dp_size: int, num_nodes: int, address: str, port: in
         raise ConfigError(Problem(f"a server of {name!r} cannot span nodes: leave it out", "inference.across_nodes"))
     spread: OverNodes = backend
     return spread.node_options(dp_size, num_nodes, address, port)
+
+
+def step_bytes(experiment: Experiment, **sizes: int) -> int:
+    """Return the bytes of one sequence in a step of its engines, beside the cache: see `StepsBesideCache`."""
+    backend: Any = load_backend(section(experiment).backend)
+    return int(backend.step_bytes(**sizes)) if hasattr(backend, "step_bytes") else 0
 
 
 def death_reason(name: str, words: str, log: str) -> str:

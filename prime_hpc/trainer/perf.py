@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from prime_hpc.config.families import count_experts, experts_per_token
 from prime_hpc.runtime import activity
 
 PEAK_BF16_FLOPS = {
@@ -76,22 +77,24 @@ class FlopsModel:
         """
         config = hf.config.get_text_config()
         embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
-        active = 1.0
-        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        if num_experts:
-            active = config.num_experts_per_tok / num_experts
+        stated = config.to_dict()
+        active = experts_per_token(stated) / num_experts if (num_experts := count_experts(stated)) else 1.0
         flops = 6.0 * num_adapter_params
         for name, parameter in hf.named_parameters():
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head:
                 flops += _flops_of(parameter) * (active if ".experts." in name else 1.0)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(flops, _flops_of(head), 6.0 * config.num_hidden_layers * heads * head_dim)
+        return cls(flops, _flops_of(head), 6.0 * sum(map(_attention_width, config.per_layer_config)))
 
     def step_flops(self, num_tokens: float, num_targets: float, squared_lengths: float) -> float:
         """FLOPs of a forward and backward pass over packed sequences."""
         dense = self.block_flops * num_tokens + self.head_flops * num_targets
         return dense + self.attention_factor * squared_lengths
+
+
+def _attention_width(layer: Any) -> int:
+    """Heads times their size by a layer's config (Gemma 4's layers differ); 0 where nothing attends (Mamba)."""
+    heads = getattr(layer, "num_attention_heads", None) or 0
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads) if heads else 0
 
 
 def _flops_of(parameter: torch.Tensor) -> float:

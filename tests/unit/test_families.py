@@ -193,6 +193,8 @@ MIXTURE = LLAMA | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
         ({"model_type": "gpt_neo", "hidden_size": None}, ["error"]),  # its sizes have other names
         ({"model_type": "nobody_knows_it", "hidden_size": None}, []),
         ({"model_type": "axk2", "hidden_size": None, "n_routed_experts": 4}, []),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": [3, 3], "moe_topk": [2, 2]}, ["error"]),  # a number a layer
+        ({"model_type": "hunyuan_v1_moe", "num_experts": [4, 4], "hidden_size": None}, []),
     ],
 )
 def test_lint_knows_whose_experts_can_be_split(tmp_path: Path, config: dict[str, Any], severity: list[str]) -> None:

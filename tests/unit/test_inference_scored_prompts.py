@@ -18,9 +18,10 @@ from prime_hpc.inference.transformers import backend
 from prime_hpc.inference.transformers import engine as module
 from prime_hpc.inference.transformers.backend import TransformersBackend
 from prime_hpc.inference.transformers.engine import Engine
-from prime_hpc.inference.transformers.model import GIB, BatchModel, step_bytes
+from prime_hpc.inference.transformers.model import GIB, BatchModel, bytes_of_step
 from prime_hpc.inference.transformers.parameters import SamplingParams
 from prime_hpc.inference.transformers.sequences import Running
+from prime_hpc.launch.estimate.memory import engine_memory, read_model
 from prime_hpc.runtime.device import Device
 from tests.support.host_waits import host_waits
 from tests.support.tiny_model import make_tiny_model
@@ -117,7 +118,7 @@ def test_a_step_takes_beside_the_cache_what_is_counted_for_it(
     assert len(engine._rows) == rows and all(sequence.num_left == 1 for sequence in engine._rows)
     with Living() as living:
         engine.step()
-    assert 0.9 < living.most / (rows * step_bytes(config, model._shapes(), length, dtype)) < 1.1
+    assert 0.9 < living.most / (rows * bytes_of_step(config, model._shapes(), length, dtype)) < 1.1
 
 
 def test_a_gpus_share_holds_the_cache_and_what_a_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +139,12 @@ def test_a_gpus_share_holds_the_cache_and_what_a_step_takes(tmp_path: Path, monk
     assert (model.token_bytes * (1 << 22), fractions) == (row, [0.5])
     assert model.num_rows == 39 * GIB // (row + step) < 39 * GIB // row
     assert build(1.0).num_rows == 79 * GIB // (row + step)
+    for backend_name, num_rows in (("transformers", model.num_rows), ("vllm", 36 * GIB // row)):  # by the plan
+        servers = {"backend": backend_name, "max_model_len": 1 << 22, "gpu_memory_utilization": 0.5}
+        tree = {"model": {"name": str(folder), "dtype": "float32"}, "inference": servers}
+        facts = read_model(str(folder))
+        memory = None if facts is None else engine_memory(Experiment.model_validate(tree), facts, 80.0)
+        assert memory is not None and (memory.max_tokens or 0) >> 22 == num_rows
     with pytest.raises(ValueError, match=r"7 GiB hold not one .* \(4 GiB of keys and values and 4 to compute with\)"):
         build(0.1)
     free[0] = 30 * GIB  # a trainer has the rest

@@ -54,7 +54,7 @@ MANY: dict[str, Any] = {
 """A trainer of many runs; environments and steps are its runs' own."""
 ON_ONE_GPU: dict[str, Any] = {
     "trainer": {"num_ranks": 1},
-    "inference": {"data_parallel_size": 1},
+    "inference": {"num_replicas": 1, "data_parallel_size": 1},
     "inference_gpu_ids": [0],
     "trainer_gpu_ids": [0],
     "slurm": {"gpus_per_node": 1},
@@ -417,6 +417,21 @@ def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) 
     assert ("PH308", "error", "slurm.teacher.nodes") in said({"data_parallel_size": 9}, slurm={"teacher": {"nodes": 1}})
     unknown = findings(model, {"orchestrator": OPD, "teacher_inference": {"data_parallel_size": 8}})
     assert [(f.code, f.severity, f.key) for f in unknown] == [("PH107", "info", "orchestrator.teacher.model")]
+
+
+def test_gpus_of_other_nodes_are_others(model: Path) -> None:
+    """Keys name positions: those of a node that both roles use are shared, the same ones of two nodes are not."""
+    apart = merged(ON_ONE_GPU, {"slurm": {"trainer": {"nodes": 1}}, "weights": {"transport": "nccl"}})
+
+    def said(change: dict[str, Any]) -> set[str]:
+        return {f.code for f in findings(model, change)} & {"PH120", "PH126"}
+
+    assert said(ON_ONE_GPU | {"weights": {"transport": "nccl"}}) == {"PH120", "PH126"}
+    assert said(apart) == set()
+    sleeps = merged(SLEEPING, {"slurm": {"trainer": {"nodes": 1}}})
+    assert [f.message for f in findings(model, sleeps) if f.code == "PH120"] == [
+        "engines and trainer have no GPU in common, so that they would sleep for nothing"
+    ]
 
 
 def test_a_sandbox_wants_bubblewrap(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,8 @@ def test_an_engine_on_the_same_gpu_takes_its_share(model: Path) -> None:
     assert tokens(both) < tokens(alone)
     chosen = with_micro_batch(both, site())[1]
     assert chosen is not None and chosen.limit_gib == pytest.approx(0.9 * 40) and "engines leave 50%" in chosen.words()
+    nodes = merged(shared, {"slurm": {"trainer": {"nodes": 1}}})  # the same position, of another node
+    assert tokens(experiment(model, **nodes, trainer_gpu_ids=[0], inference_gpu_ids=[0])) == tokens(alone)
 
 
 def test_an_engine_that_sleeps_leaves_nearly_all(model: Path) -> None:

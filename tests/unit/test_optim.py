@@ -2,6 +2,7 @@
 in `tests/proofs/prove_optimizers.py`, sharded ones in `tests/integration/test_trainer_objectives.py`."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,7 @@ def test_settings_that_cannot_work_are_refused(tree: dict, reason: str) -> None:
         ("GPT2Config", {"c_attn.weight": (-1, (16, 16, 16), 1)}),
         ("GPTNeoXConfig", {"query_key_value.weight": (-2, (4, 4, 4), 4)}),
         ("LlamaConfig", {}),
+        ("Gemma4TextConfig", {}),  # whose layers' heads differ
     ],
 )
 def test_fused_matrices_of_real_models_are_known(config: str, expected: dict[str, tuple]) -> None:
@@ -245,8 +247,11 @@ def test_fused_matrices_of_real_models_are_known(config: str, expected: dict[str
     sizes |= {"intermediate_size": 24, "num_key_value_heads": 2, "moe_intermediate_size": 20, "num_experts": 2}
     if config in ("GPT2Config", "GPTNeoXConfig"):
         del sizes["num_key_value_heads"]
-    own = {"head_dim": 4} if config == "Qwen3MoeConfig" else {}
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes, **own))
+    own: dict[str, Any] = {"head_dim": 4} if config == "Qwen3MoeConfig" else {}
+    if config == "Gemma4TextConfig":
+        own = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 4}
+        own |= {"hidden_size_per_layer_input": 0, "num_experts": None}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**(sizes | own)))
     fused = find_fused(model)
     found = {n: fused[id(p)] for n, p in model.named_parameters() if id(p) in fused}
     assert len(found) == len(fused)

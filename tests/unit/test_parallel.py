@@ -1,5 +1,7 @@
 """The ranks' parallel dimensions: arithmetic, refusals, the documented flag, and rows that ranks split."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,8 @@ from prime_hpc.config.sources.load import load_experiment
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.ops.context_parallel import local_targets, repeats
 from prime_hpc.trainer.parallel import Parallel
+from prime_hpc.trainer.parallel.distribute import _check_heads
+from tests.support.every_family import tiny_config
 from tests.support.tiny_model import random_rank_batch
 
 
@@ -105,3 +109,14 @@ def test_heads_are_split_or_repeated_or_refused() -> None:
         repeats(8, 8, 3)
     with pytest.raises(ValueError, match="6 key-value heads of a rank can be neither split nor repeated"):
         repeats(12, 6, 4)
+
+
+def test_heads_of_layers_that_differ_are_each_checked() -> None:
+    def check(cp: int) -> None:
+        heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        hf = SimpleNamespace(config=tiny_config("gemma4_text", num_attention_heads=8, **heads))
+        _check_heads(hf, parallel(0, cp=cp))
+
+    check(4)
+    with pytest.raises(ValueError, match="cp = 3 does not divide the 8"):
+        check(3)

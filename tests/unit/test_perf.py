@@ -2,7 +2,8 @@
 
 import pytest
 
-from prime_hpc.trainer.perf import PhaseTimer, known_peak
+from prime_hpc.trainer.perf import FlopsModel, PhaseTimer, known_peak
+from tests.support.every_family import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,27 @@ def test_peaks_by_name(name: str, teraflops: int) -> None:
 )
 def test_other_devices_are_measured(name: str) -> None:
     assert known_peak(name) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "width", "active"),
+    [
+        ("qwen3", {}, 4 * 4 * 8, 1.0),
+        ("gemma4_text", {}, 2 * 4 * 8 + 2 * 4 * 512, 1.0),  # layers of two head sizes
+        ("gemma4_text", {"enable_moe_block": True}, 2 * 4 * 8 + 2 * 4 * 512, 0.5),
+        ("mamba", {}, 0, 1.0),  # nothing attends
+        ("hunyuan_v1_moe", {}, 4 * 4 * 8, 0.5),
+        ("aria_text", {}, 4 * 4 * 8, 0.5),
+    ],
+)
+def test_flops_of_a_family_by_its_config(family: str, changes: dict[str, bool], width: int, active: float) -> None:
+    hf = tiny_model(tiny_config(family, **changes))
+    found = FlopsModel.of(hf)
+    assert found.attention_factor == 6 * width
+    tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
+    matrices = {n: p.numel() for n, p in hf.named_parameters() if p.ndim >= 2 and id(p) not in tables}
+    experts = sum(size for name, size in matrices.items() if ".experts." in name)
+    assert bool(experts) == (active < 1) and found.block_flops == 6 * (sum(matrices.values()) - (1 - active) * experts)
 
 
 def test_a_device_s_phases_are_timed_by_its_events_and_read_at_the_end() -> None:

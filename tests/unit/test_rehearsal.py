@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from prime_hpc.config import ConfigError, Experiment  # noqa: E402
@@ -20,6 +21,7 @@ from prime_hpc.trainer.out_of_memory import explain, held_bytes  # noqa: E402
 from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace, gloo_workspace  # noqa: E402
 from prime_hpc.trainer.rehearsal.rehearse import rehearse  # noqa: E402
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker  # noqa: E402
+from tests.support.every_family import tiny_config  # noqa: E402
 
 TINY = {
     "hidden_size": 64,
@@ -231,6 +233,31 @@ def test_compiled_blocks_keep_less(tmp_path, name):
     eager, compiled, recomputed = (kinds["activations"] for kinds in found)
     assert 0 < compiled < 0.8 * eager and recomputed < eager
     assert found[0]["weights"] == found[1]["weights"] and found[0]["optimizer"] == found[1]["optimizer"]
+
+
+def test_a_block_that_is_not_compiled_without_values_is_rehearsed_eagerly(tmp_path, monkeypatch):
+    def fails(forward: Any, **_: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise TorchDynamoException("no such fake\n" + "and a long explanation " * 20)
+
+        return run
+
+    eager = rehearse(experiment(tmp_path), tmp_path)
+    monkeypatch.setattr(torch, "compile", fails)
+    found = rehearse(experiment(tmp_path, model={"compile": True}), tmp_path)
+    assert found["by_kind"] == eager["by_kind"]
+    (note,) = found["notes"]
+    words = "Qwen3DecoderLayer cannot be compiled on tensors without values (TorchDynamoException: no such fake and a"
+    assert note.startswith(words) and "the figures without model.compile" in note and len(note) < 500
+
+
+def test_a_model_that_computes_nothing_without_values_is_named(tmp_path):
+    """Its experts split rows by what its router chose."""
+    run = experiment(tmp_path)
+    tiny_config("jetmoe").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"JetMoeForCausalLM computes nothing without values \(RuntimeError: split"):
+        rehearse(run, tmp_path)
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_layout_that_cannot_work_is_refused_as_by_the_trainer(tmp_path):

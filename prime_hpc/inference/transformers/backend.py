@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference.backend import Refusal, Start
-from prime_hpc.inference.transformers.limits import refusals
+from prime_hpc.inference.transformers.limits import refusals, step_bytes
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.slurm.gpu_split import ALLOCATOR_VARIABLES
 
@@ -36,6 +36,10 @@ class TransformersBackend:
         """Yield the keys of vLLM's alone, models that do not attend as a batch of rows needs it, and sampling that is
         not built."""
         yield from refusals(experiment)
+
+    def step_bytes(self, **sizes: int) -> int:
+        """Return what a sequence takes in a step beside the cache."""
+        return step_bytes(**sizes)
 
     def serve(self, start: Start) -> None:
         """Load the model and serve."""

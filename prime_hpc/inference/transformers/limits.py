@@ -14,6 +14,15 @@ _ROPE = ("dynamic", "longrope")
 _VLLM = "use inference.backend = vllm"
 
 
+def step_bytes(*, num_heads: int, shared_width: int, vocab_size: int, max_len: int, width: int) -> int:
+    """Bytes that one sequence takes in a decoding step beside the cache, at most: `backend.StepsBesideCache`.
+
+    First one layer's keys and values, once for each head: beside a mask transformers' attention repeats those that
+    heads share. Then four arrays over the vocabulary in float32: logits, log-probabilities, noise and their race.
+    """
+    return max(num_heads * shared_width * max_len * width, 16 * vocab_size)
+
+
 def refusals(experiment: Experiment) -> Iterator[Refusal]:
     """Yield the keys of vLLM's alone, a model that does not attend as a batch of rows needs it, and sampling that is
     not built."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from prime_hpc.inference.check_version import BadVersionError, Signature
 from prime_hpc.inference.transformers.cache import LayerShape, RowCache, Window, layer_shapes
-from prime_hpc.inference.transformers.limits import model_problem
+from prime_hpc.inference.transformers.limits import model_problem, step_bytes
 from prime_hpc.moe.replay import install, replaying
 from prime_hpc.moe.routers import moe_layers, use_float32_routers
 
@@ -84,7 +84,7 @@ class BatchModel:
         self._choices: dict[int, torch.Tensor] | None = self._hook_experts() if records_experts else None
         shapes = self._shapes()
         self.token_bytes = sum(shape.num_values for shape in shapes) * dtype.itemsize
-        beside = 0 if cache_gib is not None else step_bytes(config.get_text_config(), shapes, max_len, dtype)
+        beside = 0 if cache_gib is not None else bytes_of_step(config.get_text_config(), shapes, max_len, dtype)
         self.num_rows = self._count_rows(self._room(cache_gib, gpu_share), beside, max_rows)
         self.cache = RowCache(shapes, self.num_rows, max_len, dtype, device)
 
@@ -327,11 +327,8 @@ class BatchModel:
         return min(fit, max_rows or MOST_ROWS)
 
 
-def step_bytes(config: Any, shapes: Sequence[LayerShape], max_len: int, dtype: torch.dtype) -> int:
-    """Bytes that one sequence takes in a decoding step beside the cache, at most.
-
-    First one layer's keys and values, once for each head: beside a mask transformers' attention repeats those that
-    heads share. Then four arrays over the vocabulary in float32: logits, log-probabilities, noise and their race.
+def bytes_of_step(config: Any, shapes: Sequence[LayerShape], max_len: int, dtype: torch.dtype) -> int:
+    """Return `step_bytes` of a loaded model.
 
     Args:
         config: of the (text) model.
@@ -341,7 +338,13 @@ def step_bytes(config: Any, shapes: Sequence[LayerShape], max_len: int, dtype: t
     """
     heads = int(config.num_attention_heads)
     widths = [shape.key_width + shape.value_width for shape in shapes if shape.num_heads < heads]
-    return max(heads * max(widths, default=0) * max_len * dtype.itemsize, 16 * int(config.vocab_size))
+    return step_bytes(
+        num_heads=heads,
+        shared_width=max(widths, default=0),
+        vocab_size=int(config.vocab_size),
+        max_len=max_len,
+        width=dtype.itemsize,
+    )
 
 
 def _eos(hf: Any) -> frozenset[int]:

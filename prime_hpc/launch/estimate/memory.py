@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.families import family_of
+from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
-from prime_hpc.inference.backend import load_backend, section
+from prime_hpc.inference.backend import load_backend, section, step_bytes
 from prime_hpc.store.model_config import find_config, read_config
 from prime_hpc.store.model_files import stored_tensors
 
@@ -89,9 +89,9 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
         experts = count_experts(config)
-        width = int((config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size") or 0)
-        chosen = next((config[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk") if config.get(name)), 1)
-        active = max(1, int(chosen)) if experts else 1
+        width = first_number(config, "moe_intermediate_size") if experts else 0
+        width = width or first_number(config, "intermediate_size")
+        active = experts_per_token(config) if experts else 1
         context = config.get("max_position_embeddings")
         latent = int(config.get("kv_lora_rank") or 0)
         kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
@@ -108,15 +108,6 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")), active if experts else 0,
         str(config.get("model_type", "")).removesuffix("_text") in _NORMED_HEADS or bool(config.get("use_qk_norm")),
     )  # fmt: skip
-
-
-def count_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts by a config.json, or by what is below its `text_config`; 0 of a dense model."""
-    own = {**config, **(config.get("text_config") or {})}
-    if own.get("enable_moe_block") is False or own.get("is_moe") is False:  # Gemma 4 and Doge without their experts
-        return 0
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return int(next((own[name] for name in names if own.get(name)), 0))
 
 
 def stored_params(folder: Path) -> int | None:
@@ -305,6 +296,19 @@ def _product_widths(facts: ModelFacts) -> int:
     return attention + 2 * facts.intermediate + 2 * facts.hidden
 
 
+def _step_bytes(experiment: Experiment, facts: ModelFacts, width: int) -> int:
+    """Bytes of one longest sample in a step of an engine, beside its cache."""
+    shared = 2 * facts.head_dim if facts.num_kv_heads < facts.num_heads else 0
+    return step_bytes(
+        experiment,
+        num_heads=facts.num_heads,
+        shared_width=shared,
+        vocab_size=facts.vocab_size,
+        max_len=experiment.max_model_len,
+        width=width,
+    )
+
+
 @dataclass(frozen=True)
 class EngineMemory:
     """Memory of one GPU of an engine."""
@@ -345,7 +349,10 @@ def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | No
     if gpu_gib is None:
         return EngineMemory(weights, None, token_bytes, None)
     # a cache that is stated is taken whatever the share says
-    left = inference.kv_cache_gib or gpu_gib * inference.gpu_memory_utilization - weights - engine_overhead_gib(
-        experiment
-    )
+    left = inference.kv_cache_gib
+    if left is None:
+        row = token_bytes * experiment.max_model_len
+        beside = _step_bytes(experiment, facts, width)  # which a cache that is stated does not hold
+        left = gpu_gib * inference.gpu_memory_utilization - weights - engine_overhead_gib(experiment)
+        left *= row / (row + beside) if left > 0 and beside else 1
     return EngineMemory(weights, left, token_bytes, max(0, int(left * GIB / token_bytes)) if token_bytes else None)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.engine_groups import engine_roles, gpus_in_common, served_by
+from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, engine_overhead_gib, read_model, trainer_gib
 from prime_hpc.runtime.gpus import Runner, memory_gib, run_command
+from prime_hpc.slurm.gpu_split import gpus_in_common
 from prime_hpc.slurm.options import known_partitions, resolve
-from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
 
 USABLE = 0.9
@@ -75,28 +76,30 @@ def with_micro_batch(
     """
     if not _is_open(experiment):
         return experiment, None
-    chosen = largest_for(experiment, _here(experiment, environ, run) if site is None else _in_job(experiment, site))
+    known = (_here(experiment, environ, run), None) if site is None else _in_job(experiment, site)
+    chosen = largest_for(experiment, *known)
     return (experiment, None) if chosen is None else (_with(experiment, chosen.tokens), chosen)
 
 
-def largest_for(experiment: Experiment, gpu_gib: float | None) -> MicroBatch | None:
+def largest_for(experiment: Experiment, gpu_gib: float | None, placement: Placement | None = None) -> MicroBatch | None:
     """Return the choice for a GPU of `gpu_gib`; None where the key is stated, or the GPU or the model is not known."""
     facts = read_model(experiment.model.name) if gpu_gib is not None and _is_open(experiment) else None
     if gpu_gib is None or facts is None or facts.num_params is None:
         return None
-    return choose(experiment, facts, gpu_gib)
+    return choose(experiment, facts, gpu_gib, placement)
 
 
-def choose(experiment: Experiment, facts: ModelFacts, gpu_gib: float) -> MicroBatch:
+def choose(experiment: Experiment, facts: ModelFacts, gpu_gib: float, placement: Placement | None = None) -> MicroBatch:
     """Return the largest multiple of the longest sample whose estimate fits; one sample where none does.
 
     Args:
         experiment: whose `trainer.micro_batch_tokens` is open.
         facts: of a model whose parameters are counted.
         gpu_gib: memory of a trainer's GPU.
+        placement: of the job, which may have the engines on other nodes; None: on one machine.
     """
     longest = _longest(experiment)
-    share = left_to_trainer(experiment, gpu_gib)
+    share = left_to_trainer(experiment, gpu_gib, placement)
     limit = USABLE * share * gpu_gib
     most = max(1, min(-(-_tokens_of_rank(experiment) // longest), MOST_TOKENS // longest))
 
@@ -109,14 +112,14 @@ def choose(experiment: Experiment, facts: ModelFacts, gpu_gib: float) -> MicroBa
     return MicroBatch(samples * longest, need(samples), limit, gpu_gib, share, samples == most)
 
 
-def left_to_trainer(experiment: Experiment, gpu_gib: float | None) -> float:
+def left_to_trainer(experiment: Experiment, gpu_gib: float | None, placement: Placement | None = None) -> float:
     """Return the share of a GPU that engines on it leave to the trainer while it computes: 1 where each has its own.
 
     Engines that sleep keep their context and graphs.
     """
     taken = 0.0
     for role in engine_roles(experiment):
-        if gpus_in_common(experiment, role):
+        if gpus_in_common(experiment, role, placement):
             view = served_by(experiment, role)
             if role == "inference" and experiment.engines_sleep and gpu_gib is not None:
                 taken += engine_overhead_gib(view) / gpu_gib
@@ -179,17 +182,18 @@ def _with(experiment: Experiment, tokens: int) -> Experiment:
     return experiment.model_copy(update={"trainer": trainer})
 
 
-def _in_job(experiment: Experiment, site: SiteConfig) -> float | None:
-    """Memory of a trainer's GPU in a Slurm job, by the site profile; None: not known, or no GPU computes."""
+def _in_job(experiment: Experiment, site: SiteConfig) -> tuple[float | None, Placement | None]:
+    """Memory of a trainer's GPU in a Slurm job, by the site profile, and the placement; None: not known, or no GPU
+    computes."""
     try:
-        groups = place_slurm(experiment, site).groups
+        placement = place_slurm(experiment, site)
         partitions = resolve("trainer", experiment, site).partitions
     except ConfigError:  # lint and submit say so
-        return None
-    if not any(group.role == "trainer" and group.device == "cuda" for group in groups):
-        return None
+        return None, None
+    if not any(group.role == "trainer" and group.device == "cuda" for group in placement.groups):
+        return None, None
     sizes = [part.gpu_memory_gib for part in known_partitions(partitions, site)]
-    return min((size for size in sizes if size is not None), default=None)
+    return min((size for size in sizes if size is not None), default=None), placement
 
 
 def _here(experiment: Experiment, environ: Mapping[str, str], run: Runner) -> float | None:

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
-from prime_hpc.config.engine_groups import EngineRole, gpus_in_common
+from prime_hpc.config.engine_groups import EngineRole
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.runtime.device import Stated, planned_device
+from prime_hpc.slurm.gpu_split import gpus_in_common
 from prime_hpc.slurm.placement import stated_device
 
 SHARE_FOR_KV = 0.5
@@ -71,7 +72,7 @@ def transport(subject: Subject) -> Iterator[Finding]:
     other = next((group for group in policies if group.servers.backend != "vllm"), None)
     devices = {_device_of(subject, group.role) for group in policies}
     on_cpu = "cpu" in devices or experiment.trainer.backend == "gloo" or experiment.device == "cpu"
-    shares = experiment.engines_sleep or gpus_in_common(experiment)
+    shares = experiment.engines_sleep or gpus_in_common(experiment, placement=subject.placement)
     cases = (
         (experiment.kind != "rl", "only a run of kind rl has engines that follow each version", "files"),
         (experiment.model.lora is not None, "adapters (model.lora) always go as files", "files"),

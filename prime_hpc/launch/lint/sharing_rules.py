@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from prime_hpc.config.engine_groups import gpus_in_common
 from prime_hpc.launch.estimate.memory import trainer_gib
 from prime_hpc.launch.estimate.micro_batch import engine_share, left_to_trainer
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.slurm.gpu_split import gpu_places, gpus_in_common
 
 _ALMOST_ALL = 0.8
 """For a GPU of unknown memory: engines that take more leave a trainer too little."""
@@ -14,14 +14,18 @@ _ALMOST_ALL = 0.8
 def shared_gpus(subject: Subject) -> Iterator[Finding]:
     """Engines take their share when they start and keep it; the trainer lives on what they leave."""
     experiment = subject.experiment
-    of_trainer = set(experiment.trainer_gpu_ids or ())
-    ids = {group.role: set(getattr(experiment, f"{group.role}_gpu_ids") or ()) for group in subject.engines}
+    of_trainer = gpu_places(experiment, "trainer", subject.placement)
+    places = {group.role: gpu_places(experiment, group.role, subject.placement) for group in subject.engines}
+    told: set[tuple[object, ...]] = set()  # of other nodes the same is to be said
     limit = subject.gpu_gib("trainer")
     parts = trainer_gib(experiment, subject.facts) if subject.facts is not None else None
-    for gpu in sorted(of_trainer.union(*ids.values())):
-        there = [group for group in subject.engines if gpu in ids[group.role]]
-        if not there or len(there) + (gpu in of_trainer) < 2:
+    for place in sorted(of_trainer.union(*places.values())):
+        there = [group for group in subject.engines if place in places[group.role]]
+        gpu, trains = place[-1], place in of_trainer
+        case = (gpu, trains, *(group.role for group in there))
+        if not there or len(there) + trains < 2 or case in told:
             continue
+        told.add(case)
         share = sum(engine_share(group.view, group.facts, limit) for group in there)
         keys = " and ".join(f"{group.section}.gpu_memory_utilization" for group in there)
         remedy = f"lower {keys}: what an engine needs is its weights, about 2 GiB and a KV cache (kv_cache_gib)"
@@ -30,9 +34,9 @@ def shared_gpus(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "PH120", "error", key, f"engines on GPU {gpu} take {share:.0%} of its memory together", remedy
             )
-        elif gpu in of_trainer and parts is not None and limit is not None and experiment.engines_sleep:
+        elif trains and parts is not None and limit is not None and experiment.engines_sleep:
             yield from _taking_turns(subject, gpu, parts, share, limit)
-        elif gpu in of_trainer and parts is not None and limit is not None:
+        elif trains and parts is not None and limit is not None:
             need, left = sum(parts.values()), (1 - share) * limit
             if need > left:
                 # as for a trainer alone: the rough parts of the estimate do not refuse a run
@@ -41,7 +45,7 @@ def shared_gpus(subject: Subject) -> Iterator[Finding]:
                     f"{share:.0%} of GPU {gpu} are the engines', {left:.0f} GiB are left; the trainer needs about "
                 )
                 yield Finding("PH120", "error" if certain else "warning", key, f"{message}{need:.0f}", remedy)
-        elif gpu in of_trainer and share > _ALMOST_ALL and not experiment.engines_sleep:
+        elif trains and share > _ALMOST_ALL and not experiment.engines_sleep:
             message = f"{share:.0%} of GPU {gpu}, on which the trainer runs too, are the engines'"
             yield Finding("PH120", "warning", key, message, remedy)
 
@@ -59,7 +63,7 @@ def _taking_turns(
         message = f"while engines sample they take {share:.0%} of GPU {gpu}, and the trainer keeps {held:.0f} GiB of it"
         remedy = f"lower {key}, or trainer.optim.offload: only what the trainer computes with is freed"
         yield Finding("PH120", "error", key, f"{message}: more than {limit:.0f}", remedy)
-    need, left = sum(parts.values()), left_to_trainer(subject.experiment, limit) * limit
+    need, left = sum(parts.values()), left_to_trainer(subject.experiment, limit, subject.placement) * limit
     if need > left:
         certain = need - parts["activations"] - parts["logits"] > left
         message = f"GPU {gpu} has {left:.0f} GiB while its engines sleep; the trainer needs about {need:.0f}"
@@ -75,7 +79,7 @@ def sleeping(subject: Subject) -> Iterator[Finding]:
     if not subject.trains_on_gpus:
         message = "on a CPU engines only pause: vLLM gives memory back on GPUs alone"
         yield Finding("PH120", "warning", "inference.sleep", message, "leave it out")
-    elif not gpus_in_common(experiment):
+    elif not gpus_in_common(experiment, placement=subject.placement):
         message = "engines and trainer have no GPU in common, so that they would sleep for nothing"
         yield Finding(
             "PH120",

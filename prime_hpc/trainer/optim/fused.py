@@ -71,8 +71,9 @@ def _gate_up(owner: nn.Module, name: str, weight: torch.Tensor) -> Fused | None:
 def _attention(owner: nn.Module, name: str, child: Any, weight: torch.Tensor) -> Fused | None:
     """Return queries, keys and values, by the config's heads."""
     config = getattr(owner, "config", None)
-    if config is None or weight.ndim != 2:
-        return None
+    by_head = name == "query_key_value" and getattr(config, "model_type", "").startswith("gpt_neox")
+    if config is None or weight.ndim != 2 or not (by_head or name in _CONCATENATED):
+        return None  # before its heads are asked for: transformers answers for no model whose layers' differ
     heads = getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
     if not heads or not hidden:
@@ -82,5 +83,4 @@ def _attention(owner: nn.Module, name: str, child: Any, weight: torch.Tensor) ->
     dim = -1 if type(child).__name__ == "Conv1D" else -2  # GPT-2's has its outputs in the columns
     if name in _CONCATENATED and weight.shape[dim] == (heads + 2 * keys) * size:
         return Fused(dim, (heads * size, keys * size, keys * size))
-    by_head = name == "query_key_value" and getattr(config, "model_type", "").startswith("gpt_neox")
     return Fused(dim, (size,) * 3, heads) if by_head and weight.shape[dim] == 3 * heads * size else None

@@ -126,8 +126,9 @@ def gathers_from_itself(parallel: Parallel) -> bool:
 
 def _check_heads(hf: Any, parallel: Parallel) -> None:
     config, tp, cp = hf.config.get_text_config(), parallel.dims.tp, parallel.dims.cp
-    heads = config.num_attention_heads
-    repeats(heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp, cp)
+    for layer in config.per_layer_config:  # Gemma 4's differ
+        heads = layer.num_attention_heads
+        repeats(heads // tp, (getattr(layer, "num_key_value_heads", None) or heads) // tp, cp)
 
 
 def _expert_dimension(parameter: nn.Parameter, ranks: int) -> Shard | None:

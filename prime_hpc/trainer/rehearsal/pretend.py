@@ -15,6 +15,7 @@
 
 import functools
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -82,6 +84,15 @@ def _cached_config(name: str) -> Path | None:
     except ValueError:  # no hub name at all
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+class NotCompiledError(RuntimeError):
+    """A block that the compiler does not divide on fake tensors; names it."""
+
+
+def shortened(error: Exception) -> str:
+    """Return an error's class and the beginning of what it says, on one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
 
 
 class _Unread(WeightMap):
@@ -157,7 +168,17 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
 def _partitioned(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Divide a block's graph as torch's compiler does into what it keeps and what it computes again, and run the parts
     without kernels of their own. Of one size: fake tensors have no symbols for others."""
-    return torch.compile(forward, backend="aot_eager_decomp_partition", dynamic=False)
+    block = type(getattr(forward, "__self__", None)).__name__  # as yet without FSDP's prefix
+    parts = torch.compile(forward, backend="aot_eager_decomp_partition", dynamic=False)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return parts(*args, **kwargs)
+        except TorchDynamoException as error:
+            message = f"{block} cannot be compiled on tensors without values ({shortened(error)})"
+            raise NotCompiledError(message) from error
+
+    return run
 
 
 def _inside(fake: FakeTensorMode, tracker: MemoryTracker, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,14 @@ from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
-from prime_hpc.trainer.rehearsal.pretend import flash_workspace, gloo_workspace, pretended, start_fake_process_group
+from prime_hpc.trainer.rehearsal.pretend import (
+    NotCompiledError,
+    flash_workspace,
+    gloo_workspace,
+    pretended,
+    shortened,
+    start_fake_process_group,
+)
 from prime_hpc.trainer.rehearsal.tracker import CompilingMemoryTracker, MemoryTracker
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.trainer import Base, build_train_step, load_base
@@ -49,11 +56,12 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     notes: list[str] = []
     on_gpu = is_on_gpu(experiment)
-    start_fake_process_group(experiment.trainer.num_ranks)
     try:
-        tracker, base = _run(experiment, on_gpu, folder)
-    finally:
-        dist.destroy_process_group()
+        tracker, base = _in_group(experiment, on_gpu, folder)
+    except NotCompiledError as error:  # a real rank's compiler, which has values, may know what to do
+        notes.append(f"{error}; these are the figures without model.compile, with which activations take less")
+        eager = experiment.model.model_copy(update={"compile": False})
+        tracker, base = _in_group(experiment.model_copy(update={"model": eager}), on_gpu, folder)
     if experiment.trainer.parallel_dims.ep > 1:
         notes.append("every expert gets the same number of tokens")
     return {
@@ -69,6 +77,14 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
     }
 
 
+def _in_group(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTracker, Base]:
+    start_fake_process_group(experiment.trainer.num_ranks)
+    try:
+        return _run(experiment, on_gpu, folder)
+    finally:
+        dist.destroy_process_group()
+
+
 def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTracker, Base]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = CompilingMemoryTracker if experiment.model.compile else MemoryTracker
@@ -80,7 +96,16 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
         with fake, tracker:
             with tracker.kind("weights"):
                 train_step = build_train_step(base, experiment)
-            train(train_step, experiment, tracker, base.policy)
+            try:
+                train(train_step, experiment, tracker, base.policy)
+            except NotCompiledError:
+                raise
+            except RuntimeError as error:  # JetMoe's experts split their rows by what the router chose
+                name, reason = type(base.policy.hf).__name__, shortened(error)
+                raise ValueError(
+                    f"model.name = {experiment.model.name}: {name} computes nothing without values ({reason}); "
+                    "plan without --rehearse has an estimate, and a short run with --bench measures"
+                ) from error
     return tracker, base
 
 
