@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
+from prime_hpc.inference.vllm import weight_updates
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.inference.vllm.transfer_engine import DTYPES
 from prime_hpc.inference.vllm.weight_updates import PolicyService
@@ -69,6 +71,8 @@ class Worker:
             )
             for w in said["groups"]
         ]
+        for group in self.groups:
+            group.connect()
         return {"rank": str(self.rank)}
 
     def policy_receive(self, part: dict[str, Any], is_first: bool, is_last: bool) -> dict[str, Any]:
@@ -237,6 +241,45 @@ def test_a_version_that_broke_off_is_a_whole_one_instead_and_then_joins_anew(wor
         assert (await world.update(2))["version"] == 2 and world.serves(expected)
         assert world.engine.said.count("policy_join") == 2
         assert not world.failures
+
+    asyncio.run(go())
+
+
+def test_a_server_that_cannot_join_is_not_paused_for_it_and_gets_whole_versions(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run stands still for ever: no server has a version that lies in no files, and no batch for a next one."""
+    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+    joins = Worker.policy_join
+
+    async def go() -> None:
+        await world.service.start()
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: {"rank": "1", "error": "no way to the trainer"})
+        for version in (1, 2):
+            expected = world.publish(version)
+            assert (await world.update(version))["version"] == version and world.serves(expected)
+        assert world.engine.said[2:8] == ["policy_join", "policy_open", "pause", "policy_apply", "label 1", "resume"]
+        monkeypatch.setattr(Worker, "policy_join", joins)
+        for version in (3, 4):
+            expected = world.publish(version)
+            assert (await world.update(version))["version"] == version and world.serves(expected)
+            assert (world.run.weights_step(version) / "model.safetensors").exists() == (version == 3)
+
+    asyncio.run(go())
+
+
+def test_a_join_that_never_ends_ends_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may wait for ever for a way that a firewall closes, and the engines with it, as if they were paused."""
+    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        monkeypatch.setattr(weight_updates, "PHASE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: time.sleep(0.6))
+        with pytest.raises(PolicyFailedError, match="joining the trainer took longer than"):
+            await world.update(1)
+        assert len(world.failures) == 1 and "pause" not in world.engine.said
 
     asyncio.run(go())
 
@@ -510,6 +553,45 @@ def test_a_group_of_gpus_outlives_its_peers(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError):
         made_here.broadcast(torch.ones(1))
     assert made[0].environ["aborted"] == "yes"
+
+
+def test_a_group_of_gpus_is_connected_by_a_byte_when_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects in the first operation, in a call that waits for who has not come for ever."""
+    said: list[Any] = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *_: Any) -> None:
+            said.append("made")
+
+        def broadcast(self, tensors: Any, options: Any) -> Any:
+            said.append(tensors[0].nbytes)
+            return SimpleNamespace(wait=lambda: None)
+
+        def abort(self) -> None:
+            said.append("aborted")
+
+    @contextlib.contextmanager
+    def beside(group: Group) -> Iterator[None]:
+        said.append("beside")
+        yield
+
+    monkeypatch.setattr(network_group, "JOIN_S", 0.2)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(Group, "beside", beside)
+    store: Any = dist.HashStore()
+    cpu = torch.device("cpu")
+    sender = Group(store, "g", 0, 2, "nccl", "127.0.0.1", cpu)
+    with pytest.raises(RuntimeError, match="(?i)wait timeout"):
+        sender.connect()
+    assert said == ["made", "aborted"]
+    said.clear()
+    members = [Group(store, "h", rank, 2, "nccl", "127.0.0.1", cpu) for rank in (0, 1)]
+    for member in members:
+        member.connect()
+    assert said == ["made", "made", "beside", 1, "beside", 1]
 
 
 def test_a_gpu_sends_on_a_stream_of_the_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

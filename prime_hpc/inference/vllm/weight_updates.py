@@ -183,7 +183,10 @@ class PolicyService:
 
         Raises:
             UnavailableError: the trainer does not have it any more, or is gone, and it does not lie in files.
+            PolicyFailedError: an engine joins it for ever, and does nothing else; the server ends.
         """
+        if self._failure is not None:
+            raise PolicyFailedError(self._failure)
         start = time.perf_counter()
         offer = await asyncio.to_thread(read_offer, folder, version, self._base_signature, self._tied)
         if offer is None:
@@ -195,6 +198,8 @@ class PolicyService:
                 raise UnavailableError(f"version {version}: {error}") from error
             logger.warning("version %d is read from its files: %s", version, error)
             return None
+        except TimeoutError as error:
+            raise self._given_up(f"joining the trainer took longer than {PHASE_TIMEOUT_S:.0f} s") from error
         return await self._receive(network, offer, time.perf_counter() - start)
 
     async def reload(self, name: str = POLICY) -> dict[str, Any]:
@@ -270,10 +275,14 @@ class PolicyService:
         try:
             await asyncio.wait_for(self._engine.engine_core.call_utility_all_async(method, *args), PHASE_TIMEOUT_S)
         except Exception as error:
-            self._failure = f"{method} of the engines failed: {type(error).__name__}: {error}"
-            logger.exception("the engines cannot be trusted any more")
-            self._on_failure(self._failure)
-            raise PolicyFailedError(self._failure) from error
+            raise self._given_up(f"{method} of the engines failed: {type(error).__name__}: {error}") from error
+
+    def _given_up(self, reason: str) -> PolicyFailedError:
+        """Have the server end, and return what to raise where an error is being handled."""
+        self._failure = reason
+        logger.exception("the engines cannot be trusted any more")
+        self._on_failure(reason)
+        return PolicyFailedError(reason)
 
     async def _load(self, received: Received, version: int, check_s: float) -> dict[str, Any]:
         """Open everywhere, pause, load everywhere, label, resume."""
@@ -315,8 +324,6 @@ class PolicyService:
         Raises:
             UnavailableError: the transfer broke off; a whole version was loaded instead.
         """
-        if self._failure is not None:
-            raise PolicyFailedError(self._failure)
         broken = ""
 
         async def receive() -> Loaded:
@@ -377,10 +384,7 @@ class PolicyService:
                 elif self._failure is None:
                     await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
         except Exception as error:
-            self._failure = self._failure or f"pausing or resuming for {what} failed: {error!r}"
-            logger.exception("the engines cannot be trusted any more")
-            self._on_failure(self._failure)
-            raise PolicyFailedError(self._failure) from error
+            raise self._given_up(self._failure or f"pausing or resuming for {what} failed: {error!r}") from error
         self.version, self.path = loaded.version, str(loaded.folder)
         return loaded, time.perf_counter() - paused_at
 
