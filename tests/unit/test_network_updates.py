@@ -396,6 +396,28 @@ def test_a_pause_waits_for_blocks_that_come_back_from_host_memory(world: World) 
     asyncio.run(go())
 
 
+def test_sleep_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:
+    """No engine sleeps before all have paused: what resumed one that sleeps would have it compute without memory."""
+    calls, engine = world.engine.call_utility_all_async, world.engine
+
+    async def call(method: str, *args: Any) -> Any:
+        if method != "sleep":
+            return await calls(method, *args)
+        if engine.num_busy:
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+        return engine.said.append(method)
+
+    engine.call_utility_all_async = call  # type: ignore[method-assign, assignment]
+
+    async def go() -> None:
+        await world.service.start()
+        engine.num_busy = 2
+        assert (await world.service.sleep())["asleep"] and not world.failures
+        assert engine.said[2:] == ["pause", "resume", "pause", "resume", "pause", "sleep"]
+
+    asyncio.run(go())
+
+
 def test_engines_that_die_end_the_server(world: World) -> None:
     async def go() -> None:
         await world.service.start()

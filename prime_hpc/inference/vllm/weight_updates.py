@@ -247,7 +247,10 @@ class PolicyService:
             if self._failure is not None:
                 raise PolicyFailedError(self._failure)
             if not self.asleep:
-                await self._engine.renderer.clear_mm_cache_async()
+                try:  # before: an engine that cannot give up its blocks yet would find others asleep
+                    await asyncio.wait_for(self._pause(clear=True), PHASE_TIMEOUT_S)
+                except Exception as error:
+                    raise self._given_up(f"pausing before sleep failed: {error!r}") from error
                 await self._move("sleep", 1, "keep")
                 self.asleep = True
             return {"version": self.version, "asleep": True}
@@ -368,7 +371,7 @@ class PolicyService:
             if self.asleep:  # and so paused; without a cache there is room for what loading takes
                 await self._move("wake_up", ["weights"])
             else:
-                await asyncio.wait_for(self._pause(), PHASE_TIMEOUT_S)
+                await asyncio.wait_for(self._pause(clear=not self._keep_kv_cache), PHASE_TIMEOUT_S)
             try:
                 loaded = await load()
                 await self._engine.update_weight_version(str(loaded.version))
@@ -388,10 +391,11 @@ class PolicyService:
         self.version, self.path = loaded.version, str(loaded.folder)
         return loaded, time.perf_counter() - paused_at
 
-    async def _pause(self) -> None:
+    async def _pause(self, *, clear: bool) -> None:
         """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
-        labels itself what it samples, so an answer that arrives later still has the old version."""
-        clear = not self._keep_kv_cache
+        labels itself what it samples, so an answer that arrives later still has the old version.
+
+        `clear`: without the key-value cache."""
         if clear:
             await self._engine.renderer.clear_mm_cache_async()
         for tries_left in reversed(range(PAUSE_TRIES)):
