@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
-from prime_hpc.inference.vllm import weight_updates
+from prime_hpc.inference.vllm import server, weight_updates
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.inference.vllm.transfer_engine import DTYPES
 from prime_hpc.inference.vllm.weight_updates import PolicyService
@@ -433,6 +433,25 @@ def test_engines_that_die_end_the_server(world: World) -> None:
         assert len(world.failures) == 1 and "resume" not in world.engine.said
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("failed", "codes", "told"),
+    [
+        ("EngineCore_DP1", {"EngineCore_DP1": -9, "EngineCore_DP0": -15}, " (EngineCore_DP1 was killed by signal 9)"),
+        ("EngineCore_DP0", {"EngineCore_DP0": 1}, ""),  # it has said why
+        (None, {}, ""),
+    ],
+)
+def test_an_engine_that_was_killed_is_named_with_its_signal(
+    failed: str | None, codes: dict[str, int], told: str
+) -> None:
+    manager = SimpleNamespace(failed_proc_name=failed, finished_procs=lambda: codes)
+    engine: Any = SimpleNamespace(errored=True, engine_core=SimpleNamespace())
+    serving: Any = None
+    assert server._problem(engine, serving) == "an engine process died; see its last lines above"
+    engine.engine_core.resources = SimpleNamespace(engine_manager=manager)
+    assert server._problem(engine, serving) == f"an engine process died{told}; see its last lines above"
 
 
 class TwoRanks:
