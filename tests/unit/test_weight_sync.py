@@ -67,7 +67,7 @@ def test_a_version_that_comes_while_a_server_gets_the_one_before_is_loaded_as_we
 def test_engines_that_a_crash_left_asleep_are_woken(
     version: int, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers outlive an attempt that ended while its trainer computed; before version 1 nothing else would wake them."""
+    """Servers outlive an attempt that ended while its trainer computed; before version 1 nothing else wakes them."""
     for name in ("wait_for_artifact", "set_floor"):
         monkeypatch.setattr(weight_sync, name, lambda *args, **kwargs: None)
     server, shared = Server(), Bus()
