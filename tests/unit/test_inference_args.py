@@ -15,6 +15,7 @@ import pytest
 
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.inference import check_version, server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
 from prime_hpc.inference.policy import UnavailableError
@@ -382,6 +383,17 @@ def test_another_models_version_is_refused(tmp_path: Path, tensors: dict[str, li
     version = write_version(tmp_path / "run" / "weights" / "step_000001", 1, tensors)
     with pytest.raises(BadVersionError, match=reason):
         receive_version(VersionReader(tmp_path), version, 1, {"a.weight": (2, 3), "b.weight": (4,)}, tied=False)
+
+
+def test_a_model_that_is_not_on_the_node_is_named(tmp_path: Path) -> None:
+    """A mount that one node lacks; vLLM would say that it is no name of a repository."""
+    tree = {"name": "r", "output_dir": str(tmp_path), "model": {"name": str(tmp_path / "model")}, "inference": {}}
+    made = Experiment.model_validate(tree)
+    write_snapshot(made, made.run_dir, ["test"])
+    command = [sys.executable, "-m", "prime_hpc.inference.main", str(made.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"ValueError: the model {tmp_path}/model: no such directory on " in done.stderr
 
 
 def test_a_version_that_a_node_cannot_read_now_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
