@@ -129,6 +129,10 @@ def test_an_engine_that_refused_something_before_it_died_did_not_die_of_that(tmp
     role.log_file.write_text("\n".join(refused + died))
     became = "an engine died: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
     assert role.cause_of_death() == f"{role.spec.label}: {became}"
+    rest = "".join(f"(Worker_TP{rank} pid=9) ERROR 11-22 23:26:37 [a.py:1]   frame\n" * 200 for rank in range(8))
+    assert len(rest) > 64_000
+    role.log_file.write_text("\n".join([*died, rest]))
+    assert role.cause_of_death() == f"{role.spec.label}: {became}"
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -147,9 +151,7 @@ Root Cause (first observed failure):
   rank      : {rank} (local_rank: {rank})
   exitcode  : {code} (pid: 5)
 """
-WATCHDOG = (
-    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran 600029 ms"
-)
+WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran 600029 ms"
 
 
 @pytest.mark.parametrize("label", ["", "0: [n2] "])

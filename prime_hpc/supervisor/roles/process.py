@@ -37,11 +37,11 @@ _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRe
 Spec = TypeVar("Spec", bound=RoleSpec)
 
 
-def log_tail(path: Path, lines: int = 20) -> str:
+def log_tail(path: Path, lines: int = 20, most_bytes: int = 64_000) -> str:
     """Return the last lines of a log, for the error that names its role."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64_000))
+            file.seek(max(0, path.stat().st_size - most_bytes))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
@@ -297,8 +297,10 @@ class Role:
                     rank = min(own, key=lambda r: rows[r]["time"])
                 return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
-            last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1] if self.is_server else ""
-            told = death_reason(self.spec.backend, words[0], last_start) if self.is_server else words[0]
+            told = words[0]
+            if self.is_server:  # each worker of an engine tells its whole traceback, the first of them the cause
+                last_start = _COMMAND_LINE.split(log_tail(self.log_file, 20_000, 2_000_000))[-1]
+                told = death_reason(self.spec.backend, words[0], last_start)
             return f"{self.spec.label}: {told}"
         code = self.exit_code
         if code == 1 and first is not None:  # torchrun's own, whatever its only rank died of
