@@ -16,6 +16,7 @@ from loguru import logger
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.store import model_files
 from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, verify_artifact
+from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io.files import await_name
 from prime_hpc.weight_transport.transport import VersionReader, transport_of
 
@@ -124,11 +125,10 @@ def receive_version(
     transport = transport_of(manifest)
     try:
         folder = reader.fetch(path, transport)
-    except Unreadable as error:
-        raise UnavailableError(f"version {version}: {error}") from error
+        found = read_signature(folder)
     except (StoreError, OSError) as error:
-        raise BadVersionError(f"{path} cannot be had on this node: {error}") from error
-    found = read_signature(folder)
+        kind = UnavailableError if says_nothing(error) else BadVersionError
+        raise kind(f"{path} cannot be had on this node: {error}") from error
     if expected is not None:
         compare_signatures(found, expected, tied, path)
     return Received(path, transport, folder)
@@ -165,6 +165,11 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
             raise BadVersionError(f"{path} is not this model's: it adapts {matched[1]}, which the model does not have")
         if base[dim] != outer:
             raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
+
+
+def says_nothing(error: Exception) -> bool:
+    """Return whether a failed read tells nothing of what was read: another try, or another node, may well read it."""
+    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in (None, *PROOFS))
 
 
 def verify_version(path: Path, version: int) -> Manifest:

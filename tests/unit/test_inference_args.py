@@ -411,6 +411,15 @@ def test_a_version_that_a_node_cannot_read_now_is_not_refused(tmp_path: Path, mo
     monkeypatch.setattr(reader, "fetch", fails)
     with pytest.raises(UnavailableError, match="cannot be read now"):
         receive_version(reader, folder, 1, None, tied=False)
+    monkeypatch.setattr(reader, "fetch", lambda *_: Path(folder))
+    for number, kind in ((errno.EIO, UnavailableError), (errno.ENOENT, BadVersionError)):
+
+        def breaks(_: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(check_version, "read_signature", breaks)
+        with pytest.raises(kind, match=f"cannot be had on this node.*{os.strerror(number)}"):
+            receive_version(reader, folder, 1, None, tied=False)
 
 
 def test_a_broken_version_is_refused(tmp_path: Path) -> None:

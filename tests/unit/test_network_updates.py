@@ -396,6 +396,25 @@ def test_a_pause_waits_for_blocks_that_come_back_from_host_memory(world: World) 
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(("may_pass", "kind"), [([True, True], UnavailableError), ([True, False], BadVersionError)])
+def test_a_version_that_workers_cannot_read_is_refused_only_where_it_is_at_fault(
+    may_pass: list[bool], kind: type[Exception], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(worker: Worker, folder: str, transport: str) -> dict[str, Any]:
+        return {"rank": str(worker.rank), "error": "no", "may_pass": may_pass[worker.rank]}
+
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publisher.sender.close()  # type: ignore[attr-defined]
+        monkeypatch.setattr(Worker, "policy_open", fails)
+        with pytest.raises(kind, match="cannot be read by 2 of 2 workers: 0: no"):
+            await world.update(1)
+        assert "pause" not in world.engine.said and not world.failures
+
+    asyncio.run(go())
+
+
 def test_sleep_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:
     """No engine sleeps before all have paused: what resumed one that sleeps would have it compute without memory."""
     calls, engine = world.engine.call_utility_all_async, world.engine

@@ -311,11 +311,11 @@ class PolicyService:
     async def _open(self, received: Received) -> None:
         """Have every worker open a version's files."""
         opened = await self._on_every_worker("policy_open", str(received.published), received.transport)
-        errors = [f"{row['rank']}: {row['error']}" for row in opened if "error" in row]
-        if errors:
-            raise BadVersionError(
-                f"{received.published} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}"
-            )
+        failed = [row for row in opened if "error" in row]
+        if failed:
+            kind = UnavailableError if all(row["may_pass"] for row in failed) else BadVersionError
+            count, first = f"{len(failed)} of {len(opened)} workers", failed[0]
+            raise kind(f"{received.published} cannot be read by {count}: {first['rank']}: {first['error']}")
         deadline = time.monotonic() + STAGE_S
         while not all(row["is_staged"] for row in opened) and time.monotonic() < deadline:
             await asyncio.sleep(STAGE_LOOK_S)
