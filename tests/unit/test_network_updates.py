@@ -109,9 +109,11 @@ class Engine:
         self.num_busy = 0
         self._pool = ThreadPoolExecutor(NUM_WORKERS)
         text = SimpleNamespace(tie_word_embeddings=False)
-        self.model_config = SimpleNamespace(hf_text_config=text, model=str(model))
+        self.model_config = SimpleNamespace(hf_text_config=text, model=str(model), is_moe=False)
         self.vllm_config = SimpleNamespace(
-            weight_transfer_config=SimpleNamespace(backend="prime_hpc"), lora_config=None
+            weight_transfer_config=SimpleNamespace(backend="prime_hpc"),
+            lora_config=None,
+            parallel_config=SimpleNamespace(data_parallel_size=NUM_WORKERS),
         )
         self.engine_core = self.renderer = self
 
@@ -264,6 +266,26 @@ def test_a_server_that_cannot_join_is_not_paused_for_it_and_gets_whole_versions(
             expected = world.publish(version)
             assert (await world.update(version))["version"] == version and world.serves(expected)
             assert (world.run.weights_step(version) / "model.safetensors").exists() == (version == 3)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("can_join", [True, False])
+def test_engines_that_compute_together_stand_still_while_they_join(
+    can_join: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixture of experts: one would wait for another's join, which waits in a step for the first one."""
+    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+    world.engine.model_config.is_moe = True
+    if not can_join:
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: {"rank": "1", "error": "no way"})
+
+    async def go() -> None:
+        await world.service.start()
+        expected = world.publish(1)
+        assert (await world.update(1))["version"] == 1 and world.serves(expected)
+        loads = ["pause", "policy_receive"] if can_join else ["policy_open", "pause", "policy_apply"]
+        assert world.engine.said[2:] == ["pause", "policy_join", "resume", *loads, "label 1", "resume"]
 
     asyncio.run(go())
 

@@ -16,9 +16,10 @@ the cache, with which sampling goes on. What they were asked for meanwhile has w
 """
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class PolicyService:
         num_workers = len(await self._on_every_worker("policy_start"))
         secret = os.environ.get(BUS, "").rpartition("@")[0]
         if self._engine.vllm_config.weight_transfer_config is not None and secret:
-            self._network = NetworkUpdates(secret, self._on_every_worker, num_workers)
+            self._network = NetworkUpdates(secret, self._on_every_worker, num_workers, self._still)
         if self._keep_kv_cache:
             self._share_within_version()
         await self._engine.update_weight_version(str(BASE_VERSION))
@@ -390,6 +391,24 @@ class PolicyService:
             raise self._given_up(self._failure or f"pausing or resuming for {what} failed: {error!r}") from error
         self.version, self.path = loaded.version, str(loaded.folder)
         return loaded, time.perf_counter() - paused_at
+
+    @contextlib.asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """Pause engines that compute their steps together, and change nothing: of a mixture of experts."""
+        num_engines = self._engine.vllm_config.parallel_config.data_parallel_size
+        if self.asleep or num_engines == 1 or not self._engine.model_config.is_moe:
+            yield
+            return
+        try:
+            await asyncio.wait_for(self._pause(clear=False), PHASE_TIMEOUT_S)
+            try:
+                yield
+            finally:
+                await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise self._given_up(f"joining the trainer failed: {error!r}") from error
 
     async def _pause(self, *, clear: bool) -> None:
         """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
