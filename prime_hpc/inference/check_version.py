@@ -13,8 +13,10 @@ from pathlib import Path
 
 from loguru import logger
 
+from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.store import model_files
 from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, verify_artifact
+from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io.files import await_name
 from prime_hpc.weight_transport.transport import VersionReader, transport_of
 
@@ -115,6 +117,7 @@ def receive_version(
     Raises:
         BadVersionError: it is incomplete or belongs to another model; says what is wrong, and with which file or
             tensor.
+        UnavailableError: it cannot be read now.
     """
     manifest = verify_version(path, version)
     if ADAPTER in manifest.files:
@@ -122,9 +125,10 @@ def receive_version(
     transport = transport_of(manifest)
     try:
         folder = reader.fetch(path, transport)
+        found = read_signature(folder)
     except (StoreError, OSError) as error:
-        raise BadVersionError(f"{path} cannot be had on this node: {error}") from error
-    found = read_signature(folder)
+        kind = UnavailableError if says_nothing(error) else BadVersionError
+        raise kind(f"{path} cannot be had on this node: {error}") from error
     if expected is not None:
         compare_signatures(found, expected, tied, path)
     return Received(path, transport, folder)
@@ -163,6 +167,11 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
             raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
 
 
+def says_nothing(error: Exception) -> bool:
+    """Return whether a failed read tells nothing of what was read: another try, or another node, may well read it."""
+    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in (None, *PROOFS))
+
+
 def verify_version(path: Path, version: int) -> Manifest:
     """Return the manifest of a version that is complete.
 
@@ -172,13 +181,16 @@ def verify_version(path: Path, version: int) -> Manifest:
 
     Raises:
         BadVersionError: it is incomplete, or another version.
+        UnavailableError: it cannot be read now, which says nothing of the version: another node may well read it.
     """
     try:
         if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
             with contextlib.suppress(ArtifactError, Unreadable):  # what is wrong is said below
                 await_name(path, deadline_s=NAME_VISIBLE_S)
         manifest = verify_artifact(path, deadline_s=VISIBLE_S)
-    except (ArtifactError, Unreadable, OSError) as error:
+    except Unreadable as error:
+        raise UnavailableError(f"version {version}: {error}") from error
+    except (ArtifactError, OSError) as error:
         raise BadVersionError(f"{path} is not a complete weight version: {error}") from error
     if manifest.version is not None and manifest.version != version:
         raise BadVersionError(f"{path} holds version {manifest.version}, not {version}")

@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: Path, status: Any) -> None:
     """Bind the port and hand over to the backend."""
     config, section_key = section(experiment), SECTIONS[args.role]
+    _require_model(experiment.model.name)
     device = planned_device(experiment.device)
     backend = check_backend(experiment, section_key, device)
     sock = None if config.headless else _bind(config.server.host, port, f"{section_key}.server.port")
@@ -121,6 +122,16 @@ def _default_port(experiment: Experiment, replica: int) -> int:
     """Of a server that was told none: the config's, 0 for a free one."""
     first = first_port(experiment, section(experiment))
     return first + replica if first else 0
+
+
+def _require_model(name: str) -> None:
+    """Refuse a path at which nothing is, which backends take for a name at the hub and say nothing of paths.
+
+    Raises:
+        ValueError: that.
+    """
+    if name.startswith(("/", ".")) and not Path(name).exists():
+        raise ValueError(f"the model {name}: no such directory on {socket.gethostname()}")
 
 
 def _bind(host: str, port: int, key: str) -> socket.socket:

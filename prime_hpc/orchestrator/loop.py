@@ -164,6 +164,7 @@ class Orchestrator:
             ready_timeout_s=parts.ready_timeout_s,
             on_change=self._served_changed,
             name=parts.served_as,
+            sleeps=exp.engines_sleep,
         )
         carried_from = 0 if config.bench else parts.incarnation
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)

@@ -49,8 +49,10 @@ class WeightSync:
         ready_timeout_s: float,
         on_change: Callable[[], None],
         name: str = POLICY,
+        sleeps: bool = False,
     ) -> None:
         """`name`: under which the servers know this run's policy; of several runs on the same servers, the run's id.
+        `sleeps`: an attempt that crashed may have left the engines asleep (`inference.sleep`).
         `on_change()` is called in the event loop when the served version or the set of ready servers changed, and
         when an update begins."""
         self._paths = paths
@@ -60,7 +62,7 @@ class WeightSync:
         self._incarnation = incarnation
         self._ready_timeout_s = ready_timeout_s
         self._on_change = on_change
-        self._name = name
+        self._name, self._sleeps = name, sleeps
         self._locks = [asyncio.Lock() for _ in clients]
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._lost: set[int] = set()
@@ -245,8 +247,8 @@ class WeightSync:
             found = await self._found(index)
             if version > 0:
                 await client.update_weights(self._paths.weights_step(version), version, self._name)
-            elif found != 0:
-                if found != NOTHING:
+            elif found != 0 or self._sleeps:  # of the base model this is no more than to wake it
+                if found not in (0, NOTHING):
                     logger.info(f"{url} serves version {found} of an earlier run; back to the base model")
                 await self._serve_base(client)
         except InferenceError as error:

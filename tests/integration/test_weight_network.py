@@ -77,6 +77,7 @@ def received(folder: Path, secret: str, num_workers: int = 1) -> dict[str, list[
                 where["host"],
                 torch.device("cpu"),
             )
+            group.connect()
             came = b""
             go.wait(SOON_S)
             for bucket in buckets(layout):

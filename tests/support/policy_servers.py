@@ -18,6 +18,7 @@ class Server:
         self.refuses: set[int] = set()
         self.base_url = ""
         self.is_up = True
+        self.is_asleep = False
 
     def move(self, base_url: str) -> None:
         self.base_url = base_url
@@ -41,7 +42,11 @@ class Server:
             await held.wait()
         if version in self.refuses:
             raise InferenceError(f"{folder} is not there", status=400)
-        self.version = version
+        self.version, self.is_asleep = version, False
+        return {}
+
+    async def reload_weights(self) -> dict[str, Any]:
+        self.version, self.is_asleep = 0, False
         return {}
 
 

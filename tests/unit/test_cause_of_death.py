@@ -102,3 +102,85 @@ def test_a_server_whose_engine_failed_gives_the_engines_reason(
     assert role.cause_of_death() == f"{role.spec.label}: {became}: torch.OutOfMemoryError: CUDA out of memory"
     role.log_file.write_text("nothing of an engine\n")
     assert role.cause_of_death() == f"{role.spec.label}: {words}"
+
+
+def test_an_engine_that_refused_something_before_it_died_did_not_die_of_that(tmp_path: Path) -> None:
+    context = RoleContext(role="inference", run_dir=tmp_path)
+    role = Role(RoleSpec(name="inference", command=["true"], start_timeout_s=60.0), context.log_dir, {"PATH": "/bin"})
+    role.start()
+    role.reap()
+    words = "RuntimeError: an engine process died (EngineCore was killed by signal 9); see its last lines above"
+    RoleStatus(context).failed(words)
+    core = "(EngineCore pid=4) ERROR 11-22 23:26:36 [core.py:1750] "
+    worker = "(Worker_TP1 pid=5) ERROR 11-22 23:26:36 [multiproc_executor.py:1063] "
+    refused = [
+        worker + "WorkerProc hit an exception.",
+        worker + "ValueError: the adapter's rank is 64",
+        core + "Invocation of add_lora method failed",
+        core + "RuntimeError: Worker failed with error 'the adapter's rank is 64'",
+    ]
+    role.log_file.write_text("\n".join(refused))
+    assert role.cause_of_death() == f"{role.spec.label}: {words}"
+    died = [
+        core + "Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.",
+        core + "EngineCore encountered a fatal error.",
+        core + "RuntimeError: Executor failed.",
+    ]
+    role.log_file.write_text("\n".join(refused + died))
+    became = "an engine died: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
+    assert role.cause_of_death() == f"{role.spec.label}: {became}"
+    rest = "".join(f"(Worker_TP{rank} pid=9) ERROR 11-22 23:26:37 [a.py:1]   frame\n" * 200 for rank in range(8))
+    assert len(rest) > 64_000
+    role.log_file.write_text("\n".join([*died, rest]))
+    assert role.cause_of_death() == f"{role.spec.label}: {became}"
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "main.py", line 46, in <module>
+    import xxhash
+    ^^^^^^^^^^^^^
+ImportError: libxxhash.so.0: cannot open shared object file
+"""
+TORCHRUNS = """Traceback (most recent call last):
+  File "torchrun.py", line 76, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\x20
+============================================================
+Root Cause (first observed failure):
+[0]:
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 5)
+"""
+WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran 600029 ms"
+
+
+@pytest.mark.parametrize("label", ["", "0: [n2] "])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_program_that_ended_before_it_could_report_is_read_in_its_log(
+    tmp_path: Path, num_processes: int, label: str
+) -> None:
+    log_dir = RoleContext(role="trainer", run_dir=tmp_path).log_dir
+    spec = RoleSpec(name="trainer", command=["false"], start_timeout_s=60.0, num_processes=num_processes)
+    role = Role(spec, log_dir, {"PATH": "/usr/bin:/bin"})
+    role.start()
+    role.reap()
+    told = f"$ trainer\n{TRACEBACK}{TORCHRUNS.format(rank=0, code=1)}"
+    role.log_file.write_text("".join(label + line for line in told.splitlines(keepends=True)))
+    reason = "ended with exit code 1: ImportError: libxxhash.so.0: cannot open shared object file"
+    assert role.cause_of_death() == f"trainer{' rank 0' if num_processes > 1 else ''} {reason}"
+
+
+def test_a_rank_that_native_code_ended_is_read_in_its_standard_error(tmp_path: Path) -> None:
+    """NCCL's watchdog ends the process: the rank itself says nothing, and the others that they were ended."""
+    log_dir = RoleContext(role="trainer", run_dir=tmp_path).log_dir
+    spec = RoleSpec(name="trainer", command=["false"], start_timeout_s=60.0, num_processes=2)
+    role = Role(spec, log_dir, {"PATH": "/usr/bin:/bin"})
+    role.start()
+    role.reap()
+    RoleStatus(RoleContext(role="trainer", run_dir=tmp_path, index=0)).failed("rank 0: ended by SIGTERM")
+    role.log_file.write_text("$ trainer\n" + TORCHRUNS.format(rank=1, code=-6))
+    stderr = log_dir / "rank_1.stderr.log"
+    stderr.write_text(f"[rank1]:[E1126 ProcessGroupNCCL.cpp:683] {WATCHDOG}\nframe #0: c10::Error\n")
+    assert role.cause_of_death() == f"trainer rank 1 was killed by signal 6: {WATCHDOG}"
+    stderr.write_text("terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: no device\n")
+    assert role.cause_of_death() == "trainer rank 1 was killed by signal 6: CUDA error: no device"

@@ -15,10 +15,12 @@ import pytest
 
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.inference import server_process
+from prime_hpc.config.snapshot import write_snapshot
+from prime_hpc.inference import check_version, server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
+from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm.args import NUM_WORKERS, Device, build_argv, build_env
-from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.artifact import ArtifactWriter, Unreadable
 from prime_hpc.weight_transport.transport import VersionReader
 
 
@@ -381,6 +383,43 @@ def test_another_models_version_is_refused(tmp_path: Path, tensors: dict[str, li
     version = write_version(tmp_path / "run" / "weights" / "step_000001", 1, tensors)
     with pytest.raises(BadVersionError, match=reason):
         receive_version(VersionReader(tmp_path), version, 1, {"a.weight": (2, 3), "b.weight": (4,)}, tied=False)
+
+
+def test_a_model_that_is_not_on_the_node_is_named(tmp_path: Path) -> None:
+    """A mount that one node lacks; vLLM would say that it is no name of a repository."""
+    tree = {"name": "r", "output_dir": str(tmp_path), "model": {"name": str(tmp_path / "model")}, "inference": {}}
+    made = Experiment.model_validate(tree)
+    write_snapshot(made, made.run_dir, ["test"])
+    command = [sys.executable, "-m", "prime_hpc.inference.main", str(made.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"ValueError: the model {tmp_path}/model: no such directory on " in done.stderr
+
+
+def test_a_version_that_a_node_cannot_read_now_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal ends the run; a mount that is gone on one node (EIO, ESTALE) costs that node's server alone."""
+    folder = write_version(tmp_path / "run" / "weights" / "step_000001", 1, MODEL)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise Unreadable(folder / "manifest.json", "Stale file handle", errno.ESTALE)
+
+    monkeypatch.setattr(check_version, "verify_artifact", fails)
+    with pytest.raises(UnavailableError, match="version 1: .*cannot be read now: Stale file handle"):
+        receive_version(VersionReader(tmp_path), folder, 1, None, tied=False)
+    monkeypatch.undo()
+    reader = VersionReader(tmp_path)
+    monkeypatch.setattr(reader, "fetch", fails)
+    with pytest.raises(UnavailableError, match="cannot be read now"):
+        receive_version(reader, folder, 1, None, tied=False)
+    monkeypatch.setattr(reader, "fetch", lambda *_: Path(folder))
+    for number, kind in ((errno.EIO, UnavailableError), (errno.ENOENT, BadVersionError)):
+
+        def breaks(_: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(check_version, "read_signature", breaks)
+        with pytest.raises(kind, match=f"cannot be had on this node.*{os.strerror(number)}"):
+            receive_version(reader, folder, 1, None, tied=False)
 
 
 def test_a_broken_version_is_refused(tmp_path: Path) -> None:

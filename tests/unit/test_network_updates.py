@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
+from prime_hpc.inference.vllm import server, weight_updates
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.inference.vllm.transfer_engine import DTYPES
 from prime_hpc.inference.vllm.weight_updates import PolicyService
@@ -69,6 +71,8 @@ class Worker:
             )
             for w in said["groups"]
         ]
+        for group in self.groups:
+            group.connect()
         return {"rank": str(self.rank)}
 
     def policy_receive(self, part: dict[str, Any], is_first: bool, is_last: bool) -> dict[str, Any]:
@@ -105,9 +109,11 @@ class Engine:
         self.num_busy = 0
         self._pool = ThreadPoolExecutor(NUM_WORKERS)
         text = SimpleNamespace(tie_word_embeddings=False)
-        self.model_config = SimpleNamespace(hf_text_config=text, model=str(model))
+        self.model_config = SimpleNamespace(hf_text_config=text, model=str(model), is_moe=False)
         self.vllm_config = SimpleNamespace(
-            weight_transfer_config=SimpleNamespace(backend="prime_hpc"), lora_config=None
+            weight_transfer_config=SimpleNamespace(backend="prime_hpc"),
+            lora_config=None,
+            parallel_config=SimpleNamespace(data_parallel_size=NUM_WORKERS),
         )
         self.engine_core = self.renderer = self
 
@@ -241,6 +247,65 @@ def test_a_version_that_broke_off_is_a_whole_one_instead_and_then_joins_anew(wor
     asyncio.run(go())
 
 
+def test_a_server_that_cannot_join_is_not_paused_for_it_and_gets_whole_versions(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run stands still for ever: no server has a version that lies in no files, and no batch for a next one."""
+    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+    joins = Worker.policy_join
+
+    async def go() -> None:
+        await world.service.start()
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: {"rank": "1", "error": "no way to the trainer"})
+        for version in (1, 2):
+            expected = world.publish(version)
+            assert (await world.update(version))["version"] == version and world.serves(expected)
+        assert world.engine.said[2:8] == ["policy_join", "policy_open", "pause", "policy_apply", "label 1", "resume"]
+        monkeypatch.setattr(Worker, "policy_join", joins)
+        for version in (3, 4):
+            expected = world.publish(version)
+            assert (await world.update(version))["version"] == version and world.serves(expected)
+            assert (world.run.weights_step(version) / "model.safetensors").exists() == (version == 3)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("can_join", [True, False])
+def test_engines_that_compute_together_stand_still_while_they_join(
+    can_join: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixture of experts: one would wait for another's join, which waits in a step for the first one."""
+    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+    world.engine.model_config.is_moe = True
+    if not can_join:
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: {"rank": "1", "error": "no way"})
+
+    async def go() -> None:
+        await world.service.start()
+        expected = world.publish(1)
+        assert (await world.update(1))["version"] == 1 and world.serves(expected)
+        loads = ["pause", "policy_receive"] if can_join else ["policy_open", "pause", "policy_apply"]
+        assert world.engine.said[2:] == ["pause", "policy_join", "resume", *loads, "label 1", "resume"]
+
+    asyncio.run(go())
+
+
+def test_a_join_that_never_ends_ends_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may wait for ever for a way that a firewall closes, and the engines with it, as if they were paused."""
+    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        monkeypatch.setattr(weight_updates, "PHASE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: time.sleep(0.6))
+        with pytest.raises(PolicyFailedError, match="joining the trainer took longer than"):
+            await world.update(1)
+        assert len(world.failures) == 1 and "pause" not in world.engine.said
+
+    asyncio.run(go())
+
+
 def test_without_any_whole_version_the_base_model_stands_in(world: World) -> None:
     async def go() -> None:
         await world.service.start()
@@ -353,6 +418,47 @@ def test_a_pause_waits_for_blocks_that_come_back_from_host_memory(world: World) 
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(("may_pass", "kind"), [([True, True], UnavailableError), ([True, False], BadVersionError)])
+def test_a_version_that_workers_cannot_read_is_refused_only_where_it_is_at_fault(
+    may_pass: list[bool], kind: type[Exception], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(worker: Worker, folder: str, transport: str) -> dict[str, Any]:
+        return {"rank": str(worker.rank), "error": "no", "may_pass": may_pass[worker.rank]}
+
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publisher.sender.close()  # type: ignore[attr-defined]
+        monkeypatch.setattr(Worker, "policy_open", fails)
+        with pytest.raises(kind, match="cannot be read by 2 of 2 workers: 0: no"):
+            await world.update(1)
+        assert "pause" not in world.engine.said and not world.failures
+
+    asyncio.run(go())
+
+
+def test_sleep_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:
+    """No engine sleeps before all have paused: what resumed one that sleeps would have it compute without memory."""
+    calls, engine = world.engine.call_utility_all_async, world.engine
+
+    async def call(method: str, *args: Any) -> Any:
+        if method != "sleep":
+            return await calls(method, *args)
+        if engine.num_busy:
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+        return engine.said.append(method)
+
+    engine.call_utility_all_async = call  # type: ignore[method-assign, assignment]
+
+    async def go() -> None:
+        await world.service.start()
+        engine.num_busy = 2
+        assert (await world.service.sleep())["asleep"] and not world.failures
+        assert engine.said[2:] == ["pause", "resume", "pause", "resume", "pause", "sleep"]
+
+    asyncio.run(go())
+
+
 def test_engines_that_die_end_the_server(world: World) -> None:
     async def go() -> None:
         await world.service.start()
@@ -368,6 +474,25 @@ def test_engines_that_die_end_the_server(world: World) -> None:
         assert len(world.failures) == 1 and "resume" not in world.engine.said
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("failed", "codes", "told"),
+    [
+        ("EngineCore_DP1", {"EngineCore_DP1": -9, "EngineCore_DP0": -15}, " (EngineCore_DP1 was killed by signal 9)"),
+        ("EngineCore_DP0", {"EngineCore_DP0": 1}, ""),  # it has said why
+        (None, {}, ""),
+    ],
+)
+def test_an_engine_that_was_killed_is_named_with_its_signal(
+    failed: str | None, codes: dict[str, int], told: str
+) -> None:
+    manager = SimpleNamespace(failed_proc_name=failed, finished_procs=lambda: codes)
+    engine: Any = SimpleNamespace(errored=True, engine_core=SimpleNamespace())
+    serving: Any = None
+    assert server._problem(engine, serving) == "an engine process died; see its last lines above"
+    engine.engine_core.resources = SimpleNamespace(engine_manager=manager)
+    assert server._problem(engine, serving) == f"an engine process died{told}; see its last lines above"
 
 
 class TwoRanks:
@@ -510,6 +635,45 @@ def test_a_group_of_gpus_outlives_its_peers(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError):
         made_here.broadcast(torch.ones(1))
     assert made[0].environ["aborted"] == "yes"
+
+
+def test_a_group_of_gpus_is_connected_by_a_byte_when_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects in the first operation, in a call that waits for who has not come for ever."""
+    said: list[Any] = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *_: Any) -> None:
+            said.append("made")
+
+        def broadcast(self, tensors: Any, options: Any) -> Any:
+            said.append(tensors[0].nbytes)
+            return SimpleNamespace(wait=lambda: None)
+
+        def abort(self) -> None:
+            said.append("aborted")
+
+    @contextlib.contextmanager
+    def beside(group: Group) -> Iterator[None]:
+        said.append("beside")
+        yield
+
+    monkeypatch.setattr(network_group, "JOIN_S", 0.2)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(Group, "beside", beside)
+    store: Any = dist.HashStore()
+    cpu = torch.device("cpu")
+    sender = Group(store, "g", 0, 2, "nccl", "127.0.0.1", cpu)
+    with pytest.raises(RuntimeError, match="(?i)wait timeout"):
+        sender.connect()
+    assert said == ["made", "aborted"]
+    said.clear()
+    members = [Group(store, "h", rank, 2, "nccl", "127.0.0.1", cpu) for rank in (0, 1)]
+    for member in members:
+        member.connect()
+    assert said == ["made", "made", "beside", 1, "beside", 1]
 
 
 def test_a_gpu_sends_on_a_stream_of_the_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

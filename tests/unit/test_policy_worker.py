@@ -1,6 +1,9 @@
 """Our mixin in a vLLM worker: what it does before the worker builds its model."""
 
+import errno
 import logging
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,3 +57,17 @@ def test_routers_are_in_float32_before_there_is_a_model(
     Worker.__bases__ = (*Worker.__bases__, PolicyWorker)
     made = Worker(vllm_config=SimpleNamespace(additional_config=additional), rank=0)
     assert isinstance(made, PolicyWorker) and calls == ["gates"] * wanted + ["built"]
+
+
+@pytest.mark.parametrize(("number", "may_pass"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOENT, False)])
+def test_a_worker_says_whether_a_version_may_be_read_later(tmp_path: Path, number: int, may_pass: bool) -> None:
+    """Of a group over nodes one may have lost the file system: a version that is refused ends the run."""
+
+    def fetch(*_: Any) -> Path:
+        raise OSError(number, os.strerror(number))
+
+    worker: Any = PolicyWorker.__new__(PolicyWorker)
+    worker.rank, worker._policy_reader = 3, SimpleNamespace(fetch=fetch)
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=1))
+    row = worker.policy_open(str(tmp_path), "files")
+    assert row["rank"] == "dp1/rank3" and row["may_pass"] == may_pass and os.strerror(number) in row["error"]

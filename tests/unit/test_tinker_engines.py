@@ -17,7 +17,7 @@ from prime_hpc.trainer.tinker.engines import Engines, _Server
 from prime_hpc.trainer.tinker.paths import Index, Shape, Shelf, new_save
 from prime_hpc.trainer.tinker.requests import CreateSession, SaveWeights
 from prime_hpc.trainer.tinker.service import Service
-from prime_hpc.trainer.tinker.sessions import Line
+from prime_hpc.trainer.tinker.sessions import Future, Line
 
 ROOM = 2
 SESSION = "0123456789abcdef" * 2
@@ -191,6 +191,34 @@ def test_requests_in_flight_at_a_server_that_is_in_doubt_are_counted_once(is_ano
             await asyncio.gather(*slow, return_exceptions=True)
             await waiting
             await engines._ask({}, saved(ROOM + 1))
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_engines_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client says why it waits only if the service does: for minutes, while engines start or start again."""
+    monkeypatch.setattr("prime_hpc.trainer.tinker.engines.RETRY_S", 0.01)
+
+    async def main() -> None:
+        client = Client()
+        ours = engines_of(client)
+        stated = {"model": {"name": "base", "lora": {}}, "trainer": {"max_concurrent_runs": 2, "tinker": {}}}
+        service = Service(Experiment.model_validate(stated), Shelf(tmp_path), ours, "base", 64)
+        service._futures["s:1"], service._futures["m:1"] = Future(""), Future("m")
+        monkeypatch.setattr(service.board, "has_slot", lambda model_id: False)
+        wanted = SimpleNamespace(prompt=SimpleNamespace(chunks=[]))
+        monkeypatch.setattr(ours, "_body", lambda *_: {})
+        monkeypatch.setattr("prime_hpc.trainer.tinker.engines._written", lambda *_: b"samples")
+        assert service.waits_for("s:1") == "" and service.waits_for("unknown") == ""
+        assert service.waits_for("m:1") == "every adapter slot of this service is taken"
+        client.fails = [InferenceError("connection refused")] * 2
+        sampling: Any = ours.sample
+        request = asyncio.create_task(sampling(wanted, None, 64))
+        async with asyncio.timeout(DEADLINE_S):
+            while not service.waits_for("s:1"):
+                await asyncio.sleep(0)
+            assert service.waits_for("s:1") == "the engines do not answer (connection refused)"
+            assert await request == b"samples" and service.waits_for("s:1") == ""
 
     asyncio.run(main())
 

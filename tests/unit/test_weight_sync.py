@@ -63,6 +63,31 @@ def test_a_version_that_comes_while_a_server_gets_the_one_before_is_loaded_as_we
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("version", "found"), [(0, 0), (0, 4), (3, 3)])
+def test_engines_that_a_crash_left_asleep_are_woken(
+    version: int, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers outlive an attempt that ended while its trainer computed; before version 1 nothing else wakes them."""
+    for name in ("wait_for_artifact", "set_floor"):
+        monkeypatch.setattr(weight_sync, name, lambda *args, **kwargs: None)
+    server, shared = Server(), Bus()
+    server.version, server.is_asleep = found, True
+    clients: list[Any] = [server]
+    bus: Any = shared
+    sync = weight_sync.WeightSync(
+        RunPaths(tmp_path),
+        clients,
+        ServerTable(["a"], 0.0),
+        bus,
+        incarnation=2,
+        ready_timeout_s=5,
+        on_change=lambda: None,
+        sleeps=True,
+    )
+    asyncio.run(sync.prepare(version))
+    assert server.version == version and not server.is_asleep
+
+
 @pytest.fixture
 def watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,10 +23,18 @@ _ENGINE_FAILED = {
     re.compile(r"an engine process died"): "an engine died",
 }
 """Words by which a server points to an engine -> what became of that."""
+_ENGINES_WORD = r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] "
 _ENGINES_REASON = re.compile(
-    r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE
+    _ENGINES_WORD + r"(\w+(?:\.\w+)*: .+|Worker proc \S+ died unexpectedly \(.+?\))", re.MULTILINE
 )
-"""The last line of a traceback that an engine, or a worker of one that has several, wrote into its server's log."""
+"""The last line of a traceback that an engine, or a worker of one that has several, wrote into its server's log; and
+what an engine says of a worker that was killed."""
+_ENGINE_SURVIVED = re.compile(_ENGINES_WORD + "Invocation of .+ method failed")
+"""Above the traceback of a request that an engine refused: it serves on."""
+_ENGINE_ENDS = re.compile(
+    _ENGINES_WORD + r"(?:EngineCore failed to start|EngineCore encountered a fatal|WorkerProc |Worker proc )"
+)
+"""Begins the words of an engine that ends, or of its workers."""
 
 
 class VllmBackend:
@@ -85,8 +93,12 @@ class VllmBackend:
     def death_reason(self, words: str, log: str) -> str:
         """Return the words of the engine that failed first, where the server only points to them."""
         became = next((text for pattern, text in _ENGINE_FAILED.items() if pattern.search(words)), None)
-        reasons = _ENGINES_REASON.findall(log) if became is not None else []
-        return f"{became}: {reasons[0]}" if reasons else words
+        if became is None:
+            return words
+        survived = [found.end() for found in _ENGINE_SURVIVED.finditer(log)]
+        ends = _ENGINE_ENDS.search(log, survived[-1] if survived else 0)
+        reason = _ENGINES_REASON.search(log, ends.start()) if ends else None
+        return f"{became}: {reason[1]}" if reason else words
 
     def serve(self, start: Start) -> None:
         """Set the stage, import vLLM, serve."""

@@ -1,14 +1,18 @@
 """A server's side of versions that come over the network: it joins the trainer's ranks, and has them send.
 
-    prepare  | join each rank, unless joined (all workers, at once)  |  each rank holds the version   requests go on
+    prepare  | join each rank, unless joined (all workers, at once)  |  each rank holds the version   requests go on (1)
     receive  | rank by rank: it sends, every worker receives                                          paused
     leave    | after anything that went wrong: the next `prepare` joins anew
+
+(1) But for `still`: engines that compute their steps together pause while they join. One waits there for the others,
+and would wait for one whose step waits for it.
 
 All calls from one event loop, one after another.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from prime_hpc.weight_transport.network.link import ANSWER_S, TrainerLink, Trans
 Rows = list[dict[str, Any]]
 OnWorkers = Callable[..., Awaitable[Rows]]
 """Calls a method on every worker of every engine; an answer of each."""
+Still = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,14 @@ def read_offer(folder: Path, version: int, expected: Signature | None, tied: boo
 class NetworkUpdates:
     """The links of one server."""
 
-    def __init__(self, secret: str, on_workers: OnWorkers, num_workers: int) -> None:
+    def __init__(self, secret: str, on_workers: OnWorkers, num_workers: int, still: Still) -> None:
         """Args:
         secret: of the job.
         on_workers: see `OnWorkers`.
         num_workers: of all engines.
+        still: while workers may wait for each other.
         """
-        self._secret, self._on_workers, self._num_workers = secret, on_workers, num_workers
+        self._secret, self._on_workers, self._num_workers, self._still = secret, on_workers, num_workers, still
         self._links: list[TrainerLink] = []
         self._joined: tuple[str, ...] = ()
         """The session, and the addresses of its ranks."""
@@ -112,7 +118,8 @@ class NetworkUpdates:
             return found
 
         groups = await asyncio.to_thread(ask)
-        rows = await self._on_workers("policy_join", {"backend": sent.backend, "size": size, "groups": groups})
+        async with self._still():
+            rows = await self._on_workers("policy_join", {"backend": sent.backend, "size": size, "groups": groups})
         _check(rows, "did not join the trainer")
         for link in self._links:
             await asyncio.to_thread(link.joined, JOIN_S)

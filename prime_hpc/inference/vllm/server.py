@@ -212,8 +212,16 @@ def _import_model_class(model: str) -> None:
 def _problem(engine: AsyncLLM, serving: asyncio.Task) -> str | None:
     """Return the reason that serving must end, though nobody said so; None: there is none."""
     if engine.errored:
-        return "an engine process died; see its last lines above"
+        return f"an engine process died{_of_what(engine)}; see its last lines above"
     return "the HTTP server ended by itself" if serving.done() else None
+
+
+def _of_what(engine: AsyncLLM) -> str:
+    """Name the signal that ended an engine: the kernel's, where memory was short, lets it say nothing."""
+    manager: Any = getattr(getattr(engine.engine_core, "resources", None), "engine_manager", None)
+    name = manager.failed_proc_name if manager is not None else None
+    code = manager.finished_procs().get(name, 0) if name is not None else 0
+    return f" ({name} was killed by signal {-code})" if code < 0 else ""
 
 
 async def _stop_http(engine: AsyncLLM, server: NoSignalServer, serving: asyncio.Task) -> None:

@@ -72,13 +72,16 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
         self.shutdown()
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
-        joined: list[Group] = []
-        for where in init_info.groups:
-            store = connect(where["host"], where["port"])
-            joined.append(
-                Group(store, where["name"], rank, init_info.size, init_info.backend, where["host"], self.device)
-            )
-        self._groups = tuple(joined)
+        try:
+            for where in init_info.groups:
+                store = connect(where["host"], where["port"])
+                group = Group(store, where["name"], rank, init_info.size, init_info.backend, where["host"], self.device)
+                self._groups += (group,)
+            for group in self._groups:  # not before all are there: each may take NCCL a second, and no rank waits long
+                group.connect()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def start_weight_update(self) -> None:
         """Make layers ready to be loaded again."""

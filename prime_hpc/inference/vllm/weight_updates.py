@@ -16,9 +16,10 @@ the cache, with which sampling goes on. What they were asked for meanwhile has w
 """
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class PolicyService:
         num_workers = len(await self._on_every_worker("policy_start"))
         secret = os.environ.get(BUS, "").rpartition("@")[0]
         if self._engine.vllm_config.weight_transfer_config is not None and secret:
-            self._network = NetworkUpdates(secret, self._on_every_worker, num_workers)
+            self._network = NetworkUpdates(secret, self._on_every_worker, num_workers, self._still)
         if self._keep_kv_cache:
             self._share_within_version()
         await self._engine.update_weight_version(str(BASE_VERSION))
@@ -183,7 +184,10 @@ class PolicyService:
 
         Raises:
             UnavailableError: the trainer does not have it any more, or is gone, and it does not lie in files.
+            PolicyFailedError: an engine joins it for ever, and does nothing else; the server ends.
         """
+        if self._failure is not None:
+            raise PolicyFailedError(self._failure)
         start = time.perf_counter()
         offer = await asyncio.to_thread(read_offer, folder, version, self._base_signature, self._tied)
         if offer is None:
@@ -195,6 +199,8 @@ class PolicyService:
                 raise UnavailableError(f"version {version}: {error}") from error
             logger.warning("version %d is read from its files: %s", version, error)
             return None
+        except TimeoutError as error:
+            raise self._given_up(f"joining the trainer took longer than {PHASE_TIMEOUT_S:.0f} s") from error
         return await self._receive(network, offer, time.perf_counter() - start)
 
     async def reload(self, name: str = POLICY) -> dict[str, Any]:
@@ -242,7 +248,10 @@ class PolicyService:
             if self._failure is not None:
                 raise PolicyFailedError(self._failure)
             if not self.asleep:
-                await self._engine.renderer.clear_mm_cache_async()
+                try:  # before: an engine that cannot give up its blocks yet would find others asleep
+                    await asyncio.wait_for(self._pause(clear=True), PHASE_TIMEOUT_S)
+                except Exception as error:
+                    raise self._given_up(f"pausing before sleep failed: {error!r}") from error
                 await self._move("sleep", 1, "keep")
                 self.asleep = True
             return {"version": self.version, "asleep": True}
@@ -270,10 +279,14 @@ class PolicyService:
         try:
             await asyncio.wait_for(self._engine.engine_core.call_utility_all_async(method, *args), PHASE_TIMEOUT_S)
         except Exception as error:
-            self._failure = f"{method} of the engines failed: {type(error).__name__}: {error}"
-            logger.exception("the engines cannot be trusted any more")
-            self._on_failure(self._failure)
-            raise PolicyFailedError(self._failure) from error
+            raise self._given_up(f"{method} of the engines failed: {type(error).__name__}: {error}") from error
+
+    def _given_up(self, reason: str) -> PolicyFailedError:
+        """Have the server end, and return what to raise where an error is being handled."""
+        self._failure = reason
+        logger.exception("the engines cannot be trusted any more")
+        self._on_failure(reason)
+        return PolicyFailedError(reason)
 
     async def _load(self, received: Received, version: int, check_s: float) -> dict[str, Any]:
         """Open everywhere, pause, load everywhere, label, resume."""
@@ -299,11 +312,11 @@ class PolicyService:
     async def _open(self, received: Received) -> None:
         """Have every worker open a version's files."""
         opened = await self._on_every_worker("policy_open", str(received.published), received.transport)
-        errors = [f"{row['rank']}: {row['error']}" for row in opened if "error" in row]
-        if errors:
-            raise BadVersionError(
-                f"{received.published} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}"
-            )
+        failed = [row for row in opened if "error" in row]
+        if failed:
+            kind = UnavailableError if all(row["may_pass"] for row in failed) else BadVersionError
+            count, first = f"{len(failed)} of {len(opened)} workers", failed[0]
+            raise kind(f"{received.published} cannot be read by {count}: {first['rank']}: {first['error']}")
         deadline = time.monotonic() + STAGE_S
         while not all(row["is_staged"] for row in opened) and time.monotonic() < deadline:
             await asyncio.sleep(STAGE_LOOK_S)
@@ -315,8 +328,6 @@ class PolicyService:
         Raises:
             UnavailableError: the transfer broke off; a whole version was loaded instead.
         """
-        if self._failure is not None:
-            raise PolicyFailedError(self._failure)
         broken = ""
 
         async def receive() -> Loaded:
@@ -361,7 +372,7 @@ class PolicyService:
             if self.asleep:  # and so paused; without a cache there is room for what loading takes
                 await self._move("wake_up", ["weights"])
             else:
-                await asyncio.wait_for(self._pause(), PHASE_TIMEOUT_S)
+                await asyncio.wait_for(self._pause(clear=not self._keep_kv_cache), PHASE_TIMEOUT_S)
             try:
                 loaded = await load()
                 await self._engine.update_weight_version(str(loaded.version))
@@ -377,17 +388,33 @@ class PolicyService:
                 elif self._failure is None:
                     await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
         except Exception as error:
-            self._failure = self._failure or f"pausing or resuming for {what} failed: {error!r}"
-            logger.exception("the engines cannot be trusted any more")
-            self._on_failure(self._failure)
-            raise PolicyFailedError(self._failure) from error
+            raise self._given_up(self._failure or f"pausing or resuming for {what} failed: {error!r}") from error
         self.version, self.path = loaded.version, str(loaded.folder)
         return loaded, time.perf_counter() - paused_at
 
-    async def _pause(self) -> None:
+    @contextlib.asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """Pause engines that compute their steps together, and change nothing: of a mixture of experts."""
+        num_engines = self._engine.vllm_config.parallel_config.data_parallel_size
+        if self.asleep or num_engines == 1 or not self._engine.model_config.is_moe:
+            yield
+            return
+        try:
+            await asyncio.wait_for(self._pause(clear=False), PHASE_TIMEOUT_S)
+            try:
+                yield
+            finally:
+                await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise self._given_up(f"joining the trainer failed: {error!r}") from error
+
+    async def _pause(self, *, clear: bool) -> None:
         """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
-        labels itself what it samples, so an answer that arrives later still has the old version."""
-        clear = not self._keep_kv_cache
+        labels itself what it samples, so an answer that arrives later still has the old version.
+
+        `clear`: without the key-value cache."""
         if clear:
             await self._engine.renderer.clear_mm_cache_async()
         for tries_left in reversed(range(PAUSE_TRIES)):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from prime_hpc.inference.check_version import server_scratch, weight_files
+from prime_hpc.inference.check_version import says_nothing, server_scratch, weight_files
 from prime_hpc.inference.vllm import cpu_lora, routing
 from prime_hpc.inference.vllm.pinned import (
     CopyWithoutWaiting,
@@ -98,8 +98,8 @@ class PolicyWorker:
         On CUDA the tensors then go into pinned memory, in a thread; `policy_staged` says when they are there.
 
         Returns:
-            `{"rank", "num_tensors", "is_staged"}`, or `{"rank", "error"}` where a file cannot be read here. Never
-            raises for a bad file: the engine must survive it.
+            `{"rank", "num_tensors", "is_staged"}`, or `{"rank", "error", "may_pass"}` where a file cannot be read here,
+            maybe only for now. Never raises for a bad file: the engine must survive it.
         """
         self._policy_close()
         stack = contextlib.ExitStack()
@@ -112,7 +112,8 @@ class PolicyWorker:
             num_tensors = sum(len(handle.keys()) for handle in handles)
         except Exception as error:  # noqa: BLE001 - safetensors raises its own type, which pickles badly across processes
             stack.close()
-            return {"rank": self.policy_rank(), "error": f"{type(error).__name__}: {error}"}
+            told = f"{type(error).__name__}: {error}"
+            return {"rank": self.policy_rank(), "error": told, "may_pass": says_nothing(error)}
         self._policy_stack, self._policy_handles = stack, handles
         stage = self._policy_stage = self._policy_stage or self._new_stage()
         if stage is not None:

@@ -18,6 +18,7 @@ from prime_hpc.inference.backend import death_reason
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.runtime.process_tree import alive, end_families, end_strays, family, marked, send
 from prime_hpc.supervisor.roles.caches import node_caches
+from prime_hpc.supervisor.roles.last_words import exception_of, native_reason
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 
 MARK = "PRIMEHPC_ROLE_MARK"
@@ -36,11 +37,11 @@ _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRe
 Spec = TypeVar("Spec", bound=RoleSpec)
 
 
-def log_tail(path: Path, lines: int = 20) -> str:
+def log_tail(path: Path, lines: int = 20, most_bytes: int = 64_000) -> str:
     """Return the last lines of a log, for the error that names its role."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64_000))
+            file.seek(max(0, path.stat().st_size - most_bytes))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
@@ -287,7 +288,7 @@ class Role:
         first = self._first_failed_rank()
         if self.spec.num_processes > 1:
             if first is not None and first[0] not in words:
-                return f"{self.spec.label} rank {first[0]} {_ending(first[1])}"
+                return f"{self.spec.label} rank {first[0]} {self._end_of(*first)}"
             # Ranks that lost another end within the same second; torchrun may have seen one of them first.
             own = [rank for rank in words if not _LOST_A_PEER.search(words[rank])]
             if words:
@@ -296,19 +297,31 @@ class Role:
                     rank = min(own, key=lambda r: rows[r]["time"])
                 return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
-            last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1] if self.is_server else ""
-            told = death_reason(self.spec.backend, words[0], last_start) if self.is_server else words[0]
+            told = words[0]
+            if self.is_server:  # each worker of an engine tells its whole traceback, the first of them the cause
+                last_start = _COMMAND_LINE.split(log_tail(self.log_file, 20_000, 2_000_000))[-1]
+                told = death_reason(self.spec.backend, words[0], last_start)
             return f"{self.spec.label}: {told}"
         code = self.exit_code
         if code == 1 and first is not None:  # torchrun's own, whatever its only rank died of
             code = first[1]
-        return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
+        return f"{self.spec.label} {self._end_of(0, code)}" if code is not None else f"{self.spec.label} fell silent"
+
+    def _end_of(self, rank: int, code: int) -> str:
+        """Say how a process ended that left no word, and why where its log or its standard error knows."""
+        told = native_reason(log_tail(self._stderr_of(rank), 1000)) if self.spec.name == "trainer" else None
+        if told is None and code > 0:
+            told = exception_of(_COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1])
+        return _ending(code) + (f": {told}" if told else "")
+
+    def _stderr_of(self, rank: int) -> Path:
+        return self.log_dir / f"rank_{rank}.stderr.log"
 
     def log_excerpt(self) -> str:
         """Return the end of the role's log, and of the standard error of the rank that failed first: native code says
         there why it aborted."""
         words, first = log_tail(self.log_file), self._first_failed_rank()
-        of_rank = self.log_dir / f"rank_{first[0] if first is not None else 0}.stderr.log"
+        of_rank = self._stderr_of(first[0] if first is not None else 0)
         native = log_tail(of_rank, 10) if self.spec.name == "trainer" else ""
         return f"{words}\n--- end of {of_rank} ---\n{native}" if native else words
 

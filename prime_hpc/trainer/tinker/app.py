@@ -225,9 +225,9 @@ class _Routes:
         request_id = (await _read(request, wanted.Retrieve)).request_id
         future = await self._service.result(request_id, LONG_POLL_S)
         if future is None:
-            waits = self._service.waits_for_slot(request_id)
+            waits = self._service.waits_for(request_id)
             state = {"queue_state": "paused_capacity" if waits else "active"}
-            reason = {"queue_state_reason": "every adapter slot of this service is taken"} if waits else {}
+            reason = {"queue_state_reason": waits} if waits else {}
             return web.json_response({"type": "try_again", "request_id": request_id, **state, **reason}, status=408)
         return web.Response(body=future.body, content_type=PROTOBUF if future.is_protobuf else "application/json")
 

@@ -143,6 +143,8 @@ class Engines:
         self._is_ours = is_ours
         self._urls, self._key, self._room, self._max_len, self._wait_s = urls, key, room, max_len, wait_s
         self._servers: dict[str, _Server] = {}
+        self.trouble = ""
+        """Why requests for samples are asked again; empty: the last one had its answer."""
 
     async def close(self) -> None:
         """End the connections."""
@@ -167,10 +169,12 @@ class Engines:
         while True:
             try:
                 answer = await self._ask(body, saved)
+                self.trouble = ""
                 break
             except InferenceError as error:
                 if _is_refusal(error) or loop_time() >= end:
                     raise
+                self.trouble = f"the engines do not answer ({error})"
                 await asyncio.sleep(RETRY_S)
         return _written(answer, request, tokens)
 

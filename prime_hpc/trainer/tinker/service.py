@@ -481,10 +481,12 @@ class Service:
             return None
         return future
 
-    def waits_for_slot(self, request_id: str) -> bool:
-        """Return whether a request is about an adapter that is still in line for a slot."""
+    def waits_for(self, request_id: str) -> str:
+        """Say for what a request is in line: a slot for its adapter, engines that answer; empty where it is not."""
         future = self._futures.get(request_id)
-        return future is not None and future.model_id != "" and not self.board.has_slot(future.model_id)
+        if future is None or not future.model_id:
+            return self._engines.trouble if future is not None and self._engines is not None else ""
+        return "" if self.board.has_slot(future.model_id) else "every adapter slot of this service is taken"
 
 
 def _trouble(request_id: str, error: Exception) -> Failure:

@@ -67,7 +67,7 @@ class Group:
     def __init__(
         self, store: "dist.TCPStore", name: str, rank: int, size: int, backend: str, peer: str, device: torch.device
     ) -> None:
-        """Join. Returns when all have come.
+        """Come to the group; `connect` it before anything is sent.
 
         Args:
             store: of the sender.
@@ -77,7 +77,6 @@ class Group:
             peer: an address of the other side, to which this node's own way leads.
             device: of the tensors.
         """
-        self._store = store
         self.device = device if backend == "nccl" else torch.device("cpu")
         prefixed = dist.PrefixStore(name, store)
         timeout = datetime.timedelta(seconds=JOIN_S)
@@ -96,6 +95,22 @@ class Group:
             here = route_to(peer)
             options._devices = [gloo.create_device(hostname=here.address if here else peer)]
             self._group = gloo(prefixed, rank, size, options)
+        self._store, self._size, self._timeout = prefixed, size, timeout
+        prefixed.set(f"here/{rank}", "")
+
+    def connect(self) -> None:
+        """Return when all have come, and a byte has gone to all.
+
+        NCCL connects in a group's first operation: that would be a part of a version, for which engines are paused.
+        """
+        try:
+            # for who has not come NCCL would wait in a call that nothing ends
+            self._store.wait([f"here/{rank}" for rank in range(self._size)], self._timeout)
+            with self.beside():
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        except BaseException:
+            self.close()
+            raise
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Send to all, or receive; returns when it is done.

@@ -76,6 +76,8 @@ class NetworkSender:
         """Connections that need it as it is, and since when."""
         self._num_since_whole: int | None = None
         """Versions since the last whole one; None: there is none yet."""
+        self._is_in_doubt = False
+        """A server has begun to join, and none has asked for a version since: the network may carry none."""
         self._server, self.address = self._serve()
         self._all_listen = self._agree()
         """True if every rank that has something to send can send it."""
@@ -116,9 +118,10 @@ class NetworkSender:
         return not any(every)
 
     def plan(self, version: int, *, is_kept: bool = False) -> VersionForm:
-        """Whole: the first of an attempt, every so many, and those that are kept."""
+        """Whole: the first of an attempt, every so many, those that are kept, and as long as no server could join."""
         since = self._num_since_whole
-        return VersionForm(is_whole=since is None or is_kept or since + 1 >= self._interval or not self._all_listen)
+        is_due = since is None or is_kept or since + 1 >= self._interval
+        return VersionForm(is_whole=is_due or self._is_in_doubt or not self._all_listen)
 
     def open(self, form: VersionForm, stage: Path, stack: contextlib.ExitStack) -> None:
         """Begin a version: those who hold the one before come first."""
@@ -181,6 +184,7 @@ class NetworkSender:
 
     def hold(self, connection: socket.socket, wanted: str) -> bool:
         """Keep the image for a connection, if it is the one that it wants."""
+        self._is_in_doubt = False  # whoever asks has joined every rank
         with self._ready:
             if not wanted or wanted != self._sum:
                 return False
@@ -210,9 +214,12 @@ class NetworkSender:
 
     def join(self, name: str, size: int, peer: str, tell: Any) -> group.Group:
         """Open a group for a connection, which `tell` tells where."""
+        self._is_in_doubt = True
         store, port = group.listen(self._host, self._network)
         tell({"host": self._host, "port": port, "name": name})
-        return group.Group(store, name, 0, size, self._backend, peer, self._device)
+        joined = group.Group(store, name, 0, size, self._backend, peer, self._device)
+        joined.connect()
+        return joined
 
     def close(self) -> None:
         """Send nothing more."""
