@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import gc
 import gzip
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rows.scoring import Reply, exact_score, find_functions, math_score
+from prime_hpc.envs.rows.taskset import RowData
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import differences, fingerprint
 from prime_hpc.launch.checks import check
@@ -180,6 +182,24 @@ def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None
         data_of(files=["pictures.parquet"])
     with pytest.raises(EnvError, match="one of them"):
         data_of()
+
+
+def test_a_row_is_an_object_only_while_it_is_played(folder: Path) -> None:
+    texts = [f"{n} \ud83c + {2**70}?" for n in range(100)]  # half a character, as JSON can write it, and a long number
+    rows = [{"prompt": [{"role": "user", "content": t}], "answer": 2**70, "info": {"n": [t]}} for t in texts]
+    config = EnvConfig(id="rows", args={"files": [jsonl(folder / "a.jsonl", *rows)], "reward": "exact"})
+    made = EnvSource(config, "train", 0, beside=[config])
+    every = list(made.env.taskset)
+    assert (made.num_tasks, len(every)) == (90, 100)
+    numbers = [n for n in range(100) if n % 10 != 9]
+    for index in (89, 0, 31, 32, 40):  # of several blocks, forth and back
+        task, whole = made.task(index), every[numbers[index]]
+        assert (task.data, task.functions, task.config) == (whole.data, whole.functions, whole.config)
+    with pytest.raises(IndexError):
+        made.task_number(100)
+    del every, task, whole
+    gc.collect()
+    assert sum(type(each) is RowData for each in gc.get_objects()) == 1  # for the fields that all have
 
 
 def test_data_sets_of_the_hub_become_what_json_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Rows as TRL and verl have them work as they are: `prompt` (text or messages) or 
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
@@ -103,6 +103,8 @@ class RowsConfig(vf.TasksetConfig):
 
 class Rows(vf.Taskset[RowTask, RowsConfig]):
     """The rows, in their order."""
+
+    differ_in_data: Literal[True] = True
 
     @property
     def scored_by(self) -> set[str]:
