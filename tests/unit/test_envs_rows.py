@@ -137,6 +137,12 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
     rows = ({"prompt": asked, "answer": 1}, {"prompt": asked[1:], "answer": 1})
     found = data_of(files=[jsonl(folder / "e.jsonl", *rows)], instructions="Be short.")
     assert [data.system_prompt for data in found] == [None, "Be short."]
+    alpaca = {"instruction": "Add.", "input": "6 7", "output": "13", "system": "Be quick."}
+    one, other = data_of(
+        files=[jsonl(folder / "f.jsonl", alpaca, alpaca | {"input": "", "system": None})], reward="exact"
+    )
+    assert (one.prompt, one.answer, one.system_prompt) == ("Add.\n\n6 7", "13", "Be quick.")
+    assert (other.prompt, other.system_prompt) == ("Add.", None)
 
 
 @pytest.mark.parametrize(

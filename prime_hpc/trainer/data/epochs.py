@@ -15,6 +15,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc import __version__
+from prime_hpc.config.sections.sft import COLUMNS
 from prime_hpc.observe.report import left_out
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
@@ -125,6 +126,7 @@ def _kept_at(recipe: Recipe, rows: Rows, made_by: int) -> Path:
     looks: Callable[[Path], tuple[int, int]] = lambda path: (path.stat().st_size, path.stat().st_mtime_ns)  # noqa: E731
     key = fingerprint_of(
         __version__,
+        COLUMNS,
         rows.fingerprint,
         *(looks(path) for path in recipe.found.files),
         made_by,
