@@ -28,6 +28,7 @@ from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.containers import stated_paths
 
 FUNCTIONS = """
+import functools
 import threading
 
 import beside
@@ -76,6 +77,13 @@ def formed(completion):
 def waits_long(completion):
     assert GATE.wait(30)
     return 1.0
+
+def decorated(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+hidden, told = decorated(of_trl), functools.wraps(of_trl)(decorated(of_trl))
 
 GATE = threading.Event()
 A_CLASS = dict
@@ -165,6 +173,7 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
         (SUM, {"reward": "mine.py:absent"}, "mine.py:absent' cannot be imported: AttributeError"),
         (SUM, {"reward": "gone.py:own"}, "gone.py is no file"),
         (SUM, {"reward": "mine.py:needs"}, "takes tests, which no reply has; there are: answer, completion"),
+        (SUM, {"reward": "mine.py:hidden"}, r"'hidden' takes \*args and \*\*kwargs, .*functools.wraps"),
         (SUM, {"reward": ["math", "exact"], "weights": [1]}, "2 rewards and 1 weights"),
         (SUM, {"reward": ["mine.py:own", "mine.py:own"]}, "two rewards have one name"),
         (SUM, {"rewards": "math"}, "did you mean 'reward'"),
@@ -224,6 +233,7 @@ def test_functions_are_called_as_they_are_written(folder: Path) -> None:
     verl = {"data_source": "sums", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}}
     assert value("compute_score", "4", verl) == (1.0, {"acc": 1.0})
     assert value("of_trl", "4") == (1.0, {})
+    assert value("told", "4") == (1.0, {})
     assert value("of_trl_chat", "four", prompt=[{"role": "user", "content": "2 + 2?"}]) == (4.0, {})
     assert value("of_openrlhf", "4") == (0.5, {"length": 1.0})
     assert value("none", "4") == (0.0, {})
