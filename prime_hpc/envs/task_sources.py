@@ -3,9 +3,12 @@
 Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_tasks`.
 """
 
+import itertools
+import pickle
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.env_config import build_env_config, sandbox_of
@@ -50,6 +53,46 @@ class EndlessTasks:
         return self._kept[number - self._made]
 
 
+@runtime_checkable
+class OfAnyNumber(Protocol):
+    """A taskset of a user's data, which may have millions of tasks: they differ in their data alone."""
+
+    differ_in_data: Literal[True]
+
+
+class PackedTasks:
+    """A long list's tasks by number, each made when it is taken: as objects a row costs 4 KiB, packed a tenth of it."""
+
+    BLOCK = 32
+    """Tasks that are packed together: what one that is taken costs, against what the texts have in common."""
+
+    def __init__(self, tasks: Iterable[Any]) -> None:
+        found = iter(tasks)
+        self._blocks: list[bytes] = []
+        self._unpacked: tuple[int, list[bytes]] = (-1, [])
+        self._like: Any = None
+        self._len = 0
+        while block := list(itertools.islice(found, self.BLOCK)):
+            self._like = self._like or block[0]
+            usual = self._like.data.__dict__  # what it shares with the first one, such as defaults, is not stored
+            own = [{k: v for k, v in task.data.__dict__.items() if v is not usual.get(k)} for task in block]
+            self._blocks.append(zlib.compress(pickle.dumps([pickle.dumps(each) for each in own]), 1))
+            self._len += len(block)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, number: int) -> Any:
+        if not 0 <= number < self._len:
+            raise IndexError(f"there are {self._len} tasks, none has the number {number}")
+        block, place = divmod(number, self.BLOCK)
+        at, packed = self._unpacked  # one of them: several threads may take tasks
+        if at != block:
+            packed = pickle.loads(zlib.decompress(self._blocks[block]))
+            self._unpacked = (block, packed)
+        return self._like.with_data(**pickle.loads(packed[place]))
+
+
 class EnvSource:
     """One environment's tasks. The same config and seed always give the same tasks in the same order.
 
@@ -86,9 +129,10 @@ class EnvSource:
         self._chosen: list[int] | None = None
         try:
             self.env: Any = load_environment(self.env_config)
-            self._tasks: list[Any] | EndlessTasks
+            self._tasks: list[Any] | PackedTasks | EndlessTasks
             taskset = self.env.taskset
-            self._tasks = list(taskset) if taskset.bounded else EndlessTasks(taskset)
+            listed = PackedTasks if isinstance(taskset, OfAnyNumber) else list
+            self._tasks = listed(taskset) if taskset.bounded else EndlessTasks(taskset)
         except EnvError:
             raise
         except Exception as error:

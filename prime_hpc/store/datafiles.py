@@ -4,10 +4,10 @@ import contextlib
 import glob
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.store.manifest import MANIFEST
@@ -18,6 +18,8 @@ _COMPRESSED = (".gz", ".zst")
 _TABLES = (".csv", ".tsv", ".xls", ".xlsx")
 _OF_TURNS = {"prompt", "completion", "conversations", "conversation", "instruction", "output", "response"}
 _OF_TURNS |= {"question", "answer", "chosen", "rejected"}
+INSTRUCTION, INPUT = "instruction", "input"
+"""Alpaca's two columns of one prompt."""
 _WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
 _SAVED = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
@@ -136,6 +138,13 @@ def is_text(names: Sequence[str], source: SFTSourceConfig) -> bool:
     return source.columns.get("text", "text") in names and is_meant and not _has_turns(names, source)
 
 
+def prompt_of(row: Mapping[str, Any], column: str) -> Any:
+    """Return a row's prompt: of Alpaca's rows the instruction, and what it is about."""
+    prompt, about = row.get(column), row.get(INPUT) if column == INSTRUCTION else None
+    is_said = isinstance(prompt, str) and isinstance(about, str) and about.strip()
+    return f"{prompt}\n\n{about}" if is_said else prompt
+
+
 def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion", "text")}
@@ -145,11 +154,8 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
         such_as = '{"messages": "conversations"}'
     elif {"instruction", "output"} <= set(names):
         such_as = '{"prompt": "instruction", "completion": "output"}'
-        if "input" in names:
-            such_as += (
-                ' (without `input`; with it: jq -c \'{prompt: ([.instruction, .input | select(. != null and . != "")] '
-                '| join("\\n\\n")), completion: .output}\')'
-            )
+        if INPUT in names:
+            such_as += " (what `input` holds is put after the instruction)"
     return (
         f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone; "
         f"the columns are: {have}. Map them with sft.data.columns, such as {such_as}"

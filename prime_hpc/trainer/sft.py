@@ -8,6 +8,7 @@ from prime_hpc.store.leases import min_floor, set_last_version
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.build import Progress, build_data, without_padding
+from prime_hpc.trainer.data.epochs import StoppedCountingError
 from prime_hpc.trainer.data.eval_loss import HeldOut
 from prime_hpc.trainer.objectives import sft_loss
 from prime_hpc.trainer.optim.schedule import learning_rate_factor
@@ -30,7 +31,13 @@ def run_sft(trainer: Trainer) -> None:
     progress = data.start(progress)
     counts = trainer.experiment.num_steps is None  # for as long as that takes, no step stands still
     trainer.status.ready(step=start, world_size=trainer.world_size, idle=counts)
-    figures = end_with(trainer, data.last_step(start))
+    try:
+        last = data.last_step(start, is_stopped=lambda: trainer.bus.latest("stop") is not None)
+    except StoppedCountingError:
+        _goes_on(trainer, start, progress)
+        data.close()
+        return
+    figures = end_with(trainer, last)
     if counts:
         trainer.status.beat(idle=False)
     if held_out is not None and start == 0:

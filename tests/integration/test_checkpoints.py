@@ -252,6 +252,18 @@ def test_killed_while_a_save_is_in_flight(tmp_path: Path, model: Path) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_a_stop_is_heard_while_epochs_are_counted(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2000)
+    sft = {"data": {"path": str(tmp_path / "rows.jsonl"), "num_epochs": 2, "cache_dir": str(tmp_path / "cache")}}
+    paths = write_run(tmp_path / "sft", model, kind="sft", sft=sft, max_steps=100, ckpt={}, trainer=TRAINER)
+    with listening() as (hub, _):
+        hub.publish("stop", reason="test", save=True)
+        with running(paths, 2, hub) as process:
+            assert process.wait(120) == 0
+    assert steps(paths) == [] and checkpoints(paths) == [] and list_versions(paths) == []
+    assert not list((tmp_path / "cache").glob("lengths-*"))
+
+
 @pytest.mark.exhaustive  # as an RL run's, above
 def test_sft_saves_on_request_and_stops_with_a_save(tmp_path: Path, model: Path) -> None:
     sft = {"data": {"type": "fake", "batch_size": 4, "seq_len": 32}}

@@ -80,6 +80,7 @@ def test_a_second_life_counts_its_steps_once(tmp_path: Path) -> None:
     run = make(tmp_path / "one", rewards=[0.1, 0.2, 0.3])
     again = MetricsWriter(run / "metrics" / "orchestrator.jsonl")
     again.log(2, **{"reward/mean": 0.9})
+    again.log(3, **{"reward/mean": 0.3})
     rows = [
         {"attempt": 1, "began": 1000.0, "ended": 1100.0, "seconds": {"useful": 60.0}},
         {"attempt": 2, "began": 1300.0, "ended": 1400.0, "seconds": {"useful": 90.0}},
@@ -90,6 +91,17 @@ def test_a_second_life_counts_its_steps_once(tmp_path: Path) -> None:
     assert figures["reward (mean of last 10)"] == pytest.approx((0.1 + 0.9 + 0.3) / 3)
     assert figures["effective training time (share)"] == pytest.approx(150 / 400)
     assert (figures["attempts"], figures["hours"]) == (2, pytest.approx(400 / 3600))
+
+
+def test_what_a_run_went_back_behind_does_not_count(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", rewards=[0.1, 0.2, 0.3, 0.9, 0.9])  # no checkpoint after step 2, and so
+    orchestrator, trainer = (MetricsWriter(run / "metrics" / f"{role}.jsonl") for role in ("orchestrator", "trainer"))
+    orchestrator.log(3, **{"eval/reverse-text/mean_reward": 0.4})
+    orchestrator.log(3, **{"reward/mean": 0.35})
+    trainer.log(3, **{"time/step": 4.0, "loss": -0.35, "tokens_per_s": 10.0})
+    figures = run_figures(run)
+    assert (figures["steps"], figures["reward (last step)"], figures["loss (last step)"]) == (3.0, 0.35, -0.35)
+    assert figures["held-out reward of reverse-text (last)"] == 0.4
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import gc
 import gzip
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rows.scoring import Reply, exact_score, find_functions, math_score
+from prime_hpc.envs.rows.taskset import RowData
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import differences, fingerprint
 from prime_hpc.launch.checks import check
@@ -26,6 +28,7 @@ from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.containers import stated_paths
 
 FUNCTIONS = """
+import functools
 import threading
 
 import beside
@@ -74,6 +77,13 @@ def formed(completion):
 def waits_long(completion):
     assert GATE.wait(30)
     return 1.0
+
+def decorated(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+hidden, told = decorated(of_trl), functools.wraps(of_trl)(decorated(of_trl))
 
 GATE = threading.Event()
 A_CLASS = dict
@@ -135,6 +145,12 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
     rows = ({"prompt": asked, "answer": 1}, {"prompt": asked[1:], "answer": 1})
     found = data_of(files=[jsonl(folder / "e.jsonl", *rows)], instructions="Be short.")
     assert [data.system_prompt for data in found] == [None, "Be short."]
+    alpaca = {"instruction": "Add.", "input": "6 7", "output": "13", "system": "Be quick."}
+    one, other = data_of(
+        files=[jsonl(folder / "f.jsonl", alpaca, alpaca | {"input": "", "system": None})], reward="exact"
+    )
+    assert (one.prompt, one.answer, one.system_prompt) == ("Add.\n\n6 7", "13", "Be quick.")
+    assert (other.prompt, other.system_prompt) == ("Add.", None)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +173,7 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
         (SUM, {"reward": "mine.py:absent"}, "mine.py:absent' cannot be imported: AttributeError"),
         (SUM, {"reward": "gone.py:own"}, "gone.py is no file"),
         (SUM, {"reward": "mine.py:needs"}, "takes tests, which no reply has; there are: answer, completion"),
+        (SUM, {"reward": "mine.py:hidden"}, r"'hidden' takes \*args and \*\*kwargs, .*functools.wraps"),
         (SUM, {"reward": ["math", "exact"], "weights": [1]}, "2 rewards and 1 weights"),
         (SUM, {"reward": ["mine.py:own", "mine.py:own"]}, "two rewards have one name"),
         (SUM, {"rewards": "math"}, "did you mean 'reward'"),
@@ -182,6 +199,24 @@ def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None
         data_of()
 
 
+def test_a_row_is_an_object_only_while_it_is_played(folder: Path) -> None:
+    texts = [f"{n} \ud83c + {2**70}?" for n in range(100)]  # half a character, as JSON can write it, and a long number
+    rows = [{"prompt": [{"role": "user", "content": t}], "answer": 2**70, "info": {"n": [t]}} for t in texts]
+    config = EnvConfig(id="rows", args={"files": [jsonl(folder / "a.jsonl", *rows)], "reward": "exact"})
+    made = EnvSource(config, "train", 0, beside=[config])
+    every = list(made.env.taskset)
+    assert (made.num_tasks, len(every)) == (90, 100)
+    numbers = [n for n in range(100) if n % 10 != 9]
+    for index in (89, 0, 31, 32, 40):  # of several blocks, forth and back
+        task, whole = made.task(index), every[numbers[index]]
+        assert (task.data, task.functions, task.config) == (whole.data, whole.functions, whole.config)
+    with pytest.raises(IndexError):
+        made.task_number(100)
+    del every, task, whole
+    gc.collect()
+    assert sum(type(each) is RowData for each in gc.get_objects()) == 1  # for the fields that all have
+
+
 def test_data_sets_of_the_hub_become_what_json_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"prompt": "a", "answer": 1, "at": datetime.date(2026, 1, 2), "nothing": None}
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [row])
@@ -198,6 +233,7 @@ def test_functions_are_called_as_they_are_written(folder: Path) -> None:
     verl = {"data_source": "sums", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}}
     assert value("compute_score", "4", verl) == (1.0, {"acc": 1.0})
     assert value("of_trl", "4") == (1.0, {})
+    assert value("told", "4") == (1.0, {})
     assert value("of_trl_chat", "four", prompt=[{"role": "user", "content": "2 + 2?"}]) == (4.0, {})
     assert value("of_openrlhf", "4") == (0.5, {"length": 1.0})
     assert value("none", "4") == (0.0, {})

@@ -298,6 +298,20 @@ def test_forms_that_data_sets_have(tokenizer: Any) -> None:
     sharegpt = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "name"}]
     one = sample({"conversations": sharegpt}, chat, columns={"messages": "conversations"})
     assert trained_text(one, tokenizer) == ["<think>\n\n</think>\n\nname<|im_end|>"]
+    alpaca = {"instruction": "add", "input": "the name", "output": "name"}
+    mapped = {"columns": {"prompt": "instruction", "completion": "output"}}
+    asked = sample({"prompt": "add\n\nthe name", "completion": "name"}, chat)
+    assert sample(alpaca, chat, **mapped).token_ids.tolist() == asked.token_ids.tolist()
+    assert sample(alpaca | {"input": " "}, chat, **mapped).token_ids.tolist() != asked.token_ids.tolist()
+    assert "what `input` holds is put after" in refusal(alpaca, chat)
+    begun = [{"role": "system", "content": "be brief"}, *({"role": "user", "content": "add"}, THINKING[1])]
+    led = sample({"messages": begun}, chat)
+    rows: list[dict[str, Any]] = [{"messages": begun[1:]}, {"prompt": "add", "completion": begun[2]["content"]}]
+    for row in (*rows, {"messages": begun}):
+        whole = sample(row | {"system": "be brief"}, chat)
+        assert (whole.token_ids.tolist(), whole.loss_mask.tolist()) == (led.token_ids.tolist(), led.loss_mask.tolist())
+    other_name = sample(rows[0] | {"system_prompt": "be brief"}, chat, columns={"system": "system_prompt"})
+    assert other_name.token_ids.tolist() == led.token_ids.tolist()
     renamed = [{("reasoning" if k == "reasoning_content" else k): v for k, v in m.items()} for m in calls]
     same = [sample({"messages": renamed, "tools": [{"type": "function"}]}, chat)]
     assert same[0].token_ids.tolist() == plain.token_ids.tolist()

@@ -14,7 +14,7 @@ import pytest
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer import sft
-from prime_hpc.trainer.data.epochs import Lengths, count_steps, last_row_of, lengths_of
+from prime_hpc.trainer.data.epochs import Lengths, StoppedCountingError, count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
@@ -261,6 +261,8 @@ def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path)
     bad = lambda indices: [RowResult([], RowCounts(rows=1), f"row {i} is bad") for i in indices]  # noqa: E731
     with pytest.raises(SFTDataError, match="row 0 is bad"):
         lengths_of(recipe, opened, 3, bad, Exchange(10))
+    with pytest.raises(StoppedCountingError):
+        lengths_of(recipe, opened, 5, cast(Any, None), Exchange(10), is_stopped=lambda: True)
     none = lambda indices: [RowResult([], RowCounts(rows=1, overlong=1)) for _ in indices]  # noqa: E731
     with pytest.raises(SFTDataError, match=r"no row can be trained on: of 5 rows so far: 5 longer than seq_len"):
         lengths_of(recipe, opened, 4, none, Exchange(10))

@@ -5,7 +5,7 @@ all its other fields are handed on to the row that its reply becomes.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
@@ -43,6 +43,8 @@ class PromptsConfig(vf.TasksetConfig):
 
 class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
     """The files' rows, in their order."""
+
+    differ_in_data: Literal[True] = True
 
     def load(self) -> Iterable[PromptTask]:
         """One task a row.

@@ -116,7 +116,7 @@ class RewardFunction:
         return not {"completions", "queries"}.isdisjoint(inspect.signature(self.function).parameters)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise EnvError where it needs what no reply has.
+        """Raise EnvError where it needs what no reply has, or does not say what it needs.
 
         Args:
             columns: of the rows.
@@ -124,6 +124,11 @@ class RewardFunction:
         known = {*columns, *(_PLURAL if self.is_plural else _MADE)}
         parameters = inspect.signature(self.function).parameters.values()
         fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if {p.kind for p in parameters} == set(fixed):
+            raise EnvError(
+                f"rows: reward {self.name!r} takes *args and **kwargs, which do not say how it is to be called: put "
+                "@functools.wraps(function) on the wrapper within its decorator"
+            )
         needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
         if missing := [name for name in needed if name not in known]:
             raise EnvError(

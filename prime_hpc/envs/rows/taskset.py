@@ -1,12 +1,13 @@
 """rows: a data set of one's own and reward functions of one's own. One turn.
 
 Rows as TRL and verl have them work as they are: `prompt` (text or messages) or `question`, and an answer in `answer`,
-`ground_truth`, `solution`, `label` or verl's `reward_model.ground_truth`. The functions: `rows/scoring.py`.
+`ground_truth`, `solution`, `label` or verl's `reward_model.ground_truth`; a text in `system` is the system prompt. The
+functions: `rows/scoring.py`.
 """
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
@@ -15,11 +16,12 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
 from prime_hpc.envs.rows.reading import Row, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
+from prime_hpc.store.datafiles import prompt_of
 
 __all__ = ["Rows"]
 
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query")
-ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target")
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target", "output")
 
 
 class RowData(vf.TaskData):
@@ -104,6 +106,8 @@ class RowsConfig(vf.TasksetConfig):
 class Rows(vf.Taskset[RowTask, RowsConfig]):
     """The rows, in their order."""
 
+    differ_in_data: Literal[True] = True
+
     @property
     def scored_by(self) -> set[str]:
         """Names of the modules with the user's reward functions."""
@@ -178,7 +182,8 @@ def _data(config: RowsConfig, row: Row) -> RowData:
     if column is None or not row.get(column):
         wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
         raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
-    prompt, system = row[column], config.instructions
+    prompt, system = prompt_of(row, column), row.get("system")
+    system = system if isinstance(system, str) and system.strip() else config.instructions
     if _is_answered(prompt):
         raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
     if isinstance(prompt, str):

@@ -112,7 +112,7 @@ def run_figures(run: Path) -> dict[str, float | None]:
     figures: dict[str, float | None] = {"steps": float(len(trainer))}
     figures["reward (last step)"] = _last(rollouts, "reward/mean")
     figures["reward (mean of last 10)"] = _mean(_values(rollouts[-10:], "reward/mean"))
-    figures |= _evaluations(run)
+    figures |= _evaluations(run, trainer[-1]["step"] if trainer else None)
     figures["loss (last step)"] = _last(trainer, "loss")
     figures["s/step (median)"] = _median(trainer[1:] or trainer, "time/step")  # the first waits for the start-up
     figures["trainer tokens/s (median)"] = _median(trainer, "tokens_per_s")
@@ -125,7 +125,8 @@ def run_figures(run: Path) -> dict[str, float | None]:
 
 
 def by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
-    """Rows of a metrics file that have `key`, by ascending step; a later attempt's row replaces the earlier one's."""
+    """Rows of a metrics file that have `key`, by ascending step: of a run that went back to a checkpoint, those since
+    then."""
     rows: dict[int, dict[str, Any]] = {}
     try:
         with path.open("rb") as file:
@@ -135,15 +136,20 @@ def by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
                 except ValueError:  # torn: its writer was killed
                     continue
                 if isinstance(row, dict) and key in row and isinstance(row.get("step"), int):
+                    while rows and next(reversed(rows)) >= row["step"]:
+                        rows.popitem()
                     rows[row["step"]] = row
     except OSError:
         return {}
-    return {step: rows[step] for step in sorted(rows)}
+    return rows
 
 
-def _evaluations(run: Path) -> dict[str, float | None]:
+def _evaluations(run: Path, last: int | None) -> dict[str, float | None]:
+    """Return the newest scores; none of a version that the run, of `last` steps, went back behind."""
     rows: dict[str, dict[int, float]] = {}
     for line in _lines(metrics_file(run, "orchestrator")):
+        if last is not None and int(line.get("step") or 0) > last:
+            continue
         for key, value in line.items():
             if key.startswith("eval/") and key.endswith("/mean_reward") and _is_number(value):
                 rows.setdefault(key.split("/")[1], {})[int(line.get("step") or 0)] = float(value)

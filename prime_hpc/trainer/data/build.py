@@ -6,7 +6,7 @@ batch, progress = data.next()     # collective; `progress` goes into the checkpo
 data.close()
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,8 +44,12 @@ class TrainingData(Protocol):
     def start(self, progress: Mapping[str, int]) -> Progress:
         """Go on where a checkpoint's progress says; what to save before a first step. Collective."""
 
-    def last_step(self, start: int) -> int | None:
-        """Return the step at which the data end, of a run that goes on after `start`; None: never. Collective."""
+    def last_step(self, start: int, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
+        """Return the step at which the data end, of a run that goes on after `start`; None: never. Collective.
+
+        Raises:
+            StoppedCountingError: rank 0's `is_stopped` says so, before all rows are counted.
+        """
 
     def next(self) -> tuple[RankBatch, Progress]:
         """Return this rank's part of the next step, and the progress after it. Collective."""
@@ -74,7 +78,7 @@ class FakeData:
         self._position = progress.get("num_samples", 0)
         return {"num_samples": self._position}
 
-    def last_step(self, start: int) -> int | None:
+    def last_step(self, start: int, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
         """Return None: random tokens have no end."""
         return None
 
@@ -174,16 +178,17 @@ class RealData:
         logger.warning(f"{why}. An epoch of {of} begins (sft.data.on_change)")
         return Position()
 
-    def last_step(self, start: int) -> int | None:
+    def last_step(self, start: int, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
         """Return the step that ends the last of `sft.data.num_epochs`, counted from where `start` has put the stream.
 
         Raises:
+            StoppedCountingError: the run is to end before all rows are counted.
             SFTDataError: a row cannot be trained on.
         """
         last_row = self._stream.last_row
         if last_row is None:
             return None
-        lengths = lengths_of(self._recipe, self._rows, self._made_by, self._reader, self._exchange)
+        lengths = lengths_of(self._recipe, self._rows, self._made_by, self._reader, self._exchange, is_stopped)
         steps = 0
         if lengths is not None:
             steps = count_steps(lengths, self._order, self._shape, self._stream.position, last_row)

@@ -15,6 +15,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc import __version__
+from prime_hpc.config.sections.sft import COLUMNS
 from prime_hpc.observe.report import left_out
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
@@ -41,6 +42,10 @@ class Lengths:
     """[samples] in the order of the rows."""
 
 
+class StoppedCountingError(Exception):
+    """The run is to end before all rows are counted."""
+
+
 def last_row_of(num_epochs: float, num_rows: int) -> int:
     """Return the place in the stream at which so many passes end."""
     return max(1, round(num_epochs * num_rows))
@@ -63,7 +68,14 @@ def count_steps(lengths: Lengths, order: RowOrder, shape: BatchShape, begin: Pos
     return steps
 
 
-def lengths_of(recipe: Recipe, rows: Rows, made_by: int, tokenise: Tokenise, exchange: Exchange) -> Lengths | None:
+def lengths_of(
+    recipe: Recipe,
+    rows: Rows,
+    made_by: int,
+    tokenise: Tokenise,
+    exchange: Exchange,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Lengths | None:
     """Return the lengths on rank 0, None elsewhere. Collective.
 
     Args:
@@ -72,14 +84,16 @@ def lengths_of(recipe: Recipe, rows: Rows, made_by: int, tokenise: Tokenise, exc
         made_by: fingerprint of tokenizer and template.
         tokenise: reads and tokenises rows.
         exchange: between the ranks.
+        is_stopped: whether the run is to end, asked on rank 0 while rows are counted.
 
     Raises:
+        StoppedCountingError: so it is.
         SFTDataError: a row cannot be trained on (names the first one), or none gives a sample.
     """
     kept = _kept_at(recipe, rows, made_by)
     lengths = _read(kept) if exchange.rank == 0 else None
     if not exchange.gather(lengths is not None)[0]:
-        lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange)
+        lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange, is_stopped)
         if lengths is not None:
             try:
                 _write(kept, lengths)
@@ -88,7 +102,9 @@ def lengths_of(recipe: Recipe, rows: Rows, made_by: int, tokenise: Tokenise, exc
     return lengths
 
 
-def _count(label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange) -> Lengths | None:
+def _count(
+    label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange, is_stopped: Callable[[], bool]
+) -> Lengths | None:
     """Tokenise all rows, each rank its share of each round."""
     if exchange.rank == 0:
         logger.info(f"sft.data.num_epochs: {num_rows:,} rows are tokenised once, to count the steps")
@@ -100,6 +116,8 @@ def _count(label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange) ->
         if exchange.rank == 0 and time.monotonic() - told > _TELL_S:
             told = time.monotonic()
             logger.info(f"{first:,} of {num_rows:,} rows are tokenised")
+        if exchange.gather(exchange.rank == 0 and is_stopped())[0]:
+            raise StoppedCountingError
         begin = min(num_rows, first + exchange.rank * _ROUND)
         results = tokenise(range(begin, min(num_rows, begin + _ROUND)))
         error = next((result.error for result in results if result.error is not None), None)
@@ -125,6 +143,7 @@ def _kept_at(recipe: Recipe, rows: Rows, made_by: int) -> Path:
     looks: Callable[[Path], tuple[int, int]] = lambda path: (path.stat().st_size, path.stat().st_mtime_ns)  # noqa: E731
     key = fingerprint_of(
         __version__,
+        COLUMNS,
         rows.fingerprint,
         *(looks(path) for path in recipe.found.files),
         made_by,

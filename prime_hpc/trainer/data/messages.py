@@ -2,9 +2,10 @@
 
 A row holds `messages` (and optionally `tools`), or `prompt` and `completion`: two lists of messages, of which only the
 completion is trained, or two strings, which become a user and an assistant message (plain text where there is no chat
-template), or `text` alone, all of which is trained, whatever the template. Accepted besides the plain form, because
-data sets are written so:
+template), or `text` alone, all of which is trained, whatever the template. Beside a conversation, `system` begins it.
+Accepted besides the plain form, because data sets are written so:
 
+- Alpaca's `input` beside a prompt in `instruction`;
 - content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
 - `from`/`value` messages with the roles human, gpt, model, function; roles with capitals;
 - `train: false`, `loss: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.datafiles import has_columns, is_text, missing_columns
+from prime_hpc.store.datafiles import has_columns, is_text, missing_columns, prompt_of
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
@@ -69,7 +70,9 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         if not isinstance(text, str):
             raise SFTDataError(f"expected `text` as a string, got {text!r:.120}")
         return PlainText("", text)
-    value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "prompt", "completion")}
+    value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "completion", "system")}
+    value["prompt"] = prompt_of(row, source.columns.get("prompt", "prompt"))
+    system = value["system"] if isinstance(value["system"], str) else ""
     tools = _tools(row.get(source.columns.get("tools", "tools")))
     own_names = config.loss_roles
     if value["messages"] or (value["messages"] not in (None, "") and value["prompt"] is None):
@@ -78,9 +81,11 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
     else:
         prompt, completion = value["prompt"], value["completion"]
         if isinstance(prompt, str) and isinstance(completion, str) and not has_template:
-            return PlainText(prompt, completion)
+            return PlainText(f"{system}\n\n{prompt}" if system.strip() else prompt, completion)
         context, answer = _messages(prompt, "user", own_names), _messages(completion, "assistant", own_names)
         messages, first = [*context, *answer], len(context)
+    if system.strip() and messages[0]["role"] != "system":
+        messages, first = [{"role": "system", "content": system}, *messages], first + bool(first)
     if not has_template:
         raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
     trained = _trained(messages, first, config)

@@ -26,7 +26,16 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store.datafiles import DataFiles, has_columns, is_compressed, is_text, missing_columns, other_encoding
+from prime_hpc.store.datafiles import (
+    INPUT,
+    INSTRUCTION,
+    DataFiles,
+    has_columns,
+    is_compressed,
+    is_text,
+    missing_columns,
+    other_encoding,
+)
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -249,7 +258,7 @@ class ArrowRows:
         except ImportError as error:
             raise SFTDataError(f"{path}: Parquet needs pyarrow (pip install 'prime-hpc[data]')") from error
         self._path = path
-        target = _cached(cache, path, _ARROW_ROWS, sorted(source.columns.items())).with_suffix(".arrow")
+        target = _cached(cache, path, _ARROW_ROWS, COLUMNS, sorted(source.columns.items())).with_suffix(".arrow")
         if not target.exists():
             try:
                 with pq.ParquetFile(path) as parquet:
@@ -280,7 +289,8 @@ class ArrowRows:
 def _used(names: Sequence[str], source: SFTSourceConfig) -> set[str]:
     """Return the names of the columns that make samples; `text` only where nothing else does."""
     columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column != "text"]
-    return {source.columns.get(column, column) for column in columns}
+    used = {source.columns.get(column, column) for column in columns}
+    return used | {INPUT} if INSTRUCTION in used else used
 
 
 def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig) -> None:
