@@ -419,6 +419,26 @@ def test_a_foreground_run_is_refused_too(fake: FakeSlurm, config: Path) -> None:
         prepare_run(load(config, "--clean"))
 
 
+def test_a_job_that_is_ending_is_waited_for(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="COMPLETING")
+    ended(config, "interrupted")
+    with pytest.raises(ConfigError, match="COMPLETING.*; Slurm still ends it: try again in a minute"):
+        submit(load(config, "--ckpt.resume-step", "latest"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_another_users_run_is_refused_before_the_queue(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="FAILED")
+    ended(config)
+    os.chown(run_dir(config), 12345, 12345)
+    before = sorted(path.name for path in run_dir(config).iterdir())
+    with pytest.raises(ConfigError, match=r"belongs to another user .*uid 12345.*choose another --name"):
+        submit(load(config, "--ckpt.resume-step", "latest"))
+    assert len(fake.jobs()) == 1 and sorted(path.name for path in run_dir(config).iterdir()) == before
+
+
 def test_following_a_job(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
