@@ -161,9 +161,12 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
     assert uses_slurm(auto)
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.setattr(client, "cluster_name", lambda environ: None)
-    fake.behave("sinfo", code=1, stderr="sinfo: fatal: Could not establish a configuration source")
+    words = (
+        "sinfo: error: fetch_config: DNS SRV lookup failed\nsinfo: fatal: Could not establish a configuration source"
+    )
+    fake.behave("sinfo", code=1, stderr=words)
     assert not uses_slurm(Experiment()) and not is_for_slurm(Experiment(), GENERIC)
-    with pytest.raises(SlurmRefused, match="find no configuration .*nothing was started"):
+    with pytest.raises(SlurmRefused, match=r"find no configuration \(no slurm.conf is .*nothing was started"):
         uses_slurm(auto)
     fake.behave("sinfo")  # configless, found by DNS
     assert uses_slurm(auto)
