@@ -19,6 +19,7 @@ from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
+from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
@@ -285,6 +286,18 @@ def missing_environments(experiment: Experiment) -> list[Problem]:
                 )
             )
     return problems
+
+
+def unknown_arguments(experiment: Experiment) -> Iterator[Problem]:
+    """Yield arguments of bundled environments that they do not have, with the nearest name."""
+    for key, env in stated_environments(experiment):
+        if (known := argument_names(short_id(env.id))) is None:
+            continue
+        for name in env.args:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                yield Problem(f"{env.id} has no such argument; {hint}it has {', '.join(known)}", f"{key}.args.{name}")
 
 
 def missing_rows(experiment: Experiment) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
-from prime_hpc.launch.prepare import for_evaluation, prepare_run, write
+from prime_hpc.launch.prepare import for_evaluation, prepare_run, refuse_anothers, write
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.slurm.submission_record import new_token, open_record, submitting
 from prime_hpc.store.attempts import is_held, read_attempts
@@ -101,6 +101,7 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
         show_dry_run(loaded.experiment, local_plan(loaded.experiment), None, as_json)
         return 0
     run_dir = loaded.experiment.run_dir.resolve()
+    refuse_anothers(run_dir)
     with submitting(run_dir):
         prepare_run(loaded)
         job = _start(run_dir)

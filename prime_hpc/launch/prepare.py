@@ -55,17 +55,27 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
     if site is None and (problem := flash_problem(loaded.experiment, is_here=True)):
         raise ConfigError(Problem(f"{problem}; {REMEDY}", "model.attn", loaded.provenance.get("model.attn")))
     run_dir = loaded.experiment.run_dir.resolve()
+    refuse_anothers(run_dir)
     if run_dir.exists():
-        try:
-            refuse_other_owner(run_dir)
-        except StoreError as error:
-            raise ConfigError(Problem(str(error), "name")) from error
         from prime_hpc.slurm.queue import refuse_if_queued
 
         refuse_if_queued(run_dir)
     claim_directory(loaded.experiment, run_dir)
     write(replace(loaded, experiment=with_micro_batch(loaded.experiment, site)[0]), run_dir, is_in_job=site is not None)
     return run_dir
+
+
+def refuse_anothers(run_dir: Path) -> None:
+    """Raise where a directory that exists is another user's.
+
+    Raises:
+        ConfigError: it is; nothing in it was changed.
+    """
+    if run_dir.exists():
+        try:
+            refuse_other_owner(run_dir)
+        except StoreError as error:
+            raise ConfigError(Problem(str(error), "name")) from error
 
 
 def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:

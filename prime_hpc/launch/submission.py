@@ -18,7 +18,7 @@ from prime_hpc.config.site import write_site
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.prepare import claim_directory, for_evaluation, write
+from prime_hpc.launch.prepare import claim_directory, for_evaluation, refuse_anothers, write
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
@@ -158,6 +158,7 @@ def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> 
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
     run_dir = made.experiment.run_dir.resolve()
     is_new = not run_dir.exists()
+    refuse_anothers(run_dir)
     with submitting(run_dir):
         found = None if is_new else resolve_pending_submission(run_dir)
         if found is not None:

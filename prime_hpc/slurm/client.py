@@ -124,7 +124,7 @@ def why_not_in_force(environ: Mapping[str, str] = os.environ) -> str | None:
         run_slurm(["sinfo", "-h", "-o", "%R"], ASK_TIMEOUT_S)
     except SlurmError as error:
         if "configuration source" in error.stderr:
-            return f"Slurm's commands find no configuration ({error})"
+            return f"Slurm's commands find no configuration ({error.advice})"  # its own words are four lines of DNS
     return None
 
 

@@ -155,9 +155,11 @@ def refuse_if_queued(run_dir: Path) -> None:
     if active:
         info = active[0]
         where = f" on {info.nodes}" if info.nodes else f" ({info.reason})" if info.reason else ""
+        # after scancel, say, until its processes are gone
+        ending = "Slurm still ends it: try again in a minute; if it comes back, " if info.state == "COMPLETING" else ""
         raise ConfigError(
             Problem(
-                f"{run_dir}: this run is in Slurm as job {info.job_id}, {info.state}{where}; end it first "
+                f"{run_dir}: this run is in Slurm as job {info.job_id}, {info.state}{where}; {ending}end it first "
                 f"(prime-hpc cancel {run_dir}), or choose another --name",
                 "name",
             )

@@ -16,6 +16,7 @@ from prime_hpc.config.sections.slurm import PreflightConfig
 from prime_hpc.runtime.gpus import driver_version
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight.launcher import module_arguments
+from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight, summary
 
 LAUNCH = """
@@ -188,8 +189,12 @@ def test_a_log_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_too_little_space(tmp_path: Path) -> None:
-    report = run_preflight(make_plan(tmp_path, ["a"], min_free_gib=1e9), Nodes())
-    assert "GiB are needed" in by_host(report)["a"][0]
+    report = run_preflight(make_plan(tmp_path, ["a", "b"], min_free_gib=1e9), Nodes())
+    assert "GiB are needed (slurm.preflight.min_free_gib)" in by_host(report)["a"][0]
+    checkup = Checkup.__new__(Checkup)
+    assert not report.ok and checkup.nodes_at_fault(report) == {}, "every node sees the same directory"
+    report.verdicts[1].problems.append("port 8000 is taken on it")
+    assert set(checkup.nodes_at_fault(report)) == {"b"}
 
 
 def test_old_files_of_another_attempt_do_not_count(tmp_path: Path) -> None:

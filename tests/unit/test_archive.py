@@ -227,6 +227,18 @@ def test_what_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "end it first" in told and not (tmp_path / "a.tar").exists() and run_dir.exists()
 
 
+def test_another_users_run_is_not_deleted(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that a group shares, the run's name could be taken from it before its files refused to go."""
+    monkeypatch.setattr(os, "geteuid", lambda: run_dir.stat().st_uid + 4242)
+    told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=2)
+    assert "belongs to another user" in told and not (tmp_path / "a.tar").exists()
+    assert [path.name for path in run_dir.parent.iterdir() if path.name.startswith(".trash-")] == []
+    ask(capsys, run_dir, tmp_path / "a.tar")
+    assert run_dir.exists()
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_links_out_of_the_run_are_kept_as_their_files_and_the_archive_comes_back(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, folder: bool

@@ -66,6 +66,14 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
     assert problem.endswith("there is no such key: replies to a prompt: --orchestrator.rollouts-per-example")
     (problem,) = problems(["--trainer.optim.learning-rate", "1e-5"], "rl")
     assert problem.endswith("it is --trainer.optim.lr")
+    for text, ours in (
+        ("inference: {parallel: {tp: 2}}", "inference.tensor_parallel_size"),  # the nearest word would be the trainer's
+        ("orchestrator: {group_size: 8}", "orchestrator.rollouts_per_example"),  # and not the batch
+        ("slurm: {gpus: 8}", "slurm.gpus_per_node"),
+        ("weight_broadcast: {type: nccl}", "weights.transport"),
+    ):
+        (problem,) = of_file(tmp_path / "other.yaml", text, "rl")
+        assert "there is no such " in problem and ours in problem
     text = "orchestrator:\n  env:\n  - id: a\n    max_assistant_turns: 3\n"
     (problem,) = of_file(tmp_path / "turns.yaml", text, "rl")
     assert problem.endswith("turns are limited in an item of orchestrator.env: `max_turns`")

@@ -334,6 +334,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "found as the module 'no_such'",
     ),
+    ("PH236", "error", {"orchestrator": {"env": [{"id": "wordle", "args": {"guesses": 3}}]}}, {}, "max_guesses?"),
     ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}}, {"container": {"image": "/x.sif"}}, "'x'"),
     ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}, SLURM: {"env_pack": "/x.sqsh"}}, {}, "'x'"),
     (

@@ -10,6 +10,8 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.envs.bundled_arguments import argument_names
+from prime_hpc.envs.env_config import BUNDLED, resolve_taskset
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.lint.lint import lint
 
@@ -35,6 +37,27 @@ def test_those_that_are_evaluated_are_looked_for_too() -> None:
     assert missing({"kind": "synthesize", "synthesize": {"environment_ids": ["no-such"]}}) == [
         ("error", "synthesize.environment_ids.0")
     ]
+
+
+def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
+    trained = {"id": "reverse_text", "args": {"max_char": 9, "seed": 3, "num_tasks": 8}}
+    tree = {"env": [trained], "eval": {"env": [{"id": "aime24", "args": {"instruction": "x"}}]}}
+    experiment = Experiment.model_validate({"name": "x", "model": MODEL, "orchestrator": tree})
+    found = [f for f in lint(experiment, SiteConfig(name="x")) if f.code == "PH236"]
+    assert [(f.severity, f.key) for f in found] == [
+        ("error", "orchestrator.env.0.args.max_char"),
+        ("error", "orchestrator.eval.env.0.args.instruction"),
+    ]
+    assert "did you mean max_chars?" in found[0].message and "did you mean instructions?" in found[1].message
+    assert argument_names("no-such") is None
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, "math500", "gpqa", "humaneval"])
+def test_they_are_those_that_verifiers_takes(name: str) -> None:
+    from verifiers.v1.utils.loaders import taskset_config_type
+
+    known = argument_names(name)
+    assert known is not None and set(known) == set(taskset_config_type(resolve_taskset(name).ident).model_fields)
 
 
 def test_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

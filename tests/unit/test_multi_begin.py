@@ -1,4 +1,4 @@
-"""A run of many that cannot begin: it holds the others up for moments, and leaves nothing open."""
+"""A run of many that cannot begin holds the others up for moments, and leaves nothing open; when their trainer ends."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.store.errors import Unreadable
-from prime_hpc.trainer.multi import child_run
+from prime_hpc.trainer.multi import child_run, loop
 from prime_hpc.trainer.multi.child_run import READ_S, begin_child
 from prime_hpc.trainer.multi.collective_call import RunFailed
 
@@ -49,3 +49,22 @@ def test_what_was_opened_is_closed_again(
         begin_child(base, admission, 64, bus)
     assert closed == [True] and caught.value.is_unread == is_built
     assert asked == ([READ_S] if is_built else [])
+
+
+def test_the_idle_time_begins_when_the_last_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was trained before, however long and without a pause in which nobody was ready."""
+    now = [1000.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    multi: Any = object.__new__(loop.MultiTrainer)
+    multi._children, multi._is_idle, multi._idle_since = {"run_a": None}, False, now[0]
+    multi._status = SimpleNamespace(beat=lambda **_: None)
+    multi._run_slots = SimpleNamespace(waiting=[], is_changing=False, look=lambda now: None)
+    multi._experiment = SimpleNamespace(trainer=SimpleNamespace(runs_idle_timeout_s=300.0))
+    assert multi._idle() is None
+    now[0] += 400.0  # steps, one after the other
+    multi._children.clear()
+    assert multi._idle() is None
+    now[0] += 299.0
+    assert multi._idle() is None
+    now[0] += 2.0
+    assert multi._idle().kind is loop.Kind.END

@@ -232,7 +232,7 @@ def test_the_word_of_an_earlier_attempt_is_not_taken_for_this_ones(run: Run) -> 
         ([job("NODE_FAIL")], 30, None, "lost", "Slurm says NODE_FAIL"),
         ([job("PENDING", reason="BeginTime", restarts=1)], 30, None, "requeued", "wrote no end; BeginTime"),
         ([job("RUNNING", restarts=1)], 30, None, "starting", "a new attempt of job 12 (restart 1)"),
-        ([job("COMPLETING", restarts=1)], 30, None, "requeued", "must come back, or be set down"),
+        ([job("COMPLETING", restarts=1)], 30, None, "requeued", "if that takes minutes, a node does"),
         ([job("SUSPENDED")], 300, None, "running", "suspended by Slurm"),
         ([job("NODE_FAIL"), job("PENDING", "13", reason="Resources")], 30, None, "requeued", "Resources"),
         ([job("NODE_FAIL"), job("RUNNING", "13")], 30, None, "starting", "a new attempt of job 13"),

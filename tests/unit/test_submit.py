@@ -161,9 +161,12 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
     assert uses_slurm(auto)
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.setattr(client, "cluster_name", lambda environ: None)
-    fake.behave("sinfo", code=1, stderr="sinfo: fatal: Could not establish a configuration source")
+    words = (
+        "sinfo: error: fetch_config: DNS SRV lookup failed\nsinfo: fatal: Could not establish a configuration source"
+    )
+    fake.behave("sinfo", code=1, stderr=words)
     assert not uses_slurm(Experiment()) and not is_for_slurm(Experiment(), GENERIC)
-    with pytest.raises(SlurmRefused, match="find no configuration .*nothing was started"):
+    with pytest.raises(SlurmRefused, match=r"find no configuration \(no slurm.conf is .*nothing was started"):
         uses_slurm(auto)
     fake.behave("sinfo")  # configless, found by DNS
     assert uses_slurm(auto)
@@ -417,6 +420,26 @@ def test_a_foreground_run_is_refused_too(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     with pytest.raises(ConfigError, match="in Slurm as job 100"):
         prepare_run(load(config, "--clean"))
+
+
+def test_a_job_that_is_ending_is_waited_for(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="COMPLETING")
+    ended(config, "interrupted")
+    with pytest.raises(ConfigError, match="COMPLETING.*; Slurm still ends it: try again in a minute"):
+        submit(load(config, "--ckpt.resume-step", "latest"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_another_users_run_is_refused_before_the_queue(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="FAILED")
+    ended(config)
+    os.chown(run_dir(config), 12345, 12345)
+    before = sorted(path.name for path in run_dir(config).iterdir())
+    with pytest.raises(ConfigError, match=r"belongs to another user .*uid 12345.*choose another --name"):
+        submit(load(config, "--ckpt.resume-step", "latest"))
+    assert len(fake.jobs()) == 1 and sorted(path.name for path in run_dir(config).iterdir()) == before
 
 
 def test_following_a_job(

@@ -45,7 +45,8 @@ _QUANTISED = "weights that train are not quantised: <model.lora>, <model.dtype>,
 
 _ANYWHERE: tuple[tuple[str, str], ...] = (
     (
-        "num_generations n_samples_per_prompt num_samples_per_prompt rollout.n rollout_n num_return_sequences",
+        "num_generations n_samples_per_prompt num_samples_per_prompt rollout.n rollout_n num_return_sequences "
+        "group_size",
         "replies to a prompt: <orchestrator.rollouts_per_example>",
     ),
     (
@@ -198,6 +199,13 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "tensor_model_parallel_size vllm_tensor_parallel_size vllm.tensor_parallel_size",
         "of an engine: <inference.tensor_parallel_size>; of the trainer: <trainer.parallel.tp>",
     ),
+    (
+        "inference.tp inference.parallel",
+        "GPUs of an engine: <inference.tensor_parallel_size>; engines: <inference.data_parallel_size>",
+    ),
+    ("weight_broadcast weight_sync", "how versions get to the engines: <weights.transport>"),
+    ("orchestrator.buffer", "which tasks come, and which groups count: <orchestrator.curriculum>"),
+    ("oversampling_factor", "episodes in flight: <orchestrator.max_concurrent>"),
     ("vllm_num_engines vllm.num_engines num_inference_engines", "it is <inference.data_parallel_size>"),
     (
         "vllm_gpu_memory_utilization vllm.gpu_memory_utilization rollout.gpu_memory_utilization",
@@ -214,7 +222,13 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "colocate_all colocate_all_models colocate_actor_ref hybrid_engine",
         "the same numbers in <inference_gpu_ids> and <trainer_gpu_ids>, with <inference.sleep>",
     ),
-    ("n_gpus_per_node num_gpus_per_node nnodes num_nodes num_processes num_machines n_gpus", _NODES),
+    (
+        "n_gpus_per_node num_gpus_per_node nnodes num_nodes num_processes num_machines n_gpus slurm.nodes slurm.gpus "
+        "slurm.ntasks",
+        _NODES,
+    ),
+    ("slurm.modules slurm.conda slurm.venv", "lines of shell before anything starts: <slurm.setup>"),
+    ("slurm.requeue", "it is <slurm.restart.how>"),
     (
         "epochs max_epochs num_epochs num_train_epochs total_epochs num_episodes",
         _EPOCHS,

@@ -173,7 +173,7 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
     code, text = ask(["sbatch", "--version"])
     match = re.search(r"(\d+)\.(\d+)[.\d]*", text)
     if code != 0 or match is None:
-        shown = " ".join(text.split())[:200]
+        shown = (text.splitlines() or ["it said nothing"])[-1][:200]  # the lines before it are what was tried
         remedy = "set SLURM_CONF, use a login node, or start runs on this machine with --launch local"
         yield Finding("slurm", "fail", f"sbatch --version: {shown}", remedy)
         return
@@ -194,7 +194,7 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
         slow = "the controller is slow: keep `status --watch` and sweeps' throttle modest" if took > 2 else ""
         yield Finding("slurm controller", state, f"{text.splitlines()[0]} ({took:.1f} s)", slow)
     else:
-        shown = " ".join(text.split())[:200]
+        shown = (text.splitlines() or ["it said nothing"])[-1][:200]  # the lines before it are what was tried
         yield Finding("slurm controller", "fail", f"scontrol ping: {shown}", "try later; ask the site's staff")
     yield from _check_site(environ)
 

@@ -1,5 +1,5 @@
-"""Lint of environments: those that are not installed, cores for the processes that play episodes, and addresses that
-nobody would use."""
+"""Lint of environments: those that are not installed, arguments that they do not have, cores for the processes that
+play episodes, and addresses that nobody would use."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
-from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere
+from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere, unknown_arguments
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 
 
@@ -77,6 +77,23 @@ def installed(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH232", severity, problem.key, problem.message, remedy)
 
 
+def arguments(subject: Subject) -> Iterator[Finding]:
+    """Report arguments that a bundled environment does not have: it would not begin."""
+    experiment = subject.experiment
+    if experiment.samples and not is_parent(experiment):
+        elsewhere = subject.is_slurm and starts_elsewhere(
+            experiment, subject.site
+        )  # where there may be another version
+        for problem in unknown_arguments(experiment):
+            yield Finding(
+                "PH236",
+                "warning" if elsewhere else "error",
+                problem.key,
+                problem.message,
+                "mend the name, or leave it out",
+            )
+
+
 def rows(subject: Subject) -> Iterator[Finding]:
     """Report files that the environment `rows` is given and that are not there."""
     experiment = subject.experiment
@@ -104,4 +121,4 @@ def keys(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH235", "warning", f"{key}.api_key_var", f"the variable {name} is not set here", remedy)
 
 
-CHECKS = (workers, installed, rows, keys)
+CHECKS = (workers, installed, arguments, rows, keys)

@@ -228,9 +228,9 @@ def _judge_open(status: RunStatus, one: Evidence, queue: Queue, now: float) -> N
     elif _is_next_attempt(job, last) and job.state == "COMPLETING":
         _take_job(status, job, "requeued")
         status.note = (
-            f"Slurm still ends the last attempt on {job.nodes}: a node that does not answer must come back, or "
+            f"Slurm still ends the last attempt on {job.nodes}; if that takes minutes, a node does not answer: it "
         )
-        status.note += "be set down by an admin, before the job starts again"
+        status.note += "must come back, or be set down by an admin, before the job starts again"
     elif _is_next_attempt(job, last):
         _take_job(status, job, "starting")
         status.note = f"a new attempt of job {job.job_id} (restart {job.restarts}); the last one wrote no end"

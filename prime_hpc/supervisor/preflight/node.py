@@ -30,6 +30,8 @@ FACTS, RESULT = ".facts.json", ".result.json"
 LOST = "lost.json"
 """Written by the supervisor: hosts for which nobody need wait any more."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+NO_ROOM = " GiB are needed (slurm.preflight.min_free_gib): free some space"
+"""Ends what is said of a run directory that is full: all nodes see the same one, and none is to be avoided for it."""
 _GIB = 2**30
 
 
@@ -118,7 +120,7 @@ def node_facts(
     try:
         free_gib = disk.free_bytes(run_dir) / _GIB
         if free_gib < min_free_gib:
-            problems.append(f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g} GiB are needed")
+            problems.append(f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g}{NO_ROOM}")
     except OSError as error:
         problems.append(f"{run_dir} cannot be asked for its free space: {error.strerror}")
     full = lustre.full_osts(run_dir) if ask_osts else None

@@ -13,6 +13,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.preflight.images import start_images
 from prime_hpc.supervisor.preflight.launcher import module_arguments
+from prime_hpc.supervisor.preflight.node import NO_ROOM
 from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
 
@@ -81,12 +82,17 @@ class Checkup:
         return report
 
     def nodes_at_fault(self, report: Report) -> dict[str, str]:
-        """Bad nodes by cause; none of them where Slurm would not even make the step.
+        """Bad nodes by cause; not for a run directory that is full, and none where Slurm would not even make the step.
 
         Slurm 22.05 refuses the steps of a job with GPUs ("Invalid generic resource") in the attempt after one that was
         requeued while a node of it was dead; the attempt after that is well again.
         """
-        return {node: why for node, why in report.bad.items() if not any(words in why for words in NO_STEP)}
+        full = {v.host for v in report.verdicts if v.problems and all(why.endswith(NO_ROOM) for why in v.problems)}
+        return {
+            node: why
+            for node, why in report.bad.items()
+            if node not in full and not any(words in why for words in NO_STEP)
+        }
 
     def _hosts(self) -> list[HostCheck]:
         """Every node of the allocation with what its roles need."""

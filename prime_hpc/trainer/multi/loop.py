@@ -184,7 +184,7 @@ class MultiTrainer:
         is_idle = not self._children and not self._run_slots.waiting
         self._say_idle(is_idle)
         if not is_idle:
-            self._idle_since = time.monotonic()
+            return None
         limit = self._experiment.trainer.runs_idle_timeout_s
         if time.monotonic() - self._idle_since < max(limit, PAUSE_S):
             return None
@@ -194,9 +194,9 @@ class MultiTrainer:
         return Command(Kind.END, reason=f"no run was left to train for trainer.runs_idle_timeout_s = {limit:g} s")
 
     def _say_idle(self, is_idle: bool) -> None:
-        """No run is no stall."""
+        """No run is no stall; since when there is none."""
         if is_idle != self._is_idle:
-            self._is_idle = is_idle
+            self._is_idle, self._idle_since = is_idle, time.monotonic()
             self._status.beat(idle=is_idle)
 
     def _trouble(self, name: str) -> Leave | None:

@@ -5,6 +5,7 @@ same command goes on where it was), or written without damaged files of batches,
 run, or the command line is wrong; 3 the run is under way, nothing was copied.
 """
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,12 @@ def _archive(given: Given, word: str, target: str) -> int:
         raise ConfigError(f"--checkpoints {wanted}: must be all, last or none")
     named = find_run(word)
     run_dir = named.resolve()
+    owner = run_dir.stat().st_uid
+    if "--delete-source" in given and os.geteuid() not in (0, owner):
+        # in a shared folder its name could be taken from it all the same
+        raise ConfigError(
+            f"--delete-source: {run_dir} belongs to another user (uid {owner}), it is not deleted: leave the flag out"
+        )
     if not _is_idle(run_dir):
         return 3
     rollouts, folder = "--rollouts" in given, "--folder" in given
