@@ -15,8 +15,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,9 @@ def apply_changes(folder: Path, manifest: Manifest, image: Path) -> None:
         ArtifactError: a file of changes is damaged, or the files were not the base.
     """
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool:
-        for name, entry in manifest.files.items():
-            content = _read(folder / name)
+    with ThreadPoolExecutor(threads + 1, thread_name_prefix="delta") as pool:  # one more: it waits for the file system
+        contents = _read_ahead(pool, [folder / name for name in manifest.files])
+        for (name, entry), content in zip(manifest.files.items(), contents, strict=True):
             if files.hash_bytes(content) != entry:
                 raise ArtifactError(folder / name, f"xxh3 {entry.xxh3}", "another sum")
             changes = delta_codec.parse(content, folder / name)
@@ -188,6 +189,17 @@ def apply_changes(folder: Path, manifest: Manifest, image: Path) -> None:
                     f"changes that lead to version {manifest.version}",
                     f"another content of {file} at byte {offset} ({len(wrong)} of {len(changes.table)} places)",
                 )
+
+
+def _read_ahead(pool: ThreadPoolExecutor, paths: Sequence[Path]) -> Iterator[bytes]:
+    """Yield what the files hold; while the caller is busy with one, the next is read."""
+    coming: deque[Future[bytes]] = deque()
+    for path in paths:
+        coming.append(pool.submit(_read, path))
+        if len(coming) > 1:
+            yield coming.popleft().result()
+    for last in coming:
+        yield last.result()
 
 
 def _apply_all(pool: ThreadPoolExecutor, changes: delta_codec.DeltaFile, image: Path) -> list[Any]:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -257,6 +258,30 @@ def test_no_chunk_is_written_after_the_image_was_closed(tmp_path: Path, monkeypa
     with pytest.raises(StoreError, match="I/O error"):
         delta_image.apply_changes(paths.weights_step(3), read_manifest(paths.weights_step(3)), image)
     assert all(numbers_in_use)
+
+
+def test_the_next_file_of_changes_is_read_while_one_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths(tmp_path / "run")
+    trainer, reader = Trainer(paths), VersionReader(tmp_path / "scratch")
+    trainer.run([1, 2])
+    fetch(reader, paths, 2)
+    trainer.run([3])
+    read, apply_all, all_read, waited = delta_image._read, delta_image._apply_all, threading.Event(), []
+    names = list(read_manifest(paths.weights_step(3)).files)
+    assert len(names) == NUM_RANKS
+
+    def note_read(path: Path) -> bytes:
+        if path.name == names[-1]:
+            all_read.set()
+        return read(path)
+
+    def wait_for_reading(*arguments: Any) -> Any:
+        waited.append(all_read.wait(10))
+        return apply_all(*arguments)
+
+    monkeypatch.setattr(delta_image, "_read", note_read)
+    monkeypatch.setattr(delta_image, "_apply_all", wait_for_reading)
+    assert fetch(reader, paths, 3) == trainer.content and waited == [True] * NUM_RANKS
 
 
 def test_retention_keeps_the_chain_of_what_it_keeps(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ class WeightsConfig(Section):
     """`files`: each version is a directory that Hugging Face loads, in the run directory. `delta`: most hold only what
     changed since the one before, to the bit: of bfloat16 at learning rates of 1e-6 some percent of the bytes. Whole
     versions come between, and by themselves where too much changes. For file systems that are slower than the nodes'
-    memory; costs each rank its share of the published weights in host memory, and each server's node a version's bytes
-    in its temporary directory. `gloo`, `nccl`: from the trainer's memory into vLLM's workers over the network, through
-    host memory or from GPU to GPU; files come between. Costs each rank its share of the published weights in host
-    memory (twice where versions are published beside the next step). The whole model trains, engines are vLLM's."""
+    memory; each server's node keeps a version's bytes in its temporary directory. `gloo`, `nccl`: from the trainer's
+    memory into vLLM's workers over the network, through host memory or from GPU to GPU; files come between. The whole
+    model trains, engines are vLLM's. All but `files` cost each rank its share of the published weights in host memory
+    (twice where versions are published beside the next step, as they are from GPUs)."""
     whole_interval: int = Field(32, ge=1)
     """With `delta`, `gloo` and `nccl`: of so many versions one is whole, from which a server begins that has none or
     missed some."""
