@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,9 @@ from transformers import AutoTokenizer
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.run_paths import RunPaths
+from tests.faults.fork import NETWORK
 from tests.integration.test_trainer import KEEP_ALL, environment, weights, write_batches
+from tests.support.forked import ForkedProcess
 from tests.support.orchestrator_world import varied_reply
 from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
@@ -25,14 +26,11 @@ from tests.support.two_machines import Machine, two_machines
 
 pytestmark = pytest.mark.slow
 STEPS = 24
-THIS = Machine("", "", ())
-OURS = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import sft; raise SystemExit(sft())"]
-TRAINER = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import trainer; raise SystemExit(trainer())"]
-ORCHESTRATOR = [
-    *(sys.executable, "-P", "-c"),
-    "from prime_hpc.cli.entrypoints import orchestrator as o; raise SystemExit(o())",
-]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+THIS = Machine("", "")
+OURS = ["tests.faults.entry", "sft"]
+TRAINER = ["tests.faults.entry", "trainer"]
+ORCHESTRATOR = ["tests.faults.entry", "orchestrator"]
+TORCHRUN = ["torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +60,33 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield both
 
 
-def start(machine: Machine, command: list[str], **extra: str) -> subprocess.Popen[str]:
-    """In a process group of its own."""
-    environ = environment(**extra)
+class Process(ForkedProcess):
+    """`python -m COMMAND` on a machine, in a process group of its own."""
+
+    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process is asked
+        super().__init__(command, env=environ, stdout=self._output, stderr=self._output, new_session=True)
+
+    def said(self) -> str:
+        """Return its output so far."""
+        self._output.seek(0)
+        return self._output.read()
+
+
+def start(machine: Machine, command: list[str], **extra: str) -> Process:
+    environ = environment(**extra) | ({NETWORK: machine.network} if machine.network else {})
     for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
         if name not in extra:
             environ.pop(name, None)
-    return subprocess.Popen(
-        [*machine.enter, *command],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return Process(command, environ)
 
 
-def ended(*processes: subprocess.Popen[str]) -> list[str]:
+def ended(*processes: Process) -> list[str]:
     """Wait for all; returns what each said."""
     try:
-        return [process.communicate(timeout=280)[0] for process in processes]
+        for process in processes:
+            process.wait(280)
+        return [process.said() for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -94,11 +99,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def kill_when(path: Path, process: subprocess.Popen[str]) -> None:
+def kill_when(path: Path, process: Process) -> None:
     """SIGKILL a torchrun with its ranks as soon as `path` is there."""
     deadline = time.monotonic() + 240
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert process.poll() is None and time.monotonic() < deadline, process.said()
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
 
