@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from prime_hpc.store.batches import list_batches
 from prime_hpc.store.run_paths import RunPaths
 from tests.faults.fork import NETWORK
 from tests.integration.test_trainer import KEEP_ALL, environment, weights, write_batches
-from tests.support.forked import ForkedProcess
+from tests.support.forked import TalkingProcess
 from tests.support.orchestrator_world import varied_reply
 from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
@@ -60,33 +59,18 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield both
 
 
-class Process(ForkedProcess):
-    """`python -m COMMAND` on a machine, in a process group of its own."""
-
-    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process is asked
-        super().__init__(command, env=environ, stdout=self._output, stderr=self._output, new_session=True)
-
-    def said(self) -> str:
-        """Return its output so far."""
-        self._output.seek(0)
-        return self._output.read()
-
-
-def start(machine: Machine, command: list[str], **extra: str) -> Process:
+def start(machine: Machine, command: list[str], **extra: str) -> TalkingProcess:
     environ = environment(**extra) | ({NETWORK: machine.network} if machine.network else {})
     for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
         if name not in extra:
             environ.pop(name, None)
-    return Process(command, environ)
+    return TalkingProcess(command, environ)
 
 
-def ended(*processes: Process) -> list[str]:
+def ended(*processes: TalkingProcess) -> list[str]:
     """Wait for all; returns what each said."""
     try:
-        for process in processes:
-            process.wait(280)
-        return [process.said() for process in processes]
+        return [process.communicate(280)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -99,7 +83,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def kill_when(path: Path, process: Process) -> None:
+def kill_when(path: Path, process: TalkingProcess) -> None:
     """SIGKILL a torchrun with its ranks as soon as `path` is there."""
     deadline = time.monotonic() + 240
     while not path.exists():
