@@ -9,6 +9,7 @@ Everything else is started as usual.
 Used by the fault harness (`tools/faults`) and `tests.support.fork_server`, never inside pytest's own process.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -19,9 +20,10 @@ import signal
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from loguru import logger
 
@@ -150,6 +152,7 @@ def _become(
     """In the child: what exec would have made new, then the module as `__main__`. Never returns."""
     code = 1
     try:
+        begin_anew()
         if new_session:
             os.setsid()
         logger.remove()  # the parent's sinks, before their descriptors get other owners
@@ -183,10 +186,24 @@ def _become(
     except BaseException:  # noqa: BLE001 - the child's outermost frame: what an interpreter does
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        leave(code)
+
+
+def begin_anew() -> None:
+    """In a fork: forget what is to be done at the parent's end."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+def leave(code: int) -> NoReturn:
+    """End a fork as an interpreter ends, with what is to be done at its end, but for the parent's objects."""
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 _KEPT: list[Any] = []
