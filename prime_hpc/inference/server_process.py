@@ -1,19 +1,16 @@
 """The process of a server, before anything heavy is imported: its scratch folder, its parent's death, its own end."""
 
-import contextlib
-import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import threading
 from pathlib import Path
 
 from prime_hpc.runtime import process_tree
+from prime_hpc.store.io import scratch
 
 SCRATCH_PREFIX = "phpc-"
-LOCK_NAME, UNLOCKED_NAME = "alive", "starting"
 MAX_SCRATCH_LEN = 64
 """A unix socket's path ends at 107 bytes, and vLLM appends a 36-character name."""
 
@@ -25,32 +22,15 @@ HARD_END_S = 4.5
 
 
 def make_scratch() -> Path:
-    """Return a new short-named folder for this server's sockets and temporary files; leftovers of dead servers are
-    removed.
-
-    A folder is its owner's while a lock on the file `alive` in it is held: by the server and by the engines that it
-    forked. So the folder of a killed server is recognised whatever process-id namespace it lived in.
-
-    Servers that start together meet the same leftovers, and in a shared temporary directory anything else may have
-    such a name: what cannot be looked at or removed is left there, and ends no start.
-    """
+    """Return a new short-named folder for this server's sockets and temporary files (see `scratch`): its own and its
+    engines'."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > MAX_SCRATCH_LEN - 20:
         parent = Path("/tmp")
     if " " in str(parent):  # torch hands such a path to g++ as two, so what is compiled may not lie there either
         parent = Path("/tmp")
         tempfile.tempdir = str(parent)
-    for stale in parent.glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if stale.stat().st_uid == os.getuid() and not _is_held(stale / LOCK_NAME):
-                shutil.rmtree(stale, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
-    # Never closed: the lock must live exactly as long as the processes.
-    descriptor = os.open(scratch / UNLOCKED_NAME, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # Renamed once it is held: another server that looks in between would take this folder for a dead one's.
-    (scratch / UNLOCKED_NAME).rename(scratch / LOCK_NAME)
-    return scratch
+    return scratch.make_scratch(parent, SCRATCH_PREFIX)
 
 
 def require_semaphores() -> None:
@@ -108,17 +88,3 @@ def end_hard_soon() -> None:
     timer = threading.Timer(HARD_END_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
-
-
-def _is_held(lock: Path) -> bool:
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except OSError:
-        return True  # a server that is just making its folder, or no server's folder at all
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # BlockingIOError, or a file system without locks
-        return True
-    finally:
-        os.close(descriptor)
-    return False

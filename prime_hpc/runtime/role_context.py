@@ -32,6 +32,8 @@ LOCAL_TASK = "PRIMEHPC_LOCAL_TASK"
 """Number of an agent among those that a pod runs for one step."""
 RANKS_FILE = "PRIMEHPC_RANKS_FILE"
 """Meeting point of a trainer's ranks on one node; absent: as torch's own variables say."""
+RANKS_PREFIX = "prime-hpc-ranks-"
+"""Of the names of the folders of such points, in /tmp."""
 
 
 @dataclass(frozen=True)

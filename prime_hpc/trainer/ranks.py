@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from prime_hpc.runtime.role_context import RANKS_FILE
+from prime_hpc.runtime.role_context import RANKS_FILE, RANKS_PREFIX
+from prime_hpc.store.io import scratch
 from prime_hpc.store.io.private import make_private_dir
 
-_NODE_LOCAL = "/tmp"
+_NODE_LOCAL = Path("/tmp")
 """Never $TMPDIR, which may be on a shared file system whose locks do not work."""
 
 
 @contextlib.contextmanager
 def meeting_file() -> Iterator[Path]:
     """Yield a file in a new directory of its own, for this process's ranks; removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="prime-hpc-ranks-", dir=_NODE_LOCAL))
+    folder = scratch.make_scratch(_NODE_LOCAL, RANKS_PREFIX)
     try:
         yield folder / "store"
     finally:
@@ -60,7 +60,11 @@ def file_store(world_size: int, *, engines_join: bool = False) -> FileStore | No
     path = os.environ.get(RANKS_FILE)
     if not path:
         return None
-    make_private_dir(Path(path).parent)  # whichever rank comes first
+    folder = Path(path).parent
+    make_private_dir(folder)  # whichever rank comes first
+    if not (folder / scratch.LOCK_NAME).exists():  # no agent's, which would hold it
+        scratch.hold(folder)
+        scratch.remove_leftovers(_NODE_LOCAL, RANKS_PREFIX)
     stay_on_loopback(engines_join=engines_join)
     return FileStore(path, world_size)
 

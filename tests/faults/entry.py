@@ -8,5 +8,5 @@ from prime_hpc import cli
 if __name__ == "__main__":
     program, *arguments = sys.argv[1:]
     sys.argv = [program, *arguments]
-    programs: dict[str, Callable[[], int]] = {"rl": cli.rl, "prime-hpc": cli.main}
-    sys.exit(programs[program]())
+    call: Callable[[], int] = cli.main if program == "prime-hpc" else getattr(cli, program)
+    sys.exit(call())

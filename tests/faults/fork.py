@@ -3,12 +3,15 @@
 `install` replaces `subprocess.Popen` in a process that has imported everything a run needs (torch, transformers,
 verifiers). Children that would run `sys.executable -m MODULE ...` become forks of it: real processes with their own
 pid, session, environment, descriptors and signals, children of the process that started them, ended and waited for as
-always. The product's code is untouched and knows nothing of it. Everything else is started as usual.
+always. What would become such a program by `os.execv` runs it. The product's code is untouched and knows nothing of it.
+Everything else is started as usual.
 
 Used by the fault harness (`tools/faults`) and `tests.support.fork_server`, never inside pytest's own process.
 """
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -17,8 +20,10 @@ import signal
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from loguru import logger
 
@@ -61,6 +66,9 @@ PRELOAD = [
 """What the processes of a run spend their first seconds on."""
 NEVER_FORKED = "prime_hpc.inference"
 """vLLM and its engines are started as ever."""
+NETWORK = "PRIME_HPC_TEST_NETWORK"
+"""Names the network namespace that a fork enters, which takes root (`tests.support.two_machines`)."""
+_CLONE_NEWNET = 0x40000000
 _FLAGS = ("-u", "-B", "-P", "-I", "-E", "-s", "-S")
 
 
@@ -106,11 +114,30 @@ def install() -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    os.execv = _execv  # type: ignore[assignment]
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
     gc.collect()
     gc.freeze()  # or every collection in every child would copy the pages of what is shared
+
+
+_real_execv = os.execv
+
+
+def _execv(path: Any, args: Sequence[Any]) -> None:
+    """As `os.execv`; a Python module needs no new interpreter."""
+    command = module_of(args)
+    if command is None:
+        _real_execv(path, list(args))
+    else:
+        _become(command, None, None, False, None, (-1, -1, -1), ())
+
+
+def _enter(network: str) -> None:
+    with Path("/run/netns", network).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network namespace {network} cannot be entered")
 
 
 def _become(
@@ -125,6 +152,7 @@ def _become(
     """In the child: what exec would have made new, then the module as `__main__`. Never returns."""
     code = 1
     try:
+        begin_anew()
         if new_session:
             os.setsid()
         logger.remove()  # the parent's sinks, before their descriptors get other owners
@@ -139,6 +167,8 @@ def _become(
         if env is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(k): os.fsdecode(v) for k, v in env.items()})
+        if NETWORK in os.environ:
+            _enter(os.environ[NETWORK])
         if deaf_to is not None:
             die_with_parent()
             for ignored in deaf_to:
@@ -156,10 +186,24 @@ def _become(
     except BaseException:  # noqa: BLE001 - the child's outermost frame: what an interpreter does
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        leave(code)
+
+
+def begin_anew() -> None:
+    """In a fork: forget what is to be done at the parent's end."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+def leave(code: int) -> NoReturn:
+    """End a fork as an interpreter ends, with what is to be done at its end, but for the parent's objects."""
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 _KEPT: list[Any] = []

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,9 @@ from transformers import AutoTokenizer
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.run_paths import RunPaths
+from tests.faults.fork import NETWORK
 from tests.integration.test_trainer import KEEP_ALL, environment, weights, write_batches
+from tests.support.forked import TalkingProcess
 from tests.support.orchestrator_world import varied_reply
 from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
@@ -25,14 +25,11 @@ from tests.support.two_machines import Machine, two_machines
 
 pytestmark = pytest.mark.slow
 STEPS = 24
-THIS = Machine("", "", ())
-OURS = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import sft; raise SystemExit(sft())"]
-TRAINER = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import trainer; raise SystemExit(trainer())"]
-ORCHESTRATOR = [
-    *(sys.executable, "-P", "-c"),
-    "from prime_hpc.cli.entrypoints import orchestrator as o; raise SystemExit(o())",
-]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+THIS = Machine("", "")
+OURS = ["tests.faults.entry", "sft"]
+TRAINER = ["tests.faults.entry", "trainer"]
+ORCHESTRATOR = ["tests.faults.entry", "orchestrator"]
+TORCHRUN = ["torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +59,18 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield both
 
 
-def start(machine: Machine, command: list[str], **extra: str) -> subprocess.Popen[str]:
-    """In a process group of its own."""
-    environ = environment(**extra)
+def start(machine: Machine, command: list[str], **extra: str) -> TalkingProcess:
+    environ = environment(**extra) | ({NETWORK: machine.network} if machine.network else {})
     for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
         if name not in extra:
             environ.pop(name, None)
-    return subprocess.Popen(
-        [*machine.enter, *command],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return TalkingProcess(command, environ)
 
 
-def ended(*processes: subprocess.Popen[str]) -> list[str]:
+def ended(*processes: TalkingProcess) -> list[str]:
     """Wait for all; returns what each said."""
     try:
-        return [process.communicate(timeout=280)[0] for process in processes]
+        return [process.communicate(280)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -94,11 +83,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def kill_when(path: Path, process: subprocess.Popen[str]) -> None:
+def kill_when(path: Path, process: TalkingProcess) -> None:
     """SIGKILL a torchrun with its ranks as soon as `path` is there."""
     deadline = time.monotonic() + 240
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert process.poll() is None and time.monotonic() < deadline, process.said()
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
 

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import zlib
 from collections import Counter
@@ -18,6 +17,8 @@ import psutil
 import pytest
 
 from prime_hpc.evals.episodes import results_file
+from prime_hpc.runtime.process_tree import alive, family
+from tests.support.forked import TalkingProcess
 from tests.support.scripted_api import Fault, ScriptedApi
 
 pytestmark = pytest.mark.slow
@@ -28,22 +29,20 @@ TASKS, ROLLOUTS = (60 if "PRIMEHPC_TEST_KILLS" in os.environ else 20), 2
 
 def command(api_url: str, out: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "prime_hpc.cli", "eval", "--model.name", "scripted"),
+        *("tests.faults.entry", "prime-hpc", "eval", "--model.name", "scripted"),
         *("--client.base-url", api_url, "--client.api-key-var", "SCRIPTED_KEY", "--output-dir", str(out)),
         *("--num-examples", str(TASKS), "--rollouts-per-example", str(ROLLOUTS), "--max-concurrent", "8", *more),
     ]
 
 
-def start(argv: Sequence[str], key: str = KEY) -> "subprocess.Popen[str]":
-    environment = os.environ | {"SCRIPTED_KEY": key}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(argv, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
+def start(argv: Sequence[str], key: str = KEY) -> TalkingProcess:
+    return TalkingProcess(argv, os.environ | {"SCRIPTED_KEY": key})
 
 
 def run(argv: Sequence[str], key: str = KEY) -> tuple[int, str]:
     process = start(argv, key)
     said, _ = process.communicate(timeout=240)
-    return process.returncode, said
+    return process.wait(), said
 
 
 def episodes(run_dir: Path) -> list[dict[str, Any]]:
@@ -69,9 +68,10 @@ def test_killed_at_any_moment_every_episode_is_scored_once(tmp_path: Path) -> No
                 time.sleep(rng.uniform(0.0, 0.05))
             if process.poll() is not None:
                 break  # it was done before the goal was reached
+            started = family(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            wait_for_end(killed)
+            wait_for_end(started)
             kills += 1
             with results_file(killed).open("ab") as file:
                 file.write(b'{"step": 0, "env": "reverse-te')  # as if it had died in a write
@@ -96,7 +96,7 @@ def test_killed_at_any_moment_every_episode_is_scored_once(tmp_path: Path) -> No
     code, said = run([*command("http://127.0.0.1:9/v1", tmp_path / "killed", *more), "--sampling.temperature", "0.5"])
     assert code == 2 and "settings.json" in said and "eval.sampling" in said
     both = [str(killed), str(tmp_path / "whole" / "eval")]
-    code, said = run([sys.executable, "-m", "prime_hpc.cli", "eval", "--compare", *both])
+    code, said = run(["tests.faults.entry", "prime-hpc", "eval", "--compare", *both])
     assert code == 0 and "reverse-text" in said and "+0.0000" in said
 
 
@@ -106,14 +106,12 @@ def num_lines(run_dir: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for_end(run_dir: Path) -> None:
+def wait_for_end(started: list[psutil.Process]) -> None:
     """Until what a killed supervisor had started is gone, as it is meant to."""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if not any(str(run_dir) in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])):
-            return
+    while alive(started):
+        assert time.monotonic() < deadline, "the evaluation's process outlives its supervisor"
         time.sleep(0.1)
-    raise AssertionError("the evaluation's process outlives its supervisor")
 
 
 @pytest.mark.exhaustive
@@ -176,8 +174,7 @@ def test_a_full_disk_in_the_middle_loses_nothing(tmp_path: Path) -> None:
                     ballast.write(b"x" * 65536)
                     ballast.flush()
             said, _ = process.communicate(timeout=120)
-            text = said.decode() if isinstance(said, bytes) else said
-            assert process.returncode == 1 and "No space left" in text, text[-3000:]
+            assert process.returncode == 1 and "No space left" in said, said[-3000:]
             (disk / "ballast").unlink()
             done = {(row["task"], row["rollout"]) for row in episodes(disk / "eval")}
             code, said = run(command(api.url, disk, "--environment-ids", "reverse-text"))

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.evals.episodes import results_file
+from prime_hpc.runtime.process_tree import family
 from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.data.messages import Conversation, parse_row
@@ -31,7 +31,7 @@ TASKS, ROLLOUTS = (60 if "PRIMEHPC_TEST_KILLS" in os.environ else 12), 3
 
 def command(api_url: str, out: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "prime_hpc.cli", "synthesize", "--model.name", "scripted"),
+        *("tests.faults.entry", "prime-hpc", "synthesize", "--model.name", "scripted"),
         *("--client.base-url", api_url, "--client.api-key-var", "SCRIPTED_KEY", "--output-dir", str(out)),
         *("--num-examples", str(TASKS), "--rollouts-per-example", str(ROLLOUTS), "--max-concurrent", "8", *more),
     ]
@@ -58,9 +58,10 @@ def test_killed_at_any_moment_the_rows_are_those_of_an_uninterrupted_run(tmp_pat
             while process.poll() is None and num_lines(killed) < goal:
                 time.sleep(rng.uniform(0.0, 0.05))
             assert process.poll() is None, process.communicate()
+            started = family(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            wait_for_end(killed)
+            wait_for_end(started)
             with results_file(killed).open("ab") as file:
                 file.write(b'{"step": 0, "env": "reverse-te')  # as if it had died in a write
         code, said = run(command(api.url, tmp_path / "killed", *more))

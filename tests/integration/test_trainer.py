@@ -68,7 +68,7 @@ def write_batches(paths: RunPaths, steps: range, num_ranks: int) -> None:
 
 def command(paths: RunPaths, num_ranks: int, module: str = "prime_hpc.trainer.main") -> list[str]:
     """What follows `python -m`. One rank runs without torchrun, which the trainer allows: it saves seconds a run."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
+    torchrun = ["prime_hpc.trainer.torchrun", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
     return [*torchrun, module, str(paths.root)]
 
 

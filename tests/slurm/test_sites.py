@@ -171,4 +171,4 @@ def _is_trainer(process: psutil.Process, run_dir: Path) -> bool:
         words = process.cmdline()
     except psutil.Error:
         return False
-    return "prime_hpc.trainer.main" in words and str(run_dir) in words and "torch.distributed.run" not in words
+    return "prime_hpc.trainer.main" in words and str(run_dir) in words and "prime_hpc.trainer.torchrun" not in words

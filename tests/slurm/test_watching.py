@@ -59,7 +59,7 @@ class Hanging:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if str(self.run_dir) in words and module in words and "torch.distributed.run" not in words:
+            if str(self.run_dir) in words and module in words and "prime_hpc.trainer.torchrun" not in words:
                 found.append(process)
         return sorted(found, key=lambda p: p.pid)[number]
 

@@ -141,6 +141,24 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class TalkingProcess(ForkedProcess):
+    """One in a session of its own; as `subprocess.Popen(..., stdout=PIPE, stderr=STDOUT, text=True)`."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process is asked
+        super().__init__(command, env=env, stdout=self._output, stderr=self._output, new_session=True)
+
+    def said(self) -> str:
+        """Its output so far."""
+        self._output.seek(0)
+        return self._output.read()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for its end; what it said. Raises subprocess.TimeoutExpired."""
+        self.wait(timeout)
+        return self.said(), None
+
+
 def run(
     command: Sequence[str], *, env: Mapping[str, str], timeout: float = 200.0
 ) -> "subprocess.CompletedProcess[str]":

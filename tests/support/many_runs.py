@@ -100,7 +100,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def start_trainer(run_dir: Path, num_ranks: int = 1, **extra: str) -> forked.ForkedProcess:
     """The trainer's ranks on a run directory, a parent's or a single run's."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
+    torchrun = ["prime_hpc.trainer.torchrun", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
     command = [*torchrun, "prime_hpc.trainer.main", str(run_dir)]
     with (run_dir / "trainer.log").open("a") as log:
         return forked.ForkedProcess(command, env=environment(**extra), stdout=log, stderr=log)

@@ -43,7 +43,8 @@ def start_or_skip(*options: str, num_nodes: int = 6) -> "Cluster":
 class Cluster:
     """A running dev cluster.
 
-    It ends with `down`, and also when this process dies: a guard waits for the end of a pipe that only we hold.
+    It ends with `down`, and also when this process dies: a guard waits for the end of a pipe that only we hold. It is
+    no child of ours: a supervisor that a test runs in this process ends all children of it that it does not know.
     """
 
     shared: Path
@@ -66,12 +67,12 @@ class Cluster:
         self.state = folder / "cluster"
         self.shared = folder / "shared"
         self.shared.mkdir()
+        script = 'cat >/dev/null; "$0" --dir "$1" down --clean >&2 && rm -rf "$2"; echo $?'
         self._guard = subprocess.Popen(
-            ["sh", "-c", 'cat >/dev/null; "$0" --dir "$1" down --clean && rm -rf "$2"', DEVCLUSTER, self.state, folder],
+            ["setsid", "--fork", "sh", "-c", script, DEVCLUSTER, self.state, folder],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=(folder / "down.log").open("wb"),
-            start_new_session=True,
         )
         try:
             self.drill("up", str(num_nodes), *options, timeout=900)
@@ -87,12 +88,13 @@ class Cluster:
 
     def down(self) -> None:
         """End all of it and remove its folder. Again: nothing."""
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
-        code = self._guard.wait(timeout=600)  # a root of another suite has many files
-        if code:  # what still runs is found by its folder alone
+        if self._guard.stdin is None or self._guard.stdin.closed:
+            return
+        code = self._guard.communicate(timeout=600)[0].strip()  # a root of another suite has many files
+        if code != b"0":  # what still runs is found by its folder alone
             said = (self._folder / "down.log").read_text(errors="replace")
-            warnings.warn(f"{self._folder} is left: `down` ended with code {code}: {said[-500:]}", stacklevel=2)
+            how = f"ended with code {code.decode()}" if code else "was killed"
+            warnings.warn(f"{self._folder} is left: `down` {how}: {said[-500:]}", stacklevel=2)
             return
         shutil.rmtree(self._folder, ignore_errors=True)
 

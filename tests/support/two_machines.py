@@ -14,8 +14,13 @@ class Machine:
     address: str
     interface: str
     """"": both are this machine itself, on its loopback interface."""
-    enter: tuple[str, ...]
-    """Words before a command that runs there."""
+    network: str = ""
+    """Name of its network namespace."""
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """Words before a command that runs there."""
+        return ("ip", "netns", "exec", self.network) if self.network else ()
 
 
 def _ip(*words: str) -> bool:
@@ -41,11 +46,10 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             made = made and _ip("-n", name, "addr", "add", f"{address}/24", "dev", card)
             made = made and _ip("-n", name, "link", "set", card, "up") and _ip("-n", name, "link", "set", "lo", "up")
         if made:
-            enter = [("ip", "netns", "exec", name) for name in names]
-            a, b = (Machine(*facts) for facts in zip(addresses, cards, enter, strict=True))
+            a, b = (Machine(*facts) for facts in zip(addresses, cards, names, strict=True))
             yield a, b
         else:
-            yield Machine("127.0.0.1", "", ()), Machine("127.0.0.2", "", ())
+            yield Machine("127.0.0.1", ""), Machine("127.0.0.2", "")
     finally:
         for name in names:
             _ip("netns", "del", name)

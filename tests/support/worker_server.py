@@ -23,7 +23,7 @@ import numpy
 import pytest
 
 from prime_hpc.runtime.process_tree import family, send
-from tests.faults.fork import PRELOAD, replace_descriptors
+from tests.faults.fork import PRELOAD, begin_anew, leave, replace_descriptors
 from tests.support.fork_server import receive
 
 TICK_S = 0.05
@@ -33,6 +33,7 @@ def _become(request: dict, fds: list[int]) -> None:
     """Run the request in this fork, as a new interpreter would; never return."""
     code = 1
     try:
+        begin_anew()
         replace_descriptors(fds)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(request["cwd"])
@@ -54,10 +55,7 @@ def _become(request: dict, fds: list[int]) -> None:
     except BaseException:  # noqa: BLE001 - the fork's outermost frame: what an interpreter does
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
 
 def _fork(client: socket.socket) -> int | None:

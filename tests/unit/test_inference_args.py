@@ -21,6 +21,7 @@ from prime_hpc.inference.check_version import BadVersionError, read_signature, r
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm.args import NUM_WORKERS, Device, build_argv, build_env
 from prime_hpc.store.artifact import ArtifactWriter, Unreadable
+from prime_hpc.store.io import scratch
 from prime_hpc.weight_transport.transport import VersionReader
 
 
@@ -233,10 +234,10 @@ def test_a_temporary_folder_with_a_space_is_not_compiled_in(tmp_path: Path, monk
     (spaced := tmp_path / "a b").mkdir()
     monkeypatch.setattr(server_process.tempfile, "tempdir", str(spaced))
     monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
-    scratch = server_process.make_scratch()
-    scratch.joinpath(server_process.LOCK_NAME).unlink()
-    scratch.rmdir()
-    assert " " not in server_process.tempfile.gettempdir() + str(scratch)
+    made = server_process.make_scratch()
+    made.joinpath(scratch.LOCK_NAME).unlink()
+    made.rmdir()
+    assert " " not in server_process.tempfile.gettempdir() + str(made)
 
 
 def test_no_locks_between_processes_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,32 +262,32 @@ def test_leftovers_that_another_server_removes_and_strange_names_end_no_start(
     (tmp_path / "phpc-loop").symlink_to(tmp_path / "phpc-loop")
     for number in range(4):
         (tmp_path / f"phpc-dead{number}").mkdir()
-        (tmp_path / f"phpc-dead{number}" / server_process.LOCK_NAME).touch()
-    remove = server_process.shutil.rmtree
+        (tmp_path / f"phpc-dead{number}" / scratch.LOCK_NAME).touch()
+    remove = scratch.shutil.rmtree
 
     def remove_all(_: Path, **how: Any) -> None:  # as servers do that began at the same moment
         for number in range(4):
             remove(tmp_path / f"phpc-dead{number}", **how)
 
-    monkeypatch.setattr(server_process.shutil, "rmtree", remove_all)
-    scratch = server_process.make_scratch()
-    assert server_process._is_held(scratch / server_process.LOCK_NAME)
-    assert {path.name for path in tmp_path.iterdir()} == {"phpc-notes", "phpc-gone", "phpc-loop", scratch.name}
+    monkeypatch.setattr(scratch.shutil, "rmtree", remove_all)
+    made = server_process.make_scratch()
+    assert scratch.is_held(made)
+    assert {path.name for path in tmp_path.iterdir()} == {"phpc-notes", "phpc-gone", "phpc-loop", made.name}
 
 
 def test_a_folder_is_never_seen_with_a_lock_that_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
-    lock = server_process.fcntl.flock
+    lock = scratch.fcntl.flock
     seen: list[bool] = []
 
     def look(descriptor: int, operation: int) -> None:  # as another server would, right before the lock is taken
-        if operation == server_process.fcntl.LOCK_EX:
+        if operation == scratch.fcntl.LOCK_EX:
             (folder,) = tmp_path.iterdir()
-            seen.append(server_process._is_held(folder / server_process.LOCK_NAME))
+            seen.append(scratch.is_held(folder))
         lock(descriptor, operation)
 
-    monkeypatch.setattr(server_process.fcntl, "flock", look)
+    monkeypatch.setattr(scratch.fcntl, "flock", look)
     server_process.make_scratch()
     assert seen == [True]
 

@@ -1,25 +1,56 @@
 """What verifiers is imported without, and that it is there when it is used. Each in a process of its own."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 WITHOUT = ("anthropic", "math_verify", "sympy", "mcp")
-START = "import sys, prime_hpc.envs.episode_runner\n"
+FORKS = """
+import json, os, sys, traceback
+import prime_hpc.envs.episode_runner
+for line in sys.stdin:
+    code, output = json.loads(line)
+    if (pid := os.fork()) == 0:
+        ended = 1
+        try:
+            for number in (1, 2):
+                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            exec(code, {"sys": sys})
+            ended = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(ended)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+Run = Callable[[str], str]
 
 
-def run(code: str) -> str:
-    """What code prints after the episodes' part of a role is imported."""
-    argv = [sys.executable, "-c", START + code]
-    ended = subprocess.run(argv, capture_output=True, text=True, cwd=TOP, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.strip()
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """What code prints after the episodes' part of a role is imported: by forks of a process that did nothing else."""
+    folder = tmp_path_factory.mktemp("said")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=pipe, stdout=pipe, text=True, cwd=TOP) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def ask(code: str) -> str:
+            output = folder / str(len(list(folder.iterdir())))
+            print(json.dumps([code, str(output)]), file=process.stdin, flush=True)
+            ended = process.stdout.readline()  # type: ignore[union-attr]
+            assert ended == "0\n", output.read_text()
+            return output.read_text().strip()
+
+        yield ask
 
 
-def test_episodes_need_none_of_it() -> None:
+def test_episodes_need_none_of_it(run: Run) -> None:
     """A bundled environment is found and made."""
     code = f"""
 from prime_hpc.config.sections.orchestrator import EnvConfig
@@ -39,12 +70,12 @@ print([name for name in {WITHOUT!r} if name in sys.modules])
         "from verifiers.v1.dialects import AnthropicDialect\nclass Own(AnthropicDialect): ...\nprint(Own.routes[0])",
     ],
 )
-def test_the_dialect_is_there_when_it_is_used(code: str) -> None:
+def test_the_dialect_is_there_when_it_is_used(run: Run, code: str) -> None:
     """However it is come by."""
     assert run(code) == "/v1/messages"
 
 
-def test_the_dialect_is_one_thing_before_and_after() -> None:
+def test_the_dialect_is_one_thing_before_and_after(run: Run) -> None:
     """Types compare, and what was imported before is what is imported later."""
     code = """
 from verifiers.v1.dialects import DIALECTS, AnthropicDialect, ChatDialect
@@ -58,7 +89,7 @@ print(issubclass(Later, AnthropicDialect), (AnthropicDialect | None) == (Later |
     assert run(code) == "[False, False, True] True True True\nTrue True"
 
 
-def test_a_harness_elsewhere_is_answered() -> None:
+def test_a_harness_elsewhere_is_answered(run: Run) -> None:
     """verifiers' own server knows the dialect's routes: a stranger is refused, not unknown."""
     code = """
 import asyncio, aiohttp
@@ -76,7 +107,7 @@ asyncio.run(main())
     assert run(code) == "[401, 401, 404]"
 
 
-def test_answers_are_compared_on_any_thread() -> None:
+def test_answers_are_compared_on_any_thread(run: Run) -> None:
     """By verifiers' function, in a process that can be killed, and by a package that imports math-verify itself."""
     code = """
 import sys, threading
@@ -95,7 +126,7 @@ print(found, math_verify.grader.timeout is ours._deadline)
     assert run(code) == "[1.0, 0.0, False] True"
 
 
-def test_bundled_members_are_there() -> None:
+def test_bundled_members_are_there(run: Run) -> None:
     """The packages whose members nobody looks at."""
     code = """
 from verifiers.v1.tasksets import HarborTaskset
@@ -107,7 +138,7 @@ print(HarborTaskset.__name__, harnesses.NullHarness is harness_class("null"), ha
 
 
 @pytest.mark.parametrize("name", ["harnesses", "tasksets"])
-def test_threads_that_ask_at_once_all_find_it(name: str) -> None:
+def test_threads_that_ask_at_once_all_find_it(run: Run, name: str) -> None:
     """Training's and evaluation's environments are loaded side by side."""
     code = f"""
 import importlib, threading
@@ -125,7 +156,7 @@ print(len(found), len(set(found)), None in found)
     assert run(code) == "8 1 False"
 
 
-def test_bundled_members_are_listed() -> None:
+def test_bundled_members_are_listed(run: Run) -> None:
     """For `import *`, and for whoever looks what there is."""
     code = """
 from verifiers.v1.tasksets import *
@@ -135,7 +166,7 @@ print(HarborTaskset.__name__, "NullHarness" in dir(harnesses), "__getattr__" in 
     assert run(code) == "HarborTaskset True False"
 
 
-def test_a_package_that_cannot_be_run_says_so_each_time() -> None:
+def test_a_package_that_cannot_be_run_says_so_each_time(run: Run) -> None:
     """Not once, and then that it has no such member."""
     code = """
 sys.modules["verifiers.v1.tasksets.harbor"] = None

@@ -112,6 +112,24 @@ def test_the_meeting_place_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
         ranks.file_store(1)
 
 
+def test_a_meeting_place_whose_processes_were_killed_goes_when_the_next_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_NODE_LOCAL", tmp_path)
+    monkeypatch.setenv("PRIMEHPC_RANKS_FILE", str(tmp_path / "prime-hpc-ranks-own" / "store"))
+    monkeypatch.setattr(ranks, "stay_on_loopback", lambda **_: None)
+    for begin in (ranks.meeting_file().__enter__, lambda: ranks.file_store(1)):  # an agent, a task of srun
+        if (pid := os.fork()) == 0:
+            begin()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert len(list(tmp_path.iterdir())) == 1
+        with ranks.meeting_file() as path:
+            assert list(tmp_path.iterdir()) == [path.parent]
+            ranks.scratch.remove_leftovers(tmp_path, "prime-hpc-ranks-")
+            assert path.parent.exists()
+
+
 @pytest.mark.parametrize(("transport", "interface"), [("files", "lo"), ("nccl", None)])
 def test_engines_on_other_nodes_reach_a_rank_that_sends_over_nccl(
     transport: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

