@@ -25,6 +25,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.perf import FlopsModel
 from tests.proofs import Proof
 from tests.support.every_family import VOCAB, CannotBuildError, family_names, tiny_config, tiny_model
 
@@ -119,6 +120,7 @@ def worst_gap(
     config = ModelConfig.model_validate({"name": str(folder), "dtype": dtype, "attn": attn})
     parallel, where = build_parallel(ParallelDims(), device), torch.device(device)
     policy = load_policy(config, folder, parallel, where, reshard_after_forward=True, chunk_tokens=512)
+    assert FlopsModel.of(policy.hf).block_flops > 0  # every step asks for them
     worst = 0.0
     for share in (False,) if policy.single_rows else (False, True):
         micro = make_micro_batch(batch, 0, where, share_prefixes=share, single_rows=policy.single_rows)
