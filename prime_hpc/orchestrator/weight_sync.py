@@ -65,6 +65,8 @@ class WeightSync:
         self._name, self._sleeps = name, sleeps
         self._locks = [asyncio.Lock() for _ in clients]
         self._loading: dict[int, asyncio.Task[None]] = {}
+        self._unloaded: dict[int, tuple[int, str]] = {}
+        """By server: the version that it did not load last time, and why."""
         self._lost: set[int] = set()
         """Servers for which `prepare` does not wait."""
         self._news = asyncio.Event()
@@ -374,9 +376,12 @@ class WeightSync:
             if error.status is not None and 400 <= error.status < 500:
                 await self._say_if_fenced()  # a newer attempt may have removed the version
                 raise OrchestratorError(f"inference server {url} refuses version {version}: {error}") from error
-            logger.warning(f"inference server {url} did not load version {version}: {error}")
+            before, self._unloaded[index] = self._unloaded.get(index), (version, str(error))
+            said = "DEBUG" if before == self._unloaded[index] else "WARNING"  # it is asked again every few seconds
+            logger.log(said, f"inference server {url} did not load version {version}: {error}")
             self.report_error(index)
             return False
+        self._unloaded.pop(index, None)
         return True
 
     async def _say_if_fenced(self) -> None:
@@ -410,7 +415,9 @@ class WeightSync:
             else:
                 if loop_time() - warned > DOWN_WARNING_S:
                     warned = loop_time()
-                    logger.warning(f"still waiting for {server.url}")
+                    version, why = self._unloaded.get(index, (0, ""))
+                    why = f", which did not load version {version}: {why}" if why else ""
+                    logger.warning(f"still waiting for {server.url}{why}")
                 await asyncio.sleep(PROBE_PAUSE_S)
 
     async def _restore_server(self, index: int) -> bool:
@@ -433,7 +440,8 @@ class WeightSync:
         elif not is_there:
             return False  # the trainer makes it once more
         else:
-            logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
+            said = "DEBUG" if self._unloaded.get(index, (NOTHING, ""))[0] == self.current else "INFO"
+            logger.log(said, f"{server.url} is back with version {found}; it gets version {self.current}")
             await self._unless_dropped(index, self._load(index))
         if server.ready:
             seconds = loop_time() - server.not_ready_since

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
-from prime_hpc.inference.vllm import server, weight_updates
+from prime_hpc.inference.vllm import adapters, server, weight_updates
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.inference.vllm.transfer_engine import DTYPES
 from prime_hpc.inference.vllm.weight_updates import PolicyService
@@ -435,6 +435,32 @@ def test_a_version_that_workers_cannot_read_is_refused_only_where_it_is_at_fault
         assert "pause" not in world.engine.said and not world.failures
 
     asyncio.run(go())
+
+
+def test_an_adapter_that_engines_load_too_late_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared file system that hangs is waited for; a refusal would end the run."""
+    removed: list[int] = []
+
+    async def load(request: Any) -> None:
+        await asyncio.sleep(30)
+
+    async def unload(number: int) -> None:
+        removed.append(number)
+
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config=SimpleNamespace(max_cpu_loras=2, max_lora_rank=8)),
+        add_lora=load,
+        remove_lora=unload,
+    )
+    models = SimpleNamespace(lora_id_counter=SimpleNamespace(inc=lambda _: 7), lora_requests={})
+    monkeypatch.setattr(adapters, "LOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(adapters, "check_adapter", lambda *_: None)
+    service = adapters.AdapterService(engine, models, lambda: None)
+    with pytest.raises(UnavailableError, match="was not loaded within"):
+        asyncio.run(service.update("policy", tmp_path, 3))
+    assert removed == [7] and service.served("policy") is None
 
 
 def test_sleep_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:

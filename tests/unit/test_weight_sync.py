@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
+from prime_hpc.client.inference import InferenceError
 from prime_hpc.orchestrator import weight_sync
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
@@ -173,3 +175,43 @@ def test_a_run_begins_with_the_servers_that_are_left(tmp_path: Path, monkeypatch
         await asyncio.wait([keeping])
 
     asyncio.run(main())
+
+
+def test_a_server_that_goes_on_not_loading_a_version_is_warned_of_once(
+    watched: tuple[list[Server], ServerTable, weight_sync.WeightSync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked again every few seconds, for as long as its node's file system is gone."""
+    servers, table, sync = watched
+    monkeypatch.setattr(weight_sync, "DOWN_WARNING_S", 0.0)
+    monkeypatch.setattr(weight_sync, "PROBE_PAUSE_S", 0.0)
+    said: list[Any] = []
+    words = ["stale"]
+
+    async def fail(folder: Path, version: int, name: str = "") -> dict[str, Any]:
+        raise InferenceError(words[0], status=503)
+
+    async def main() -> None:
+        sync.current = 6
+        loads = servers[0].update_weights
+        monkeypatch.setattr(servers[0], "update_weights", fail)
+        for words[0] in ("stale", "stale", "stale", "no room"):
+            await sync._load(0)
+            assert not await sync._restore_server(0)
+        told = [record for record in said if "did not load version 6" in record["message"]]
+        assert [record["level"].name for record in told] == ["WARNING", *["DEBUG"] * 5, "WARNING", "DEBUG"]
+        again = [record["level"].name for record in said if "is back" in record["message"]]
+        assert again == ["DEBUG"] * 4
+        watching = asyncio.create_task(sync._restore_forever(0))
+        await until(
+            lambda: any("still waiting for a, which did not load version 6: no room" in r["message"] for r in said)
+        )
+        monkeypatch.setattr(servers[0], "update_weights", loads)
+        await until(lambda: table.servers[0].ready)
+        watching.cancel()
+        assert not sync._unloaded
+
+    handler = logger.add(lambda message: said.append(message.record), level="DEBUG")
+    try:
+        asyncio.run(main())
+    finally:
+        logger.remove(handler)

@@ -25,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_hpc.inference.check_version import BadVersionError, Signature, check_adapter
+from prime_hpc.inference.policy import UnavailableError
 
 logger = init_logger(__name__)
 
@@ -94,6 +95,7 @@ class AdapterService:
 
         Raises:
             BadVersionError: refused; everything goes on as it was.
+            UnavailableError: the engines did not load it in time; as well.
         """
         assert self._config is not None
         start = time.perf_counter()
@@ -104,6 +106,9 @@ class AdapterService:
         request = LoRARequest(f"{name}@{version}", number, str(folder))
         try:
             await asyncio.wait_for(self._engine.add_lora(request), LOAD_TIMEOUT_S)
+        except TimeoutError as error:  # a file system that hangs is no fault of the adapter's
+            await self._remove(request)
+            raise UnavailableError(f"{folder} was not loaded within {LOAD_TIMEOUT_S:.0f} s") from error
         except Exception as error:
             await self._remove(request)
             raise BadVersionError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
