@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.absolute import from_the_root
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
@@ -31,6 +32,7 @@ _NOT_DECISIVE = ("num_examples", "rollouts_per_example", "ratio")
 
 def settings_of(experiment: Experiment) -> dict[str, Any]:
     """Key -> value, as plain JSON; nothing secret."""
+    experiment = from_the_root(experiment)  # as its roles read it
     config, model, kind = experiment.episodes, experiment.model, experiment.kind
     found: dict[str, Any] = {
         "model.name": model.name,

@@ -145,6 +145,18 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
     rows = ({"prompt": asked, "answer": 1}, {"prompt": asked[1:], "answer": 1})
     found = data_of(files=[jsonl(folder / "e.jsonl", *rows)], instructions="Be short.")
     assert [data.system_prompt for data in found] == [None, "Be short."]
+    talk = [{"from": "human", "value": "6 * 7?"}, {"from": "gpt", "value": "43"}, {"from": "human", "value": "Sure?"}]
+    shared = {"conversations": talk, "answer": "42"}
+    as_text = {"prompt": json.dumps([{"role": "user", "content": "Sure?"}]), "answer": "42"}
+    plain = {"prompt": '[{"a": 1}]', "answer": "a list"}
+    first, second, third = data_of(files=[jsonl(folder / "g.jsonl", shared, as_text, plain)], reward="exact")
+    assert [(m.role, m.content) for m in first.prompt] == [("user", "6 * 7?"), ("assistant", "43"), ("user", "Sure?")]
+    assert (second.prompt[0].content, third.prompt) == ("Sure?", '[{"a": 1}]')
+    assert first.row == {"answer": "42"}
+    told = EnvSource(
+        EnvConfig(id="prompts", args={"files": [jsonl(folder / "h.jsonl", {"messages": talk})]}), "eval", 0
+    )
+    assert told.task(0).data.prompt == first.prompt
     alpaca = {"instruction": "Add.", "input": "6 7", "output": "13", "system": "Be quick."}
     one, other = data_of(
         files=[jsonl(folder / "f.jsonl", alpaca, alpaca | {"input": "", "system": None})], reward="exact"
@@ -166,6 +178,11 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
             {"messages": [{"role": "assistant", "content": "a"}], "answer": 1},
             {},
             "`messages` ends with the assistant's",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "answer": 1},
+            {},
+            "`conversations` ends with the assistant's",
         ),
         (SUM, {"reward": "mine.py:A_CLASS"}, "is a type, no function"),
         (SUM, {"question": "no place"}, "needs one {}"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.absolute import from_the_root
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
@@ -146,6 +147,15 @@ def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None
     before = settings_of(experiment("--model.name", str(model)))
     (model / "model.safetensors").write_bytes(b"b" * 100)
     assert settings_of(experiment("--model.name", str(model))) != before
+
+
+def test_a_model_is_the_same_by_a_path_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    record(from_the_root(experiment("--model.name", "model")), tmp_path)  # as its role reads the snapshot
+    refuse_others(experiment("--model.name", "model"), tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.name"):
+        refuse_others(experiment("--model.name", "a-model-of-the-hub"), tmp_path)
 
 
 def test_versions_of_a_run_that_was_begun_anew_are_others(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_learning_rate_that_is_no_number_is_refused(tmp_path: Path) -> None:
         ({"path": "a.jsonl", "name": "owner/set"}, "two sources"),
         ({"path": "a.jsonl", "pad_multiple": 8}, "set pack = false"),
         ({"path": "a.jsonl", "batch_tokens": 32}, r"sft\.data\.batch_tokens \(32\) is below sft\.data\.seq_len \(64\)"),
-        ({"path": "a.jsonl", "columns": {"question": "q"}}, "maps messages, prompt, completion, tools"),
+        ({"path": "a.jsonl", "columns": {"question": "q"}}, "maps messages, prompt, completion, system, tools"),
         ({"path": "a.jsonl", "loss_turns": "first"}, "all"),
         ({"path": ["a.jsonl", "b.jsonl"], "probabilities": [0.5, 0.4]}, "add up to 1"),
         ({"path": ["a.jsonl", "b.jsonl"], "probabilities": [1.0, 0.0]}, "above 0"),

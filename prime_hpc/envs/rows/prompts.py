@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.rows.reading import Row, read_files
+from prime_hpc.envs.rows.reading import Row, as_messages, read_files
 
 __all__ = ["Prompts"]
 
@@ -67,4 +67,4 @@ def _data(row: Row) -> PromptData:
     if not prompt:
         raise ValueError(f"it has no `prompt` or `messages`, but {', '.join(row) or 'nothing'}")
     rest = {name: value for name, value in row.items() if name not in _OWN}
-    return PromptData(prompt=prompt, system_prompt=row.get("system"), handed_on=rest)
+    return PromptData(prompt=as_messages(prompt), system_prompt=row.get("system"), handed_on=rest)

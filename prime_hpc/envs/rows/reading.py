@@ -1,5 +1,6 @@
 """Rows of files and of hub data sets, each with its place for messages."""
 
+import contextlib
 import gzip
 import json
 import zlib
@@ -51,6 +52,24 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
         except (ValueError, OSError, EOFError, zlib.error) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error
+
+
+def as_messages(prompt: Any) -> Any:
+    """Return a prompt whose messages stand in another form, a JSON text or ShareGPT's, as OpenAI's; others as they
+    are."""
+    found = prompt
+    if isinstance(prompt, str) and prompt.startswith("[{"):
+        with contextlib.suppress(ValueError):
+            found = json.loads(prompt)
+    if not isinstance(found, list) or not all(isinstance(each, dict) and {"role", "from"} & {*each} for each in found):
+        return prompt  # text that happens to begin so
+    return [
+        each if "role" in each else {"role": _ROLES.get(each["from"], each["from"]), "content": each.get("value")}
+        for each in found
+    ]
+
+
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _as_json(row: Row, place: str) -> Row:

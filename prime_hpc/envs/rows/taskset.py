@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, read_files, read_hub
+from prime_hpc.envs.rows.reading import Row, as_messages, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.store.datafiles import prompt_of
 
 __all__ = ["Rows"]
 
-PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query")
+PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target", "output")
 
 
@@ -178,11 +178,13 @@ def _check_answer(functions: Iterable[RewardFunction], data: RowData, place: str
 
 def _data(config: RowsConfig, row: Row) -> RowData:
     found = [name for name in PROMPTS if row.get(name)]
-    column = config.prompt or next((name for name in found if not _is_answered(row[name])), found[0] if found else None)
+    column = config.prompt or next(
+        (name for name in found if not _is_answered(as_messages(row[name]))), found[0] if found else None
+    )
     if column is None or not row.get(column):
         wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
         raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
-    prompt, system = prompt_of(row, column), row.get("system")
+    prompt, system = as_messages(prompt_of(row, column)), row.get("system")
     system = system if isinstance(system, str) and system.strip() else config.instructions
     if _is_answered(prompt):
         raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
