@@ -257,7 +257,9 @@ def _environments(experiment: Experiment, starts_elsewhere: bool) -> list[Proble
     problems = []
     if experiment.kind == "rl" and not experiment.orchestrator.env:
         problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
-    return problems if starts_elsewhere else [*problems, *missing_environments(experiment)]
+    if starts_elsewhere:
+        return problems
+    return [*problems, *missing_environments(experiment), *unknown_arguments(experiment)]
 
 
 def starts_elsewhere(experiment: Experiment, site: SiteConfig) -> bool:

@@ -243,25 +243,25 @@ def test_what_is_asked_otherwise_of_a_run_that_goes_on_is_named(
     def envs(**args: object) -> dict[str, Any]:
         return {"env": [{"id": "reverse-text", "args": args}], "sampling": {"max_tokens": 16}}
 
-    run_dir = prepare_run(loaded(tmp_path, model, ckpt={}, orchestrator=envs(num_words=3), inference={"api_key": "a"}))
+    run_dir = prepare_run(loaded(tmp_path, model, ckpt={}, orchestrator=envs(max_words=3), inference={"api_key": "a"}))
     attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
     attempt.ended = time.time()
     write_attempt(run_dir / "attempts.jsonl", attempt)
     assert capsys.readouterr().err == ""
     again: dict[str, Any] = {"ckpt": {"resume_step": "latest"}, "inference": {"api_key": "b"}}
-    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4, more=[1])))
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(max_words=4, system_prompt=[1])))
     assert capsys.readouterr().err.splitlines() == [
-        "changed since this run was last started: orchestrator.env.0.args.num_words: 3 -> 4",
+        "changed since this run was last started: orchestrator.env.0.args.max_words: 3 -> 4",
         'changed since this run was last started: inference.api_key: "***" -> "*** (another)"',
-        "changed since this run was last started: orchestrator.env.0.args.more: null -> [1]",
+        "changed since this run was last started: orchestrator.env.0.args.system_prompt: null -> [1]",
     ]
-    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4, more=[1])))
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(max_words=4, system_prompt=[1])))
     assert capsys.readouterr().err == ""
     (run_dir / "run.yaml").write_text("kind: [")
-    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4)))
-    assert load_run(run_dir).orchestrator.env[0].args == {"num_words": 4}
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(max_words=4)))
+    assert load_run(run_dir).orchestrator.env[0].args == {"max_words": 4}
     (run_dir / "run.yaml").write_bytes(b"kind: \xff")
-    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(num_words=4)))
+    prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(max_words=4)))
 
 
 def test_what_another_version_of_the_suite_writes_otherwise_was_not_changed(
@@ -282,8 +282,8 @@ def test_what_another_version_of_the_suite_writes_otherwise_was_not_changed(
     assert len(older) == len(lines) - 2
     (run_dir / "run.yaml").write_text("".join(older))
     assert again() == []
-    (line,) = again(note="é" * 1000)
-    assert "orchestrator.env.0.args.note: null -> " in line and line.endswith("éé...") and len(line) < 400
+    (line,) = again(system_prompt="é" * 1000)
+    assert "orchestrator.env.0.args.system_prompt: null -> " in line and line.endswith("éé...") and len(line) < 400
 
 
 def test_a_life_that_ended_before_it_wrote_anything_is_no_run(tmp_path: Path, model: Path) -> None:

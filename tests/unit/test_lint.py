@@ -283,6 +283,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH316", "error", {SLURM: {"mem": "2T"}}, {}, "whose nodes have 1000 GiB"),
     ("PH316", "error", {SLURM: {"extra": {"mem-per-cpu": "1G"}}}, {}, "only one of mem"),
     ("PH317", "warning", {"trainer": {"num_ranks": 2}, "inference": None}, {}, "8 GPUs a node are asked for and 2"),
+    ("PH317", "warning", {"trainer": {"num_ranks": 2}, "inference": None, "device": "cpu"}, {}, "none is used"),
     ("PH318", "error", {SLURM: {"partition": None}}, {}, "no GPUs are asked for"),
     ("PH114", "error", {"model": {"attn": "flash"}}, {}, "flash-attn is not installed"),
     ("PH115", "info", {"model": {"dtype": "float32"}}, {}, "no flash attention"),

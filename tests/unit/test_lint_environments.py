@@ -1,6 +1,7 @@
 """Lint of what episodes need: environments, keys and models, in every kind of run, and of schedules."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
     ]
     assert "did you mean max_chars?" in found[0].message and "did you mean instructions?" in found[1].message
     assert argument_names("no-such") is None
+    words = ["--model.name", "owner/model", "--orchestrator.env", json.dumps([trained])]
+    with pytest.raises(ConfigError, match="env.0.args.max_char: reverse_text has no such argument; did you mean"):
+        check(load_experiment(words, "rl", {}))  # what runs in the foreground
 
 
 @pytest.mark.parametrize("name", [*BUNDLED, "math500", "gpqa", "humaneval"])

@@ -162,12 +162,14 @@ def resources(subject: Subject) -> Iterator[Finding]:
                 "profile",
             )
         if used.get(role) and asked.gpus_per_node > used[role]:
+            on_cpus = experiment.device == "cpu"
             yield Finding(
                 "PH317",
                 "warning",
                 key_of(role, "gpus_per_node", experiment),
-                f"{role}: {asked.gpus_per_node} GPUs a node are asked for and {used[role]} are used",
-                f"gpus_per_node = {used[role]}, or more ranks or engines a node",
+                f"{role}: {asked.gpus_per_node} GPUs a node are asked for and "
+                + ("none is used, for device = cpu" if on_cpus else f"{used[role]} are used"),
+                "gpus_per_node = 0" if on_cpus else f"gpus_per_node = {used[role]}, or more ranks or engines a node",
             )
 
 
