@@ -443,7 +443,7 @@ def adapter_problems(experiment: Experiment) -> list[Problem]:
     parts = {own for names in STORED_AS.get(_kind(experiment), {}).values() if len(names) > 1 for own in names}
     if within := [name for name in chosen if name.rpartition(".")[2] in parts]:
         message = f"the checkpoint holds {within[0]} within a larger matrix, where an adapter has no name"
-        good = ", ".join(name for name in last_names(modules) if name not in parts)
+        good = ", ".join(name for name in last_names(modules) if name not in parts) or "none beside them"
         return [Problem(f"{message}; there are {good}", "model.lora.target_modules")]
     narrow = min(chosen, key=lambda name: min(modules[name]))
     if lora.rank > min(modules[narrow]):
