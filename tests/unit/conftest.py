@@ -1,9 +1,15 @@
-"""For the unit tests: the process group of one rank, in which policies and engines of one process live."""
+"""For the unit tests: the process group of one rank, in which policies and engines of one process live; a run that
+waits to be submitted to a Slurm that fails as it is told to.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.submissions import use_fake_slurm, write_config
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +18,14 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return use_fake_slurm(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of a small run."""
+    return write_config(tmp_path)

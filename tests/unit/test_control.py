@@ -24,17 +24,7 @@ from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return use_fake_slurm(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
+from tests.support.submissions import cancel, ended, load, run_dir, wait_for
 
 
 def cancel_beside(config: Path, other: Callable[[], None]) -> Ended:

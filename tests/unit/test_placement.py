@@ -16,7 +16,7 @@ from prime_hpc.slurm.options import gres_gpus, parse_mem_mib, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, choose_layout, place_slurm
 from prime_hpc.slurm.times import format_time, parse_time_s
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs
-from prime_hpc.supervisor.roles.slurm_step import http_port
+from prime_hpc.supervisor.roles.slurm_step import StepSpec, http_port
 
 SITE = SiteConfig.model_validate(
     {
@@ -114,14 +114,18 @@ def test_several_replicas_of_a_node_have_gpus_of_their_own() -> None:
     assert [(g.first_node, g.gpus) for g in servers] == [(1, (0, 1, 2, 3)), (1, (4, 5, 6, 7)), (2, (0, 1, 2, 3))]
 
 
-def listening(**values: Any) -> list[tuple[str, str]]:
-    """(host, port) of every server as its order states them, where node agents have found 31000 and up."""
+def specs_of(**values: Any) -> list[StepSpec]:
+    """The roles of a job whose nodes are n0, n1, ..."""
     tree = experiment(**values)
     placement = place_slurm(tree, SITE)
     nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
-    job = Allocation("7", (nodes,), "n0", 0)
+    return slurm_specs(tree, SITE, placement, Allocation("7", (nodes,), "n0", 0), Path("/shared/runs/x"))
+
+
+def listening(**values: Any) -> list[tuple[str, str]]:
+    """(host, port) of every server as its order states them, where node agents have found 31000 and up."""
     found = []
-    for number, spec in enumerate(slurm_specs(tree, SITE, placement, job, Path("/shared/runs/x"))):
+    for number, spec in enumerate(specs_of(**values)):
         if spec.is_server:
             own = [31_000 + 10 * number, 31_001 + 10 * number]
             order = spec.order(spec, {f"{spec.hosts[0]}/0": {"address": "a", "collectives": "a", "ports": own}}, {})
@@ -134,10 +138,7 @@ def listening(**values: Any) -> list[tuple[str, str]]:
 
 def test_a_service_s_trainer_starts_when_it_can_be_told_where_all_engines_are() -> None:
     service = {"trainer": {"num_ranks": 8, "max_concurrent_runs": 2, "tinker": {}}, "model": {"lora": {}}}
-    tree = experiment(inference={"num_replicas": 2}, slurm=on_h100(), **service)
-    placement = place_slurm(tree, SITE)
-    nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
-    specs = slurm_specs(tree, SITE, placement, Allocation("7", (nodes,), "n0", 0), Path("/shared/runs/x"))
+    specs = specs_of(inference={"num_replicas": 2}, slurm=on_h100(), **service)
     (trainer,) = [spec for spec in specs if spec.name == "trainer"]
     hellos = {f"{trainer.hosts[0]}/0": {"address": "a", "collectives": "a", "ports": [31_000, 31_001]}}
     assert trainer.order(trainer, hellos, {"inference": ["http://n1:1/v1"]}) is None
@@ -145,13 +146,21 @@ def test_a_service_s_trainer_starts_when_it_can_be_told_where_all_engines_are() 
     assert order is not None and order.environment[INFERENCE_URLS] == "http://n1:1/v1,http://n2:1/v1"
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_torchrun_is_ours_which_keeps_its_files_where_they_are_removed(num_nodes: int) -> None:
+    specs = specs_of(trainer={"num_ranks": 8 * num_nodes}, slurm=on_h100())
+    (trainer,) = [spec for spec in specs if spec.name == "trainer"]
+    hellos = {f"{host}/0": {"address": "a", "collectives": "10.0.0.1", "ports": [31_000]} for host in trainer.hosts}
+    order = trainer.order(trainer, hellos, {})
+    assert order is not None and len(trainer.hosts) == num_nodes
+    words = order.commands[0]
+    assert words[words.index("-m") + 1] == "prime_hpc.trainer.torchrun"
+    assert ("10.0.0.1" in words) == (num_nodes > 1), "on one node nothing listens"
+
+
 def test_the_nodes_of_an_engine_group_are_a_head_and_headless_ones() -> None:
     inference = {"data_parallel_size": 16, "vllm": {"enable_expert_parallel": True}}
-    tree = experiment(inference=inference, slurm=on_h100())
-    placement = place_slurm(tree, SITE)
-    nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
-    specs = slurm_specs(tree, SITE, placement, Allocation("7", (nodes,), "n0", 0), Path("/shared/runs/x"))
-    (spec,) = [spec for spec in specs if spec.is_server]
+    (spec,) = [spec for spec in specs_of(inference=inference, slurm=on_h100()) if spec.is_server]
     assert len(spec.hosts) == 2
     hello = {"address": "a", "collectives": "10.0.0.1", "ports": [31_000, 31_001, 31_002, 31_003]}
     order = spec.order(spec, {f"{host}/0": hello for host in spec.hosts}, {})

@@ -28,22 +28,10 @@ from tests.support.submissions import (
     load,
     run_dir,
     submit_in_a_process,
-    use_fake_slurm,
     wait_for,
-    write_config,
 )
 
 POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return use_fake_slurm(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
 
 
 def test_a_job_is_sent_with_all_that_belongs_to_it(

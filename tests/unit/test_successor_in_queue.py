@@ -3,24 +3,12 @@
 import shutil
 from pathlib import Path
 
-import pytest
-
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import drop_successor, queue_successor
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import load, run_dir, use_fake_slurm, write_config
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return use_fake_slurm(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path)
+from tests.support.submissions import load, run_dir
 
 
 def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
