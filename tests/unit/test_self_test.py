@@ -130,3 +130,22 @@ def test_a_kernel_that_leaves_out_what_a_layer_asks_for_is_found(
         return
     with pytest.raises(SelfTestError, match=rf"attention kernel .*{'softcap' if lacks == 'cap' else 'sliding_window'}"):
         self_test(policy, CPU, ROUNDING[dtype])
+
+
+def test_sinks_are_kept_for_the_kernels_test_when_fsdp_gives_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        attention, "select_kernel", lambda choice, *_: attention.padded_attention if choice == "sdpa" else _kernel("")
+    )
+    policy = policy_of("gpt_oss")
+    policy.attn = "auto"
+    measured = module.measure
+
+    def measure_and_reshard(*arguments: Any) -> module.Found:
+        found = measured(*arguments)
+        for name, parameter in policy.named_parameters():
+            if name.endswith("sinks"):
+                parameter.untyped_storage().resize_(0)
+        return found
+
+    monkeypatch.setattr(module, "measure", measure_and_reshard)
+    self_test(policy, CPU, ROUNDING[torch.float32])

@@ -43,6 +43,8 @@ class Calls:
         }
         if isinstance(wanted.get("sliding_window"), int):
             wanted["sliding_window"] = WINDOW
+        if isinstance(wanted.get("s_aux"), torch.Tensor):  # FSDP takes a gathered parameter's memory away
+            wanted["s_aux"] = wanted["s_aux"].detach().clone()
         sizes = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
         rest = tuple((name, value) for name, value in wanted.items() if not isinstance(value, torch.Tensor))
         self.kinds.setdefault((*sizes, query.dtype, *rest), (module, wanted))
