@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+import transformers  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
@@ -204,6 +205,48 @@ def test_the_estimate_of_activations_is_near_the_rehearsal(tmp_path, name, compi
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))  # beside one block's own work
     found = rehearse(run, tmp_path)["by_kind"]["activations"] / GIB
     assert 0.8 < estimated(run, tmp_path)["activations"] / found < 1.2
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"hidden_size": 6144, "num_attention_heads": 64, "intermediate_size": 24576},
+    "qwen2_moe": {
+        "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
+    },
+    "glm4_moe": {
+        "hidden_size": 4096, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "use_qk_norm": True,
+        "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+    },
+    "deepseek_v3": {
+        "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "n_routed_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 8, "topk_group": 4,
+    },
+    "gpt_oss": {
+        "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+    },
+    "llama4_text": {
+        "hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+    },
+}  # fmt: skip
+"""Published ones, of fewer layers and experts."""
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", *map(exhaustive, [name for name in SIZES if name != "gpt_neox"])])
+def test_the_estimate_knows_other_blocks(tmp_path, family):
+    """Without gates, with experts that all tokens go through, with latent attention, with all scores."""
+    run = experiment(tmp_path, seq_len=4096, trainer={"num_ranks": 8})
+    rest = {"num_hidden_layers": 6, "vocab_size": 32000, "pad_token_id": 0}
+    transformers.AutoConfig.for_model(family, **SIZES[family], **rest).save_pretrained(tmp_path)
+    report = rehearse(run, tmp_path)
+    facts = model_facts(json.loads((tmp_path / "config.json").read_text()), report["num_params"])
+    assert facts is not None
+    parts = trainer_gib(run, facts) or {}
+    planned = parts["activations"] + parts.get("scores", 0.0)
+    assert 0.8 < planned / (report["by_kind"]["activations"] / GIB) < 1.2
 
 
 @pytest.mark.parametrize(

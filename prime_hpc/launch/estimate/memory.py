@@ -30,6 +30,13 @@ _NORMED_HEADS = frozenset({
     "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe",
 })  # fmt: skip
 """Values of `model_type` whose code in transformers norms each head's queries and keys, whatever the config says."""
+_UNGATED_ROOT_NORMED = frozenset({"apertus", "arcee", "nanochat"})
+_UNGATED = _UNGATED_ROOT_NORMED | {
+    "biogpt", "gpt_neox", "gpt_neox_japanese", "jais2", "nemotron", "persimmon", "phi", "starcoder2"
+}  # fmt: skip
+"""Values of `model_type` whose feed-forward blocks are two matrices, most of them behind norms that keep no float32."""
+_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+"""Values of `model_type` whose attention has sinks, which no kernel here takes: all scores are made."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -55,14 +62,21 @@ class ModelFacts:
     """True if the output head is the embedding."""
     num_experts: int = 0
     """0: a dense model."""
-    custom_attention: bool = False
-    """True if it attends by its own code, which keeps all scores (`config.families`)."""
+    keeps_scores: bool = False
+    """True if attention keeps all its scores: by code of its own (`config.families`), or of sinks or a cap, which the
+    kernels do not take (`trainer.ops.attention`)."""
     caps_logits: bool = False
     """True if its logits are capped."""
     active_experts: int = 0
     """Through which one token goes."""
     norms_heads: bool = False
     """True if each head's queries and keys are normed."""
+    shared: int = 0
+    """Width of the experts that every token goes through, beside those that its router chooses."""
+    is_gated: bool = True
+    """True if feed-forward blocks have a gate: three matrices, not two."""
+    root_norms: bool = True
+    """True if blocks have RMS norms, which compute in float32."""
 
 
 def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
@@ -88,25 +102,35 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         vocab = int(config["vocab_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
+        kind = str(config.get("model_type", "")).removesuffix("_text")
         experts = count_experts(config)
         width = first_number(config, "moe_intermediate_size") if experts else 0
         width = width or first_number(config, "intermediate_size")
-        active = experts_per_token(config) if experts else 1
+        # Llama 4's code in transformers has every expert compute every token, and adds one that all go through
+        active = experts if kind == "llama4" else experts_per_token(config)
+        active = active if experts else 1
         context = config.get("max_position_embeddings")
         latent = int(config.get("kv_lora_rank") or 0)
+        if latent:
+            head_dim = first_number(config, "qk_nope_head_dim") + first_number(config, "qk_rope_head_dim") or head_dim
+        shared = first_number(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+        shared = shared or first_number(config, "n_shared_experts", "num_shared_experts", "num_shared_expert") * width
+        shared = (width if kind == "llama4" else shared) if experts else 0
         kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     tied = bool(config.get("tie_word_embeddings", False))
     if num_params is None and width and not latent and not config.get("shared_expert_intermediate_size"):
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        mlp = 3 * hidden * width * max(1, experts) + hidden * experts
+        mlp = (2 if kind in _UNGATED else 3) * hidden * width * max(1, experts) + 3 * hidden * shared + hidden * experts
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
-        context if isinstance(context, int) else None, kv_values, tied, experts, family_of(config).custom_attention,
+        context if isinstance(context, int) else None, kv_values, tied, experts,
+        family_of(config).custom_attention or kind in _SINKS or bool(config.get("attn_logit_softcapping")),
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")), active if experts else 0,
-        str(config.get("model_type", "")).removesuffix("_text") in _NORMED_HEADS or bool(config.get("use_qk_norm")),
+        kind in _NORMED_HEADS or bool(config.get("use_qk_norm")), shared, kind not in _UNGATED,
+        kind not in _UNGATED - _UNGATED_ROOT_NORMED,
     )  # fmt: skip
 
 
@@ -204,7 +228,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "activations": activations,
         "logits": _head_bytes(experiment, facts, tokens, trained=not adapter),
     }
-    if facts.custom_attention:
+    if facts.keeps_scores:
         kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
         parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
@@ -271,22 +295,24 @@ def _unscattered(experiment: Experiment, facts: ModelFacts, block: float, embedd
 
 def _kept_widths(experiment: Experiment, facts: ModelFacts) -> float:
     """Values of one token of one block that its backward pass takes, in the compute type: two RMS norms, attention with
-    rotary positions, a gated feed-forward block.
+    rotary positions, a feed-forward block.
 
     Eager, a norm keeps its input (of half precision: in float32) and the normed values, and the products behind it
     theirs; so are gate, activation, the other half and their product. Compiled, what is cheap is computed again. 0.99
-    to 1.07 of `plan --rehearse`, Qwen3 and Llama from 0.6B to 8B and 30B-A3B.
+    to 1.07 of `plan --rehearse`, Qwen3 and Llama from 0.6B to 8B and 30B-A3B; eager 0.87 to 1.00, shapes of GPT-NeoX,
+    Qwen2-MoE, GLM-4.5, DeepSeek-V3 and (1.15) Llama 4.
     """
     model, tp = experiment.model, experiment.trainer.parallel_dims.tp
     heads, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    of_norm = 4 if _WIDTH[model.dtype] == 2 else 3
+    of_norm = (4 if _WIDTH[model.dtype] == 2 else 3) if facts.root_norms else 2
     inner = 2 * heads + 2 * keys
     if facts.norms_heads:
         inner += heads if model.compile else (of_norm - 1) * (heads + keys)
     if facts.num_experts:  # they stay outside of the graphs; each has its own copy of its tokens, in and out
         inner += 4 * facts.intermediate + 2 * facts.active_experts * facts.hidden
+        inner += 4 * facts.shared + (facts.hidden if facts.shared else 0)
     else:
-        inner += (3 if model.compile else 4) * facts.intermediate
+        inner += (4 if facts.is_gated else 2) * facts.intermediate - (facts.intermediate if model.compile else 0)
     return (4 if model.compile else 2 * of_norm) * facts.hidden + inner / tp
 
 
