@@ -3,6 +3,7 @@
 `decide` is pure; `return_to_queue` asks Slurm, after an attempt has ended and is written down.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,14 @@ LOOK_S = 5.0
 FINAL = ("completed", "stopped", "interrupted")
 SLURMS_DOING = ("preempted",)
 """Outcomes that say nothing about the run itself: they never count as an attempt without progress."""
+_OF_INPUT = re.compile(
+    r"(?:^|: )(?:ConfigError|EnvError|SelfTestError|SFTDataError|TypeError|ValidationError|ValueError): "
+)
+"""A role's reason that lies in what it was given: data, code or keys."""
+_MAY_PASS = re.compile(
+    r"(?i)connect|errno|network|quota|refused|reset|resolve|space left|stale|tempor|time.?out|timed out|unreachable"
+)
+"""Words of a reason that may be a machine's or a network's all the same."""
 
 
 def mode_of_run(run_dir: Path) -> Mode:
@@ -66,6 +75,15 @@ def attempts_without_progress(rows: Sequence[Mapping[str, Any]], *, is_service: 
     return count
 
 
+def _repeats_itself(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last two attempts saved nothing and ended with one error, word for word, that no other node
+    and no later hour mends."""
+    cause, last = rows[-1].get("cause") or "", rows[-2:]
+    is_same = len(last) == 2 and all(row.get("cause") == cause and row["outcome"] == "failed" for row in last)
+    is_idle = is_same and attempts_without_progress(last) == 2
+    return is_idle and bool(_OF_INPUT.search(cause)) and not _MAY_PASS.search(cause)
+
+
 def decide(
     rows: Sequence[Mapping[str, Any]], config: RestartConfig, mode: Mode, *, is_service: bool = False
 ) -> Decision:
@@ -85,6 +103,8 @@ def decide(
         return Decision(False, "slurm.restart.how = off")
     if last.get("exit_code") == 2:
         return Decision(False, "the config cannot run here: another attempt would fail in the same way")
+    if _repeats_itself(rows):
+        return Decision(False, "two attempts ended with the same error of what they were given: a third would too")
     if len(rows) >= config.max_attempts:
         return Decision(False, f"slurm.restart.max_attempts = {config.max_attempts} attempts were made")
     idle = attempts_without_progress(rows, is_service=is_service)
