@@ -320,7 +320,7 @@ def test_while_rows_are_counted_no_step_stands_still(monkeypatch: pytest.MonkeyP
     told: list[Any] = []
     status = SimpleNamespace(ready=lambda **info: told.append(info["idle"]), beat=lambda **info: told.append(info))
 
-    def count(start: int) -> None:
+    def count(start: int, is_stopped: Any) -> None:
         told.append("count")
 
     def ends() -> None:
