@@ -126,6 +126,8 @@ def test_a_job_comes_back_while_it_gets_on() -> None:
         ("trainer: ValueError: trainer.parallel.ep = 2, but the model has no experts", True),
         ("orchestrator: EnvError: environment x: ConnectTimeout: the hub", False),
         ("trainer rank 1: ValueError: /lustre/m: [Errno 116] Stale file handle", False),
+        ("trainer rank 0: ValueError: 8 GPUs were planned for the trainer's ranks on this node, 7 are visible", False),
+        ("inference[0]: ValueError: the model /scratch/m: no such directory on n3", False),
         ("trainer rank 0: RuntimeError: CUDA error: an illegal memory access was encountered", False),
         ("trainer was killed by signal 9", False),
         ("the service said so: 12 times", False),

@@ -36,7 +36,8 @@ _OF_INPUT = re.compile(
 )
 """A role's reason that lies in what it was given: data, code or keys."""
 _MAY_PASS = re.compile(
-    r"(?i)connect|errno|network|quota|refused|reset|resolve|space left|stale|tempor|time.?out|timed out|unreachable"
+    r"(?i)connect|cuda|driver|errno|gpu|network|no such (file|directory)|node|quota|refused|reset|resolve|space left"
+    r"|stale|tempor|time.?out|timed out|unreachable"
 )
 """Words of a reason that may be a machine's or a network's all the same."""
 
