@@ -94,6 +94,12 @@ STORED_AS: dict[str, dict[str, tuple[str, ...]]] = {
 calls the module, or the modules; () for those that are no plain linear map (`tests/unit/test_families.py` tries every
 family)."""
 
+VISION = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+"""Families of which `model.vision` trains a model that sees images: causal language models, for which images are tokens
+among others."""
+VISION_ALONE = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+"""Of these, the ones of which transformers has no model of text alone."""
+
 FLOAT32_ALONE = frozenset({"minimax", "openai-gpt"})
 """Families whose own code multiplies the compute dtype's matrices by buffers of float32, which PyTorch refuses."""
 
@@ -176,6 +182,24 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if isinstance(layers, list | tuple) and any(str(layer) in _MIXING_LAYERS for layer in layers):
         return Family(kind, "single", _MIXES)
     return Family(kind, "packed")
+
+
+def vision_problem(config: Mapping[str, Any], vision: str | None) -> str:
+    """Why a model does not train with a `model.vision`, as a sentence; empty: it does.
+
+    Args:
+        config: as `family_of` takes it.
+        vision: the key.
+    """
+    kind = str(config.get("model_type") or "")
+    if vision is None and kind in VISION_ALONE:
+        return f"models of model_type {kind} see images: set model.vision to frozen (or trained)"
+    if vision is not None and kind not in VISION:
+        return (
+            f"model.vision = {vision}: models of model_type {kind} do not train with images here; those that do: "
+            f"{', '.join(sorted(VISION))}. Leave it out to train on text alone"
+        )
+    return ""
 
 
 def first_number(config: Mapping[str, Any], *names: str) -> int:

@@ -30,7 +30,9 @@ _BEFORE = {"step": "int32", "policy_version": "int32", "rank": "int32", "micro_b
 _AFTER = {"num_tokens": "int32", "num_loss_tokens": "int32", "lag_max": "int32"}
 _PER_SEQUENCE = {spec.column: name for name, spec in SPECS.items() if spec.column}
 """Column -> field of the batch."""
-_PER_TOKEN = [name for name, spec in SPECS.items() if spec.per == "token" and not spec.trailing]
+_PER_TOKEN = [
+    name for name, spec in SPECS.items() if spec.per == "token" and not spec.trailing and spec.together != "images"
+]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def export_batches(
         StoreError: no pyarrow, disk full.
     """
     arrow = require_pyarrow()
-    kinds = {name: getattr(arrow, _ARROW[spec.dtype])() for name, spec in SPECS.items() if not spec.trailing}
+    kinds = {name: getattr(arrow, _ARROW[SPECS[name].dtype])() for name in (*_PER_SEQUENCE.values(), *_PER_TOKEN)}
     schema = arrow.schema(
         [
             *((name, getattr(arrow, kind)()) for name, kind in _BEFORE.items()),

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_hpc.store.artifact import ArtifactError
+from prime_hpc.store.batch.images import ImageTable, images_of
 
 NOT_SAMPLED = -1
 """Value of `RankBatch.versions` for tokens that no policy sampled (prompt, tool output)."""
@@ -31,8 +32,9 @@ _ST_DTYPES = {np.dtype(dtype): name for name, dtype in _ST_NAMES.items()}
 class FieldSpec:
     """Facts of one field of `RankBatch`."""
 
-    per: Literal["token", "sequence", "offsets", "step"]
-    """One value a token, one a sequence, offsets of the parts, or two counts of the whole step."""
+    per: Literal["token", "sequence", "offsets", "step", "table"]
+    """One value a token, one a sequence, offsets of the parts, two counts of the whole step, or a table whose entries
+    tokens name."""
     dtype: type[np.generic]
     absent: "float | Callable[[RankBatch], npt.NDArray[Any]] | None" = None
     """Value that stands for a field that a batch does not have, or a function that computes all of them. None: a batch
@@ -133,6 +135,18 @@ class RankBatch:
     )
     """[T, layers, k] the experts to which the engine sent each token in each layer of the model (anything in a layer
     that has none), uint8 where there are 256 at most; the largest number where nothing was recorded."""
+    images: npt.NDArray[np.int32] | None = field(
+        default=None, metadata=_spec("token", np.int32, absent=0, least=0, together="images")
+    )
+    """[T] number of the image that the token stands for a part of, 1 for the table's first; 0: it is text."""
+    image_bytes: npt.NDArray[np.uint8] | None = field(
+        default=None, metadata=_spec("table", np.uint8, together="images")
+    )
+    """[B] the table: encoded images (PNG, JPEG, ...) behind each other, each once."""
+    image_offsets: npt.NDArray[np.int64] | None = field(
+        default=None, metadata=_spec("table", np.int64, together="images")
+    )
+    """[P + 1] in bytes; first 0, last B."""
     totals: npt.NDArray[np.int64] | None = field(default=None, metadata=_spec("step", np.int64, least=0))
     """[2] trained tokens and rollouts of the step, all ranks', with those that are left out for want of a signal."""
 
@@ -199,7 +213,7 @@ class RankBatch:
             array = getattr(self, name)
             if array is None or spec.per == "offsets":
                 continue
-            if spec.per == "step":
+            if spec.per in ("step", "table"):
                 arrays[name] = array
             elif tokens.stop == tokens.start:
                 arrays[name] = spec.stand_in(1, array, spec.filler)
@@ -244,10 +258,26 @@ class RankBatch:
             if bounded and not ((array >= spec.least) & (array <= spec.most)).all():
                 bounds = f"outside {spec.least:g} .. {spec.most:g}" if spec.most < math.inf else f"below {spec.least:g}"
                 raise ValueError(f"{name}: holds values {bounds}")
+        self._check_images()
         groups = {SPECS[name].together: name for name in present if SPECS[name].together}
         for name, spec in SPECS.items():
             if spec.together in groups and name not in present:
                 raise ValueError(f"{name}: must be there, as {groups[spec.together]} is")
+
+    def _check_images(self) -> None:
+        offsets = self.image_offsets
+        if self.images is None or self.image_bytes is None or offsets is None:
+            return
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(self.image_bytes) or (np.diff(offsets) <= 0).any():
+            raise ValueError(f"image_offsets: must grow from 0 to {len(self.image_bytes)}, is {offsets[:4]}..")
+        if (most := int(self.images.max(initial=0))) >= len(offsets):
+            raise ValueError(f"images: names image {most} of {len(offsets) - 1}")
+
+    def encoded_images(self) -> list[bytes]:
+        """Return the table of images; empty where the batch has none."""
+        if self.image_bytes is None or self.image_offsets is None:
+            return []
+        return images_of(self.image_bytes, self.image_offsets)
 
 
 SPECS: dict[str, FieldSpec] = {item.name: item.metadata["spec"] for item in fields(RankBatch)}
@@ -283,7 +313,7 @@ def select_micro_batches(source: Sequence[tuple[RankBatch, int]], num_micro_batc
         "micro_offsets": _offsets(counts),
     }
     for name, spec in SPECS.items():
-        if spec.per == "offsets" or not (
+        if spec.per in ("offsets", "table") or not (
             name in REQUIRED or any(getattr(batch, name) is not None for batch, *_ in picked)
         ):
             continue
@@ -296,7 +326,32 @@ def select_micro_batches(source: Sequence[tuple[RankBatch, int]], num_micro_batc
             for batch, sequences, tokens in picked
         ]
         arrays[name] = np.concatenate(parts or [np.zeros(0, spec.dtype)])
+    if "images" in arrays:
+        arrays |= _joined_images(arrays["images"], [(batch, tokens) for batch, _, tokens in picked])
     return RankBatch(**arrays)
+
+
+def _joined_images(
+    images: npt.NDArray[np.int32], source: Sequence[tuple[RankBatch, slice]]
+) -> dict[str, npt.NDArray[Any]]:
+    """One table for tokens of several batches, which have one each.
+
+    Args:
+        images: [T] their numbers in their own batch's table.
+        source: batch and tokens of each part, in order.
+    """
+    table, at, parts = ImageTable(), 0, [images[:0]]
+    known: dict[int, list[bytes]] = {}
+    for batch, tokens in source:
+        own = images[at : (at := at + tokens.stop - tokens.start)]
+        if own.any():
+            if id(batch) not in known:
+                known[id(batch)] = batch.encoded_images()
+            every, used = known[id(batch)], np.unique(own[own > 0])
+            own = table.renumber(np.searchsorted(used, own) + (own > 0), [every[i - 1] for i in used.tolist()])
+        parts.append(own)
+    content, offsets = table.arrays()
+    return {"images": np.concatenate(parts), "image_bytes": content, "image_offsets": offsets}
 
 
 def _values(batch: RankBatch, name: str, like: npt.NDArray[Any] | None) -> npt.NDArray[Any]:

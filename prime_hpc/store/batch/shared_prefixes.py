@@ -73,18 +73,24 @@ def find_sharing(token_ids: Sequence[npt.NDArray[np.integer[Any]]], group_ids: S
 
 
 def token_keys(
-    token_ids: npt.NDArray[np.integer[Any]], routed: npt.NDArray[np.unsignedinteger[Any]] | None
+    token_ids: npt.NDArray[np.integer[Any]],
+    routed: npt.NDArray[np.unsignedinteger[Any]] | None,
+    images: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.integer[Any]]:
-    """Return what two tokens must have in common, as one number, to be computed as one: their ids, and the experts that
-    the trainer sends them to.
+    """Return what two tokens must have in common, as one number, to be computed as one: their ids, the image that they
+    are a part of, and the experts that the trainer sends them to.
 
     Args:
         token_ids: int [T].
         routed: [T, layers, k] recorded experts; None: none are prescribed.
+        images: [T] one number for each image (`images.image_keys`, or numbers of one table); None: there are none.
 
     Returns:
         [T]; different tokens have different keys up to a chance of 2**-64.
     """
+    if images is not None:
+        mixed = images.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + token_ids.astype(np.uint64)
+        token_ids = np.where(images > 0, mixed.view(np.int64), token_ids)
     if routed is None or not len(token_ids):
         return token_ids
     rows = routed.reshape(len(token_ids), -1).astype(np.uint64)
