@@ -81,6 +81,8 @@ class FlopsModel:
         active = experts_per_token(stated) / num_experts if (num_experts := count_experts(stated)) else 1.0
         flops = 6.0 * num_adapter_params
         for name, parameter in hf.named_parameters():
+            if ".visual." in name:  # passed by patches, of which nobody counts the FLOPs
+                continue
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head:
                 flops += _flops_of(parameter) * (active if ".experts." in name else 1.0)
         return cls(flops, _flops_of(head), 6.0 * sum(map(_attention_width, config.per_layer_config)))

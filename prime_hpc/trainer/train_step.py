@@ -186,6 +186,7 @@ class TrainStep:
             share_prefixes=self._share_prefixes,
             single_rows=self.policy.single_rows,
             pads=self.policy.pads_rows,
+            image_inputs=self.policy.image_inputs,
         )
 
     def adapted(self) -> AbstractContextManager[None]:
@@ -233,6 +234,7 @@ class TrainStep:
             share_prefixes=self._share_prefixes,
             single_rows=self.policy.single_rows,
             pads=self.policy.pads_rows,
+            image_inputs=self.policy.image_inputs,
         )
         with micros:
             denominators = self._global_denominators(facts, batch)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_hpc.store.artifact import ArtifactError
-from prime_hpc.store.batch.images import ImageTable, images_of
+from prime_hpc.store.batch.images import ImageTable
 
 NOT_SAMPLED = -1
 """Value of `RankBatch.versions` for tokens that no policy sampled (prompt, tool output)."""
@@ -273,11 +273,11 @@ class RankBatch:
         if (most := int(self.images.max(initial=0))) >= len(offsets):
             raise ValueError(f"images: names image {most} of {len(offsets) - 1}")
 
-    def encoded_images(self) -> list[bytes]:
-        """Return the table of images; empty where the batch has none."""
-        if self.image_bytes is None or self.image_offsets is None:
-            return []
-        return images_of(self.image_bytes, self.image_offsets)
+    def encoded_image(self, number: int) -> bytes:
+        """Return an image of the table, from 1."""
+        assert self.image_bytes is not None and self.image_offsets is not None, "the batch has images"
+        begin, end = self.image_offsets[number - 1 : number + 1].tolist()
+        return self.image_bytes[begin:end].tobytes()
 
 
 SPECS: dict[str, FieldSpec] = {item.name: item.metadata["spec"] for item in fields(RankBatch)}
@@ -341,14 +341,12 @@ def _joined_images(
         source: batch and tokens of each part, in order.
     """
     table, at, parts = ImageTable(), 0, [images[:0]]
-    known: dict[int, list[bytes]] = {}
     for batch, tokens in source:
         own = images[at : (at := at + tokens.stop - tokens.start)]
         if own.any():
-            if id(batch) not in known:
-                known[id(batch)] = batch.encoded_images()
-            every, used = known[id(batch)], np.unique(own[own > 0])
-            own = table.renumber(np.searchsorted(used, own) + (own > 0), [every[i - 1] for i in used.tolist()])
+            used = np.unique(own[own > 0])
+            encoded = [batch.encoded_image(number) for number in used.tolist()]
+            own = table.renumber(np.where(own > 0, np.searchsorted(used, own) + 1, 0), encoded)
         parts.append(own)
     content, offsets = table.arrays()
     return {"images": np.concatenate(parts), "image_bytes": content, "image_offsets": offsets}

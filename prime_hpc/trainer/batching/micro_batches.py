@@ -4,6 +4,7 @@ RL and SFT both train on `store.batch.rank_batch.RankBatch`: `rl.py` reads it fr
 it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.store.batch.images import ImageTable
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
 from prime_hpc.store.batch.shared_prefixes import token_keys
 from prime_hpc.store.batches import read_rank_batches
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.file_transfer import Handover
-from prime_hpc.trainer.batching.rows import lay_out
+from prime_hpc.trainer.batching.image_inputs import ImageError, ImageInputs, MicroBatchImages
+from prime_hpc.trainer.batching.rows import Rows, lay_out
 from prime_hpc.trainer.ops.attention import Packing, plan_packing
 from prime_hpc.trainer.ops.transfer import to_device
 from prime_hpc.trainer.parallel import Parallel
@@ -37,7 +40,8 @@ class MicroBatch:
     """int64[1, T], or this rank's T / cp tokens; fewer than T where samples share their first tokens; int64[S, L] with
     each sequence in a row of its own, padded at its end."""
     position_ids: torch.Tensor
-    """As `input_ids`, counts from 0 in every sequence."""
+    """As `input_ids`, counts from 0 in every sequence; int64[4, ...] with images: these, and the three dimensions in
+    which tokens are placed then."""
     packing: Packing
     """Of all T tokens, before any are shared; of S * L tokens with a row each."""
     target_index: torch.Tensor
@@ -83,6 +87,8 @@ class MicroBatch:
     routed: torch.Tensor | None = None
     """int16[tokens of `input_ids`, layers, k], the experts to which each is sent in each layer of the model, -1 where
     its own choice counts; None: everywhere."""
+    images: MicroBatchImages | None = None
+    """Of the computed tokens; None: there are none."""
 
     @property
     def num_targets(self) -> int:
@@ -126,6 +132,7 @@ def make_micro_batch(
     single_rows: bool = False,
     pads: bool = True,
     stream: Any = None,
+    image_inputs: ImageInputs | None = None,
 ) -> MicroBatch:
     """Return the `index`-th micro-batch of a rank batch as tensors.
 
@@ -144,6 +151,10 @@ def make_micro_batch(
             change it in a causal model, whatever its layers are. Not with context parallelism.
         pads: plan how sequences are padded into buckets, for the kernel that needs it.
         stream: CUDA stream of the copy to the device; None: the current one.
+        image_inputs: how the model takes images; None: it takes none.
+
+    Raises:
+        ImageError: the model cannot be shown an image of the batch.
     """
     part, tokens = batch.micro_batch(index), batch.tokens_of(index)
     lengths, ids, mask, ce = np.diff(part.seq_offsets), part.token_ids.astype(np.int64), part.loss_mask, part.ce_weights
@@ -157,8 +168,9 @@ def make_micro_batch(
         *(ids, positions, at - 1, lengths, part.group_ids, parallel),
         share_prefixes=share_prefixes,
         single_rows=single_rows,
-        keys=token_keys(ids, part.routed),
+        keys=token_keys(ids, part.routed, part.images),
     )
+    places, images = _with_images(part, positions, rows, image_inputs)
 
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -166,7 +178,7 @@ def make_micro_batch(
     sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
     micro = MicroBatch(
         input_ids=tensor(rows.ids).view(rows.num_rows, -1),
-        position_ids=tensor(rows.positions).view(rows.num_rows, -1),
+        position_ids=tensor(places).view(*places.shape[:-1], rows.num_rows, -1),
         packing=plan_packing(rows.lengths, device, rows.shared, rows.num_rows, pads=pads),
         target_index=tensor(rows.predicting),
         targets=tensor(targets),
@@ -183,9 +195,21 @@ def make_micro_batch(
         trained=None if ce is None else tensor(np.flatnonzero(mask[at])),
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
+        images=images,
         **sampled_from,
     )
     return to_device(micro, torch.device(device), stream)
+
+
+def _with_images(
+    part: RankBatch, positions: NDArray[np.int64], rows: Rows, image_inputs: ImageInputs | None
+) -> tuple[NDArray[np.int64], MicroBatchImages | None]:
+    """Return the places of the computed tokens, int64[..., rows * L], and the images among them."""
+    if part.images is None or not part.images.any():
+        return rows.positions, None
+    if image_inputs is None:
+        raise ImageError("the batch holds images, and the model takes text alone: set model.vision")
+    return image_inputs.lay_out(part.images, part.encoded_image, positions, rows.source, rows.positions)
 
 
 def _truncation(part: RankBatch, sequence: NDArray[np.int64], sampled: NDArray[np.bool_]) -> dict[str, Any]:
@@ -356,6 +380,7 @@ def build_rank_batch(
     token_ids: list[NDArray[np.int32]],
     loss_masks: list[NDArray[np.bool_]],
     advantages: NDArray[np.float32] | None = None,
+    images: Sequence[tuple[NDArray[np.int32], Sequence[bytes]]] | None = None,
 ) -> RankBatch:
     """Return a rank batch of tokenised samples.
 
@@ -363,6 +388,7 @@ def build_rank_batch(
         micro_batches: for each micro-batch the indices of its samples.
         token_ids, loss_masks: of each sample.
         advantages: float32[num_samples], or None for 0.
+        images: of each sample, the number of each token's image (from 1; empty: it has none), and its encoded images.
     """
     order = [i for micro in micro_batches for i in micro]
     lengths = np.array([len(token_ids[i]) for i in order], dtype=np.int64)
@@ -381,7 +407,23 @@ def build_rank_batch(
         sample_ids=np.array(order, dtype=np.int64),
         group_ids=np.array(order, dtype=np.int64),
         env_ids=np.zeros(num, np.int32),
+        **({} if images is None else _image_arrays([images[i] for i in order], lengths)),
     )
+
+
+def _image_arrays(
+    images: Sequence[tuple[NDArray[np.int32], Sequence[bytes]]], lengths: NDArray[np.int64]
+) -> dict[str, Any]:
+    """Fields of a batch's images; none where no sample has one."""
+    if not any(len(encoded) for _, encoded in images):
+        return {}
+    table = ImageTable()
+    numbers = [
+        table.renumber(own, encoded) if len(encoded) else np.zeros(length, np.int32)
+        for (own, encoded), length in zip(images, lengths.tolist(), strict=True)
+    ]
+    content, offsets = table.arrays()
+    return {"images": np.concatenate(numbers), "image_bytes": content, "image_offsets": offsets}
 
 
 def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, rank: int, world_size: int) -> RankBatch:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.ops.transfer import map_tensors
 from prime_hpc.trainer.parallel import Parallel
@@ -41,16 +42,18 @@ class MicroBatches:
         share_prefixes: bool,
         single_rows: bool = False,
         pads: bool = True,
+        image_inputs: ImageInputs | None = None,
         ahead: bool | None = None,
     ) -> None:
         """Args:
         batch: this rank's.
         device: of the micro-batches.
         parallel: the layout.
-        share_prefixes, single_rows, pads: see `make_micro_batch`.
+        share_prefixes, single_rows, pads, image_inputs: see `make_micro_batch`.
         ahead: make them in a thread; default: on a GPU.
         """
         self._batch, self._device, self._parallel = batch, device, parallel
+        self._image_inputs = image_inputs
         self._options = {"share_prefixes": share_prefixes, "single_rows": single_rows, "pads": pads}
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._pool: ThreadPoolExecutor | None = None
@@ -84,7 +87,15 @@ class MicroBatches:
         """Return the micro-batch, and the event after its copy to the device."""
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # a new thread's current device is the first one
-        micro = make_micro_batch(self._batch, index, self._device, self._parallel, stream=self._stream, **self._options)
+        micro = make_micro_batch(
+            self._batch,
+            index,
+            self._device,
+            self._parallel,
+            stream=self._stream,
+            image_inputs=self._image_inputs,
+            **self._options,
+        )
         return micro, None if self._stream is None else self._stream.record_event()
 
     def _arrived(self, micro: MicroBatch, event: Any) -> MicroBatch:

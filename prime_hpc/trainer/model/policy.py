@@ -18,18 +18,20 @@ from loguru import logger
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from prime_hpc.config.families import Family, family_of
+from prime_hpc.config.families import Family, family_of, vision_problem
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.moe import replay
 from prime_hpc.moe.routers import use_float32_routers
 from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
+from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.lora import Adapters, add_lora
 from prime_hpc.trainer.model.conversions import WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
 from prime_hpc.trainer.model.rotary import pin_rotary
 from prime_hpc.trainer.model.self_test import self_test
+from prime_hpc.trainer.model.vision import forward_with_images, nothing_of_images
 from prime_hpc.trainer.ops import attention
 from prime_hpc.trainer.ops.context_parallel import gather_targets
 from prime_hpc.trainer.ops.fp8 import check_device
@@ -58,6 +60,11 @@ class Policy(nn.Module):
     replays_routers: bool = False
     """True if tokens go to the experts that a micro-batch names (`trainer.router_replay`)."""
 
+    image_inputs: ImageInputs | None = None
+    """How it takes images, with `model.vision`."""
+    trains_vision: bool = False
+    """True if what makes embeddings of images is trained, too (`model.vision: trained`)."""
+
     weights: WeightMap | None = None
     """Sources of its tensors in the checkpoint that they come from, and how they are published."""
 
@@ -83,10 +90,15 @@ class Policy(nn.Module):
         body = (
             self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
         )  # Llama 4 names it differently
-        output = body(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        if batch.images is None:
+            states = body(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+        else:
+            states = forward_with_images(body, batch.input_ids, batch.position_ids, batch.images)
         head, tp, cp = self.hf.get_output_embeddings(), self.parallel.tp, self.parallel.cp
         weight = local(head.weight)
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.target_index)
+        hidden = states.flatten(0, 1).index_select(0, batch.target_index)
+        if self.trains_vision and self.image_inputs is not None and batch.images is None:
+            hidden = hidden + nothing_of_images(body, self.image_inputs, hidden.device).to(hidden.dtype)
         hidden = hidden.to(weight.dtype)  # some state-space models return float32, whatever they compute in
         logprobs, entropy = token_logprobs(
             hidden,
@@ -186,7 +198,7 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
     """Return the model's modules without memory for parameters, buffers (rotary frequencies) are real; how it
     trains."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
@@ -195,14 +207,17 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
     except Exception as error:  # transformers checks some fields with errors of its own classes
         raise ValueError(_says(source, error)) from error
     family = family_of(hf_config.to_dict())
-    if problem := family.refusal or family.dtype_problem(config.dtype):
+    stated = hf_config.to_dict()
+    if problem := family.refusal or family.dtype_problem(config.dtype) or vision_problem(stated, config.vision):
         raise ValueError(problem)
+    # Images attend within themselves, by no kernel that knows samples.
+    kinds = {"text_config": _attention_of(family), "vision_config": "sdpa"}
     try:
         with init_empty_weights(include_buffers=False):
-            hf = AutoModelForCausalLM.from_config(
+            hf = (AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText).from_config(
                 hf_config,
                 dtype=torch.float32,
-                attn_implementation=_attention_of(family),
+                attn_implementation=kinds if config.vision is not None else kinds["text_config"],
                 trust_remote_code=config.trust_remote_code,
             )
     except Exception as error:  # a field that the model's code cannot take: errors of any class
@@ -280,6 +295,10 @@ def load_policy(
         check_tied(weights)
         pinned = pin_rotary(hf, context)
         single_rows = family.rows_as(rows) == "single"
+        image_inputs = None
+        if config.vision is not None:
+            image_inputs = ImageInputs.load(source, hf.config.vision_config.spatial_merge_size)
+            hf.base_model.visual.requires_grad_(config.vision == "trained")
     except ValueError as error:
         raise ValueError(f"model.name = {config.name}: {error}") from error
     why = family.reason or "trainer.rows = single"
@@ -287,6 +306,7 @@ def load_policy(
         raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({why}); set it to 1")
     policy = Policy(hf, config.attn, chunk_tokens, parallel, single_rows=single_rows)
     policy.weights = weights
+    policy.image_inputs, policy.trains_vision = image_inputs, config.vision == "trained"
     policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)

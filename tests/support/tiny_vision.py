@@ -1,0 +1,89 @@
+"""Tiny models that see images, with a tokenizer and an image processor beside them: made on the spot, random weights."""
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.tiny_tokenizer import make_tokenizer
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = """
+{%- macro say(content) -%}
+{%- if content is string -%}{{- content -}}{%- else -%}
+{%- for part in content -%}
+{%- if part.type == 'text' -%}{{- part.text -}}{%- else -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + say(message.content or '') + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+PATCH, MERGE = 8, 2
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_ROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+}
+
+
+def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, vocab_size: int = 384) -> Path:
+    """Write a model of one of `families.VISION` of less than a million parameters; return its folder.
+
+    An embedding stands for 16 x 16 pixels, and images of multiples of that are not resized.
+    """
+    import transformers as hf
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
+    text = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+    text |= {"num_hidden_layers": 4, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id} | _HEADS | _ROPE
+    vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "num_position_embeddings": 64}
+    if family == "qwen3_vl":
+        vision["deepstack_visual_indexes"] = [0, 1]
+    kinds: dict[str, tuple[Any, Any]] = {
+        "qwen3_vl": (hf.Qwen3VLConfig, hf.Qwen3VLForConditionalGeneration),
+        "qwen3_5": (hf.Qwen3_5Config, hf.Qwen3_5ForConditionalGeneration),
+    }
+    if family == "qwen3_5":
+        text |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+        text |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2}
+        text["rope_parameters"] = {**_ROPE["rope_parameters"], "partial_rotary_factor": 1.0}
+    config_type, model_type = kinds[family]
+    torch.manual_seed(seed)
+    config = config_type(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    model = model_type(config)
+    with torch.no_grad():  # of the size that trained models have: what an image changes is not lost in rounding
+        for name, parameter in model.named_parameters():
+            if ".visual." in name and parameter.ndim > 1:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 1 << 16}
+    processor = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2, "size": size}
+    processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
+    for file, kind in (
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+    ):
+        (folder / file).write_text(json.dumps(processor | kind))
+    return folder
+
+
+def make_image(seed: int, width: int = 48, height: int = 32) -> bytes:
+    """Return a PNG of random pixels; of these measures it stands for 6 tokens."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
