@@ -1,4 +1,4 @@
-"""Tiny models that see images, with a tokenizer and an image processor beside them: made on the spot, random weights."""
+"""Tiny models that see images, with tokenizer and image processor beside them: random weights, made on the spot."""
 
 import json
 from io import BytesIO
@@ -15,7 +15,8 @@ TEMPLATE = """
 {%- macro say(content) -%}
 {%- if content is string -%}{{- content -}}{%- else -%}
 {%- for part in content -%}
-{%- if part.type == 'text' -%}{{- part.text -}}{%- else -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- endif -%}
+{%- if part.type == 'text' -%}{{- part.text -}}
+{%- else -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
@@ -27,7 +28,12 @@ TEMPLATE = """
 PATCH, MERGE = 8, 2
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _ROPE: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
 }
 
 
@@ -46,9 +52,16 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
     text = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
-    text |= {"num_hidden_layers": 4, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id} | _HEADS | _ROPE
+    text |= (
+        {"num_hidden_layers": 4, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id} | _HEADS | _ROPE
+    )
     vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
-    vision |= {"patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "num_position_embeddings": 64}
+    vision |= {
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 64,
+    }
     if family == "qwen3_vl":
         vision["deepstack_visual_indexes"] = [0, 1]
     kinds: dict[str, tuple[Any, Any]] = {

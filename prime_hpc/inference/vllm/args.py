@@ -91,6 +91,11 @@ CPU_DEFAULTS: dict[str, Any] = {
 """Defaults on CPU only; `inference.vllm` overrides them."""
 
 
+IMAGES: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
+"""With `model.vision`. vLLM keeps pixels twice, at the server and in the engine, and a new version empties both, one
+after the other: a request on its way in between would name an image that the engine has no more."""
+
+
 def build_argv(experiment: Experiment, *, device: Device, replica: int, port: int) -> list[str]:
     """vLLM's `serve` arguments of one replica.
 
@@ -130,6 +135,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
     if experiment.weights.transport in NETWORK_TRANSPORTS:
         options["weight_transfer_config"] = {"backend": TRANSFER_ENGINE}
         options["worker_extension_cls"] = RECEIVING_EXTENSION
+    if model.vision is not None:
+        options |= IMAGES
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}

@@ -183,3 +183,13 @@ def as_tensors(images: Sequence[Pixels], tokens: NDArray[np.int64] | None = None
     return MicroBatchImages(
         torch.from_numpy(values), grids, torch.from_numpy(np.zeros(0, np.int64) if tokens is None else tokens)
     )
+
+
+def random_image(seed: int, side: int = 64) -> bytes:
+    """Return a PNG of random pixels, the same for the same seed."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

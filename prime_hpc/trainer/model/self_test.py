@@ -28,7 +28,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
+from prime_hpc.trainer.batching.image_inputs import ImageInputs, random_image
+from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.model.kernel_test import check_kernels, recorded_calls
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ LENGTHS = (12, 15, 19)
 """Tokens of the three samples."""
 COMMON = 9
 """Tokens that the last two begin with."""
+AFTER = 3
+"""Tokens before a sample's image, of a model that sees them."""
 FACTOR = 8.0
 """Bound of a difference between two ways of computing one sample, in units of the measured rounding."""
 NEIGHBOUR_FACTOR = 4.0
@@ -72,10 +75,15 @@ class Found:
     """To the model's own code; None: not compared in this layout."""
 
 
-def _batch(vocab_size: int, neighbours: int) -> RankBatch:
+def _batch(vocab_size: int, neighbours: int, shown: "_Shown | None") -> RankBatch:
     """Three micro-batches: all three samples, then the second and the third alone.
 
     The first sample, and what the second has after the common beginning, are drawn from the seed `neighbours`.
+
+    Args:
+        vocab_size: tokens are below it.
+        neighbours: seed of what changes.
+        shown: shows an image in the first sample, and one in the common beginning of the others; None: none is.
     """
     fixed, drawn = np.random.default_rng(0), np.random.default_rng([1, neighbours])
 
@@ -87,8 +95,41 @@ def _batch(vocab_size: int, neighbours: int) -> RankBatch:
     middle[0] = last[0] - 1 if last[0] > 0 else 1  # the samples part here, whatever is drawn
     first = draw(drawn, LENGTHS[0])
     ids = [first, np.concatenate([common, middle]), np.concatenate([common, last])]
-    batch = build_rank_batch([[0, 1, 2], [1], [2]], ids, [np.ones(len(i), bool) for i in ids])
+    images = None
+    if shown is not None:
+        with_image = [shown.insert(ids[0], 1 + neighbours), *(shown.insert(tokens, 0) for tokens in ids[1:])]
+        ids = [tokens for tokens, _, _ in with_image]
+        images = [(numbers, [image]) for _, numbers, image in with_image]
+    batch = build_rank_batch([[0, 1, 2], [1], [2]], ids, [np.ones(len(i), bool) for i in ids], images=images)
     return replace(batch, group_ids=np.array([0, 1, 1, 1, 1]))
+
+
+class _Shown:
+    """Puts an image into samples, for a model that sees them."""
+
+    def __init__(self, inputs: ImageInputs, config: Any) -> None:
+        self._inputs, self._token = inputs, int(config.image_token_id)
+        self._around = int(config.vision_start_token_id), int(config.vision_end_token_id)
+        self._others = {int(config.video_token_id), *self._around}
+
+    def insert(self, ids: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, bytes]:
+        """Return a sample with an image after its third token, the number of each token's image, and the image."""
+        image = random_image(seed)
+        length = self._inputs.num_tokens(self._inputs.pixels(image))
+        plain = np.where(np.isin(ids, [self._token, *self._others]), 1, ids).astype(np.int32)
+        middle = [self._around[0], *[self._token] * length, self._around[1]]
+        tokens = np.concatenate([plain[:AFTER], middle, plain[AFTER:]]).astype(np.int32)
+        numbers = np.zeros(len(tokens), np.int32)
+        numbers[AFTER + 1 : AFTER + 1 + length] = 1
+        return tokens, numbers, image
+
+    def for_upstream(self, micro: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return what the model's own forward pass takes beside a sample's tokens."""
+        assert micro.images is not None
+        kinds = torch.zeros_like(micro.input_ids)
+        kinds.view(-1)[micro.images.tokens] = 1
+        grid, pixels = micro.images.grid_thw, micro.images.pixel_values
+        return {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
 @contextlib.contextmanager
@@ -119,27 +160,35 @@ class _Prober:
     def __init__(self, policy: "Policy", device: torch.device) -> None:
         self.policy, self.device = policy, device
         vocab_size = policy.hf.config.get_text_config().vocab_size
-        self.batches = [_batch(vocab_size, neighbours) for neighbours in (0, 1)]
+        self.shown = None if policy.image_inputs is None else _Shown(policy.image_inputs, policy.hf.config)
+        self.batches = [_batch(vocab_size, neighbours, self.shown) for neighbours in (0, 1)]
+        self.lengths = np.diff(self.batches[0].seq_offsets)[:3].tolist()
+        """Tokens of the three samples."""
 
     def logprobs(self, which: int, index: int, *, share: bool = False) -> torch.Tensor:
         """float64 log-probabilities of micro-batch `index`, one sample behind the other."""
+        micro = self._micro_batch(which, index, share=share)
+        with self.policy.packing(micro):
+            values, _ = self.policy(micro)
+        return values.detach().double()
+
+    def _micro_batch(self, which: int, index: int, *, share: bool = False) -> MicroBatch:
         policy = self.policy
-        micro = make_micro_batch(
+        return make_micro_batch(
             self.batches[which],
             index,
             self.device,
             policy.parallel,
             share_prefixes=share,
             single_rows=policy.single_rows,
+            image_inputs=policy.image_inputs,
         )
-        with policy.packing(micro):
-            values, _ = policy(micro)
-        return values.detach().double()
 
     def upstream(self, index: int) -> torch.Tensor:
         """float64 log-probabilities of a sample by the model's own forward pass, attention and output head."""
         batch, hf = self.batches[0], self.policy.hf
         ids = torch.from_numpy(batch.token_ids[batch.tokens_of(index)].astype(np.int64)).to(self.device)[None]
+        more = {} if self.shown is None else self.shown.for_upstream(self._micro_batch(0, index))
         configs = {id(c): c for m in hf.modules() if (c := getattr(m, "config", None)) is not None}
         before = {key: getattr(c, "_attn_implementation", None) for key, c in configs.items()}
         if isinstance(self.policy, FSDPModule):
@@ -147,7 +196,7 @@ class _Prober:
         try:
             for config in configs.values():
                 config._attn_implementation = "eager"
-            logits = hf(input_ids=ids, use_cache=False).logits[0]
+            logits = hf(input_ids=ids, use_cache=False, **more).logits[0]
         finally:
             for key, config in configs.items():
                 config._attn_implementation = before[key]
@@ -180,8 +229,8 @@ def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
 
     least = torch.cat(alone).abs().max() * torch.finfo(torch.float32).eps  # a log-probability's own resolution
     together, shared = prober.logprobs(0, 0), prober.logprobs(0, 0, share=True)
-    first = LENGTHS[0] - 1
-    part = first + LENGTHS[1] - 1  # the last sample's targets begin here
+    first = prober.lengths[0] - 1
+    part = first + prober.lengths[1] - 1  # the last sample's targets begin here
     rows = {
         "rounding": torch.maximum(least, answer(0)),
         "together": _difference(torch.cat(alone), together[first:]),
