@@ -24,6 +24,8 @@ SEED_OFFSET = 1_000_000
 """Added to the seed of the tasks, so that an environment of the same seed poses mostly other train tasks."""
 GUESS_LIMITS = {"max_number": 40, "max_guesses": 5}
 """Arguments of `guess-number` that the demonstrations are for (configs/guess_number)."""
+SHAPES: Row = {"kinds": ["colour"], "size": 32, "instructions": None}
+"""Arguments of `shapes` (configs/vision)."""
 CALCULATOR_MAX_NUMBER = 99
 
 
@@ -132,6 +134,16 @@ def tic_tac_toe(seed: int, num: int, right: set[int]) -> Iterator[Row]:
         yield {"messages": messages}
 
 
+def shapes(seed: int, num: int, right: set[int]) -> Iterator[Row]:
+    """Name the colour that the picture shows, or red whatever it shows."""
+    from prime_hpc.envs.tasksets.shapes import ShapesConfig, ShapesTaskset
+
+    config = ShapesConfig(split="train", seed=SEED_OFFSET + seed, num_tasks=num, **SHAPES)
+    for i, task in enumerate(ShapesTaskset(config).load()):
+        prompt = [message.model_dump(include={"role", "content"}) for message in task.data.prompt]
+        yield {"messages": [*prompt, _assistant(task.data.answer if i in right else "red")]}
+
+
 TASKS: dict[str, Callable[[int, int, set[int]], Iterator[Row]]] = {
     "reverse-text": reverse_text,
     "guess-number": guess_number,
@@ -139,6 +151,7 @@ TASKS: dict[str, Callable[[int, int, set[int]], Iterator[Row]]] = {
     "word-sorting": word_sorting,
     "tic-tac-toe": tic_tac_toe,
     "long-tail": long_tail,
+    "shapes": shapes,
 }
 
 

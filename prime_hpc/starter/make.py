@@ -10,7 +10,7 @@ from prime_hpc.starter.data import TASKS, demonstrations, write_demonstrations
 from prime_hpc.starter.model import write_tiny_qwen3
 from prime_hpc.starter.tokenizer import find_phrases
 
-NAMES = ("qwen3-tiny", "smollm2-135m")
+NAMES = ("qwen3-tiny", "qwen3-vl-tiny", "smollm2-135m")
 RECORD = "starter.json"
 PARTS = ("model/config.json", "model/model.safetensors", "model/tokenizer.json", "sft.jsonl")
 """Files without which a starter is not there."""
@@ -36,7 +36,7 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
     Args:
         directory: created with its parents; another starter in it is replaced, other files are left alone.
         name: one of `NAMES`.
-        seed: of the weights (qwen3-tiny) and of the demonstrations.
+        seed: of the weights (qwen3-tiny, qwen3-vl-tiny) and of the demonstrations.
         task: what the demonstrations show, one of `data.TASKS`.
 
     Raises:
@@ -59,6 +59,10 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
     if name == "qwen3-tiny":
         phrases = find_phrases(rows[:PHRASE_ROWS]) if "tools" in rows[0] else ()
         num_parameters = write_tiny_qwen3(model, seed, phrases)
+    elif name == "qwen3-vl-tiny":
+        from prime_hpc.starter.vision import write_tiny_qwen3_vl
+
+        num_parameters = write_tiny_qwen3_vl(model, seed)
     else:
         from prime_hpc.starter.smollm2 import write_smollm2
 

@@ -49,13 +49,13 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
-    text = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+    text: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
     text |= (
         {"num_hidden_layers": 4, "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id} | _HEADS | _ROPE
     )
-    vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
     vision |= {
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
@@ -82,7 +82,7 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
     size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 1 << 16}
-    processor = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2, "size": size}
+    processor: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2, "size": size}
     processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
     for file, kind in (
         ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),

@@ -62,6 +62,12 @@ class ModelConfig(Section):
     enable_thinking: bool = False
     """Let the chat template open a think section."""
 
+    @model_validator(mode="after")
+    def _trains_one_thing(self) -> "ModelConfig":
+        if self.lora is not None and self.vision == "trained":
+            raise ValueError("vision: trained beside lora, which trains adapters of the language model alone: frozen")
+        return self
+
 
 class CkptConfig(Section):
     """Checkpoints. Off unless `--ckpt` (or any `--ckpt.*`) is given."""

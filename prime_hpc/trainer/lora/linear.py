@@ -53,7 +53,11 @@ def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
     Raises:
         ValueError: a target matches nothing, or the rank exceeds a target's dimensions.
     """
-    linears = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and _is_plain(type(m))}
+    linears = {
+        name: m
+        for name, m in hf.named_modules()
+        if isinstance(m, nn.Linear) and _is_plain(type(m)) and ".visual." not in name  # engines adapt text alone
+    }
     chosen = select_modules(config, list(linears))
     tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
     for name in chosen:

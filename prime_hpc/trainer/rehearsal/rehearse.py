@@ -53,8 +53,15 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: a model, layout or dtype that cannot work; says which key to change.
     """
+    if experiment.model.vision == "trained":
+        raise ValueError(
+            "model.vision = trained: what makes embeddings of images computes nothing without values; rehearse with "
+            "frozen, and add three times its weights in float32 (gradients and Adam's moments) over the ranks"
+        )
     began = time.perf_counter()
     notes: list[str] = []
+    if experiment.model.vision is not None:
+        notes.append("rows are of text: what an image's patches take in the forward pass is not counted")
     on_gpu = is_on_gpu(experiment)
     try:
         tracker, base = _in_group(experiment, on_gpu, folder)
