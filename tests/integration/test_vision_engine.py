@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="no torchvision"),
 ]
 TOLERANCE = 2e-4
+Parts = list[int] | tuple[bytes, int]
 
 
 class World(NamedTuple):
@@ -62,9 +63,7 @@ def post(world: World, route: str, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def ask(
-    world: World, *parts: list[int] | tuple[bytes, int], max_tokens: int = 12
-) -> tuple[Shown, list[float], list[int]]:
+def ask(world: World, *parts: Parts, max_tokens: int = 12) -> tuple[Shown, list[float], list[int]]:
     """A reply's sample, the log-probabilities of its sampled tokens, and its policy version."""
     config = world.policies[0].hf.config
     ids: list[int] = []
