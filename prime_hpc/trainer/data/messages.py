@@ -23,14 +23,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.datafiles import has_columns, is_text, missing_columns, prompt_of
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
-_IMAGES = ("image", "image_url")
 _IMAGE_HERE = "<image>"
 
 
@@ -164,13 +163,13 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     if not isinstance(content, list):
         raise SFTDataError(f"expected content as text or a list of text parts, got {content!r:.120}")
     kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
-    if other := sorted({str(kind) for kind in kinds if kind not in ("text", *_IMAGES)}):
+    if other := sorted({str(kind) for kind in kinds if kind not in ("text", *IMAGE_PARTS)}):
         raise SFTDataError(f"content parts of type {', '.join(other)}: only text and images can be trained on")
     texts = [{"type": "text", "text": part.get("text") or ""} for part in content]
-    if not any(kind in _IMAGES for kind in kinds):
+    if not any(kind in IMAGE_PARTS for kind in kinds):
         return "".join(part["text"] for part in texts)
     return [
-        {"type": "image", "image": _source_of(part)} if kind in _IMAGES else text
+        {"type": "image", "image": _source_of(part)} if kind in IMAGE_PARTS else text
         for part, kind, text in zip(content, kinds, texts, strict=True)
     ]
 
