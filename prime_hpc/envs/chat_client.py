@@ -19,15 +19,13 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
 from prime_hpc.client.http import HttpClient, NoAnswerError
-from prime_hpc.envs.model_client import ContextFullError, RequestRefusedError, SampledTurn
+from prime_hpc.envs.model_client import FULL, ContextFullError, RequestRefusedError, SampledTurn
 from prime_hpc.envs.target import ChatOptions
 from prime_hpc.runtime.event_loops import loop_time
 
 PASSING = (408, 409, 425, 429)
 """HTTP statuses below 500 that may be gone the next time."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-_FULL = ("context length", "context_length", "maximum context", "max_model_len", "too many tokens", "too long")
-"""Words of servers where a conversation leaves no room for a reply."""
 
 
 class EndpointRefusedError(ProviderError):
@@ -151,7 +149,7 @@ class ChatClient(Client):
         said = f"{self.base_url} answered {status}: {text}"
         if status in (401, 402, 403, 404, 405):
             return EndpointRefusedError(said, status_code=status)
-        if any(words in text.lower() for words in _FULL):
+        if any(words in text.lower() for words in FULL):
             return ContextFullError(said, status_code=status)
         return RequestRefusedError(said, status_code=status)
 

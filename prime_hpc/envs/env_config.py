@@ -32,6 +32,7 @@ BUNDLED: dict[str, str] = {
     "alphabet-sort": "prime_hpc.envs.tasksets.alphabet_sort",
     "countdown": "prime_hpc.envs.tasksets.countdown",
     "simple-math": "prime_hpc.envs.tasksets.simple_math",
+    "shapes": "prime_hpc.envs.tasksets.shapes",
     "wordle": "prime_hpc.envs.tasksets.wordle",
     "tic-tac-toe": "prime_hpc.envs.tasksets.tic_tac_toe",
     "python-tool": "prime_hpc.envs.tasksets.python_tool",

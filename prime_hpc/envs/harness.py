@@ -17,11 +17,13 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import TypeAdapter, ValidationError, validate_call
 from verifiers.v1.dialects import parse_message
+from verifiers.v1.errors import TaskError
 from verifiers.v1.harness import HarnessSession, ProgramResult
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.types import Message, Request, SystemMessage, Tool, ToolCall, ToolMessage, UserMessage
 
 from prime_hpc.envs.interception import TurnRefused, interception_of
+from prime_hpc.envs.pictures import PictureError, inlined
 
 __all__ = ["InProcessHarness"]
 
@@ -122,7 +124,10 @@ class InProcessSession(HarnessSession):
     async def _run(self, messages: list[Message] | None) -> ProgramResult:
         """One segment: from the opening prompt or a user's turn to the next plain reply."""
         if self._messages is None:
-            self._messages = self._opening(include_prompt=messages is None)
+            try:
+                self._messages = await inlined(self._opening(include_prompt=messages is None))
+            except PictureError as error:
+                raise TaskError(str(error)) from error
             await self._connect_tools()
         self._messages += messages or []
         interception = interception_of(self.endpoint)

@@ -79,9 +79,11 @@ class PolicyInterception(InterceptionServer):
         return self.policies.get(config.base_url) or super()._client(config)
 
     def shows_pictures(self, secret: str) -> bool:
-        """Return whether the model of a rollout may be sent pictures: an API may, a policy's prompts are text."""
+        """Return whether the model of a rollout may be sent pictures: an API may, a policy where its prompts hold
+        images."""
         session = self.sessions.get(secret)
-        return session is None or not isinstance(session.client, PolicyClient)
+        client = session.client if session is not None else None
+        return not isinstance(client, PolicyClient) or bool(client.renderer.image_places)
 
     def acquire(self, session: RolloutSession) -> Any:
         """Return the scope in which a rollout is registered, which gives its `Slot`."""

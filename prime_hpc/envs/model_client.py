@@ -26,6 +26,7 @@ from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice, read_tokens
 from prime_hpc.client.versions import VersionSpanError
+from prime_hpc.envs.pictures import image_urls, is_inline, without_images
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.routing import RoutingError, parse_routing
 from prime_hpc.runtime.event_loops import loop_time
@@ -34,6 +35,11 @@ UNAVAILABLE = (502, 503)
 """HTTP statuses of a server that is starting or being restarted."""
 REFUSED = (400, 413, 422)
 """HTTP statuses that are about the request, not about the server."""
+FULL = (
+    *("context length", "context_length", "maximum context", "max_model_len", "maximum model length"),
+    *("too many tokens", "too long"),
+)
+"""Words of servers where a conversation leaves no room for a reply."""
 RETRY_DELAYS_S = (0.1, 0.25, 0.5, 1.0, 2.0)
 """Waits before asking an unreachable server again; the last one repeats."""
 
@@ -60,6 +66,17 @@ class SampledTurn:
     """int32 [num sampled tokens]."""
     routed: np.ndarray | None = None
     """Experts of the prompt and all sampled tokens but the last one, see `envs.routing`; None: not recorded."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """The tokens that one call sampled, within the model's context."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: np.ndarray
+    routed: np.ndarray | None
+    finish_reason: str | None
 
 
 class PolicyClient(Client):
@@ -141,41 +158,44 @@ class PolicyClient(Client):
             RequestRefusedError, UnusableAnswerError: the server works, this reply cannot be had or trained on.
             ProviderError: the server failed, or is none of ours.
         """
+        images = self._images_of(messages)
         prompt, bridged = await self._prompt(messages, tools, turn)
-        prompt_ids: list[int] = prompt.token_ids
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise ContextFullError(
-                f"the prompt has {len(prompt_ids)} tokens, the model's context {self.max_model_len}", status_code=400
-            )
+        rendered_ids: list[int] = prompt.token_ids
+        self._check_places(rendered_ids, len(images), bridged)
+        room = self._room(rendered_ids)
         params = sampling.model_dump(exclude_none=True)
         params["max_tokens"] = min(params.get("max_tokens", room), room)
         params |= {"stop_token_ids": self.renderer.stop_token_ids, "skip_special_tokens": False}
         if self._with_logprobs:
             params["logprobs"] = 0
-        body = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
+        body = {"model": model, "token_ids": rendered_ids, "sampling_params": params}
+        if images:
+            body |= {"content_parts": [{"type": "image_url", "url": url} for url in images], "return_token_ids": True}
         choice = await self._generate(body, session_id)
-        completion_ids, logprobs, versions = parse_choice(choice, self._with_logprobs)
+        prompt_ids = _expanded(choice, len(images)) if images else rendered_ids
+        reply = self._read_reply(choice, prompt_ids)
         if session_id is not None:
-            turn_facts = SampledTurn(logprobs, versions, _routing_of(choice, len(prompt_ids) + len(completion_ids)))
-            self._turns.setdefault(session_id, []).append(turn_facts)
+            self._turns.setdefault(session_id, []).append(SampledTurn(reply.logprobs, reply.versions, reply.routed))
         wire_tools = [tool_to_wire(tool) for tool in tools] or None
-        parsed = self.renderer.renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=wire_tools)
-        finish_reason = choice.get("finish_reason")
+        parsed = self.renderer.renderer.parse_response(reply.token_ids, prompt_ids=prompt_ids, tools=wire_tools)
+        finish_reason = reply.finish_reason
         if finish_reason == "stop" and any(call.status == "ok" for call in parsed.tool_calls):
             finish_reason = "tool_calls"  # what the engine, which sees tokens alone, cannot say
         result = {
             "request_id": choice.get("request_id") or "",
             "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": logprobs,
-            "content": content_of(parsed, completion_ids, self.renderer),
+            "completion_ids": reply.token_ids,
+            "completion_logprobs": reply.logprobs,
+            "content": content_of(parsed, reply.token_ids, self.renderer),
             "reasoning_content": parsed.reasoning_content,
             "tool_calls": parsed.tool_calls,
             "finish_reason": finish_reason,
             "prompt_attribution": prompt,
         }
-        return response_from_generate(result, model, turn if bridged else None)
+        if not images:
+            return response_from_generate(result, model, turn if bridged else None)
+        result |= {"renderer_prompt_ids": rendered_ids, "mm_placeholders": choice["mm_placeholders"]}
+        return response_from_generate(result, model, turn if bridged else None, self.renderer.image_places)
 
     def take_turns(self, session_id: str) -> list[SampledTurn]:
         """Return the turns sampled for a trace; forgotten afterwards."""
@@ -186,8 +206,8 @@ class PolicyClient(Client):
         await self._http.close()
 
     async def _prompt(self, messages: list[Message], tools: list[Tool], turn: PendingTurn | None) -> tuple[Any, bool]:
-        """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens."""
-        _check_text_alone(messages)
+        """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens; one token
+        for each image."""
         wire_tools = [tool_to_wire(tool) for tool in tools] or None
         if wire_tools is not None and not self.renderer.reads_tool_calls:
             raise RequestRefusedError(
@@ -199,10 +219,65 @@ class PolicyClient(Client):
         if turn is not None and turn.prefix_node_ids and _extends_reply(turn.tail):
             previous = turn.previous_renderer_token_ids()
             if previous is not None:
-                bridged = await self.renderer.bridge(previous, [message_to_wire(m) for m in turn.tail], wire_tools)
+                bridged = await self.renderer.bridge(previous, _to_wire(turn.tail), wire_tools)
                 if bridged is not None:
                     return bridged, True
-        return await self.renderer.render([message_to_wire(m) for m in messages], wire_tools), False
+        return await self.renderer.render(_to_wire(messages), wire_tools), False
+
+    def _images_of(self, messages: list[Message]) -> list[str]:
+        """Return the `data:` URLs of a conversation's images. Raises RequestRefusedError: it must have none, or they
+        are elsewhere."""
+        urls = image_urls(messages)
+        if urls and not self.renderer.image_places:
+            role = next(message.role for message in messages if image_urls([message]))
+            raise RequestRefusedError(
+                f"a {role} message holds image_url: prompts are text here, and the model would answer without "
+                "having seen it. Set model.vision (frozen or trained) for a model that sees images",
+                status_code=400,
+            )
+        for url in urls:
+            if not is_inline(url):
+                raise RequestRefusedError(
+                    f"an image is not sent as a data: URL, but as {url[:80]!r}: only the prompt of a task may name a "
+                    "file or an address",
+                    status_code=400,
+                )
+        return urls
+
+    def _check_places(self, prompt_ids: list[int], num_images: int, bridged: bool) -> None:
+        """Raise ProviderError unless a prompt has one token for each image: the engine puts them there in order."""
+        places = sum(map(prompt_ids.count, self.renderer.image_places))
+        if places == num_images:
+            return
+        if bridged and places > num_images:
+            raise UnusableAnswerError(
+                "the model has sampled a token that stands for an image: the next turn cannot tell it from one"
+            )
+        raise RequestRefusedError(
+            f"the prompt has {num_images} images, and {places} tokens that stand for one: images belong into user and "
+            "tool messages, and no text may spell such a token",
+            status_code=400,
+        )
+
+    def _room(self, prompt_ids: list[int]) -> int:
+        """Tokens that a reply may have. Raises ContextFullError: none."""
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise ContextFullError(
+                f"the prompt has {len(prompt_ids)} tokens, the model's context {self.max_model_len}", status_code=400
+            )
+        return room
+
+    def _read_reply(self, choice: Mapping[str, Any], prompt_ids: list[int]) -> "_Reply":
+        """Return what was sampled after these tokens; what exceeds the context, as only the engine knows how many
+        tokens images are, is cut off."""
+        token_ids, logprobs, versions = parse_choice(choice, self._with_logprobs)
+        routed = _routing_of(choice, len(prompt_ids) + len(token_ids))
+        room = self._room(prompt_ids)
+        if len(token_ids) <= room:
+            return _Reply(token_ids, logprobs, versions, routed, choice.get("finish_reason"))
+        routed = None if routed is None else routed[: self.max_model_len - 1]
+        return _Reply(token_ids[:room], logprobs[:room], versions[:room], routed, "length")
 
     async def _generate(self, body: dict[str, Any], session_id: str | None) -> dict[str, Any]:
         """POST one generation and return its choice; asks again while the server cannot be reached."""
@@ -223,8 +298,10 @@ class PolicyClient(Client):
             if status == 200:
                 return _first_choice(raw)
             if status not in UNAVAILABLE or loop_time() >= give_up:
-                kind = RequestRefusedError if status in REFUSED else ProviderError
+                kind: type[ProviderError] = RequestRefusedError if status in REFUSED else ProviderError
                 text = raw[:500].decode(errors="replace")
+                if status in REFUSED and "content_parts" in body and any(words in text.lower() for words in FULL):
+                    kind = ContextFullError  # how many tokens its images are, the engine alone knows
                 raise kind(f"{self.base_url} answered {status}: {text}", status_code=status)
             await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
             attempt += 1
@@ -297,21 +374,25 @@ def _first_choice(raw: bytes) -> dict[str, Any]:
         choice: dict[str, Any] = data["choices"][0]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ProviderError(f"the server's answer is no generation: {raw[:200]!r}") from error
-    choice["request_id"] = data.get("request_id")
-    return choice
+    return choice | {name: data.get(name) for name in ("request_id", "prompt_token_ids", "mm_placeholders")}
 
 
-def _check_text_alone(messages: list[Message]) -> None:
-    """Raise RequestRefusedError for what a renderer would leave out: a picture's place in the prompt would be empty."""
-    for message in messages:
-        if isinstance(message.content, list):
-            for part in message.content:
-                if part.type != "text":
-                    raise RequestRefusedError(
-                        f"a {message.role} message holds {part.type}: prompts are text here, and the model would "
-                        "answer without having seen it",
-                        status_code=400,
-                    )
+def _to_wire(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as renderers take them, without what their images hold."""
+    return without_images([message_to_wire(message) for message in messages])
+
+
+def _expanded(choice: Mapping[str, Any], num_images: int) -> list[int]:
+    """Return the prompt as the engine saw it, with a token for each embedding of an image.
+
+    Raises:
+        ProviderError: it does not say, or has seen another number of images.
+    """
+    ids, places = choice.get("prompt_token_ids"), choice.get("mm_placeholders")
+    found = places.get("image") if isinstance(places, dict) else None
+    if not isinstance(ids, list) or not isinstance(found, list) or len(found) != num_images:
+        raise ProviderError(f"the server does not say where in its prompt it saw {num_images} images: {places!r:.200}")
+    return ids
 
 
 def _extends_reply(tail: list[Message]) -> bool:

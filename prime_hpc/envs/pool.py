@@ -87,6 +87,7 @@ class EnvPool:
         enable_thinking: bool = False,
         trust_remote_code: bool = False,
         chat_template: str | None = None,
+        vision: bool = False,
         api_key_var: str = "VLLM_API_KEY",
         api_key: str | None = None,
         beside: Sequence[EnvConfig] = (),
@@ -111,6 +112,7 @@ class EnvPool:
             renderer, chat_template: how messages become tokens (`renderers` name, or `auto`); None: the tokenizer's.
             enable_thinking: whether the chat template opens a think section.
             trust_remote_code: run the tokenizer's own code, where it ships with one.
+            vision: prompts may hold images, which the servers' model sees.
             api_key_var, api_key: environment variable with the servers' key; the key, where that is not set.
             samplings: of each environment's replies, in place of `sampling`.
             beside: the environments of the other split: no task is in both, see `EnvSource`.
@@ -134,7 +136,7 @@ class EnvPool:
         self._sampling, self._samplings = sampling, tuple(samplings)
         self._max_model_len, self._chat = max_model_len, chat
         self._keep_messages, self._keep_samples = keep_messages, keep_samples
-        self._renderer_options = (tokenizer_path, renderer, enable_thinking, trust_remote_code, chat_template)
+        self._renderer_options = (tokenizer_path, renderer, enable_thinking, trust_remote_code, chat_template, vision)
         self._servers = EnvServersConfig() if servers is None else servers
         self._host = LocalHost(log_dir)
         self._remote_hosts: list[RemoteHost] = []
@@ -383,7 +385,7 @@ class EnvPool:
     def _options_of(self, index: int) -> dict[str, Any]:
         """Return what a worker must know to play one environment as this process would."""
         sampling = self._samplings[index] if index < len(self._samplings) else self._sampling
-        tokenizer_path, renderer, enable_thinking, trust_remote_code, chat_template = self._renderer_options
+        tokenizer_path, renderer, enable_thinking, trust_remote_code, chat_template, vision = self._renderer_options
         return plain_options(
             self._configs[index],
             self._beside,
@@ -394,6 +396,7 @@ class EnvPool:
             enable_thinking=enable_thinking,
             trust_remote_code=trust_remote_code,
             chat_template=chat_template,
+            vision=vision,
             urls=list(self._urls),
             sampling=sampling.parameters(),
             split=self._split,

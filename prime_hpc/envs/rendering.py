@@ -56,6 +56,11 @@ PROBE_CALL: list[dict[str, Any]] = [
     {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
 ]
 """How it may go on, with `PROBE_TOOLS`."""
+SEEING_RENDERERS = ("qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8")
+"""Those of a model that sees images."""
+PROBE_IMAGE: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "image"}}, {"type": "text", "text": "Hi?"}]}
+]
 QWEN_RENDERERS = ("qwen3", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8")
 """For models with `CHATML_TOKENS`: they differ in tools, their calls, and think sections."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
@@ -66,13 +71,30 @@ DATE = re.compile(r"\d{1,2} (?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\
 class PromptRenderer:
     """Renders and extends prompts, parses replies. Safe to share by all episodes of one event loop."""
 
-    def __init__(self, tokenizer: Any, renderer: Any) -> None:
+    def __init__(self, tokenizer: Any, renderer: Any, *, vision: bool = False) -> None:
+        """Take a tokenizer and its renderer.
+
+        Raises:
+            EnvError: prompts hold images (`vision`), and the renderer writes none.
+        """
         cache_short_texts(tokenizer)
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
         self.reads_tool_calls: bool = getattr(renderer, "supports_tools", True)
         """False if nothing tells the model's tool calls from its text."""
+        self.image_places: dict[int, int] = {}
+        """Tokens that stand for images (1) or videos (2); none where prompts are text alone."""
+        self._how: dict[str, Any] = {}
+        if vision:
+            if not getattr(renderer, "supports_process_multimodal", False):
+                name = getattr(getattr(renderer, "config", None), "name", type(renderer).__name__)
+                raise EnvError(
+                    f"renderer {name!r} writes prompts without images, and model.vision is set: set model.renderer to "
+                    f"one of {', '.join(SEEING_RENDERERS)}, or leave model.vision out"
+                )
+            self.image_places = dict(renderer.mm_token_type_id_map)
+            self._how = {"process_multimodal": False}  # one token for an image: the engine makes the others
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
         self._num_cached_tokens = 0
         self._lock = threading.Lock()  # encoding changes a fast tokenizer's state
@@ -85,7 +107,7 @@ class PromptRenderer:
             self._cache.move_to_end(key)
             return rendered
         rendered = await self._run(
-            len(key), lambda: self.renderer.render(messages, tools=tools, add_generation_prompt=True)
+            len(key), lambda: self.renderer.render(messages, tools=tools, add_generation_prompt=True, **self._how)
         )
         self._keep(key, rendered)
         return rendered
@@ -114,7 +136,7 @@ class PromptRenderer:
         """Extend (prompt ids, completion ids) by new messages without touching them; None where it cannot."""
         size = sum(len(str(message.get("content") or "")) for message in tail)
         return await self._run(
-            size, lambda: self.renderer.bridge_to_next_turn(previous[0], previous[1], tail, tools=tools)
+            size, lambda: self.renderer.bridge_to_next_turn(previous[0], previous[1], tail, tools=tools, **self._how)
         )
 
     async def _run(self, num_chars: int, call: Callable[[], T]) -> T:
@@ -163,6 +185,7 @@ def load_prompt_renderer(
     enable_thinking: bool,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
+    vision: bool = False,
 ) -> PromptRenderer:
     """Load the tokenizer and its renderer.
 
@@ -172,9 +195,11 @@ def load_prompt_renderer(
         enable_thinking: whether the chat template opens a think section.
         trust_remote_code: run the tokenizer's own code, where it ships with one.
         chat_template: what the weights were trained with, in the place of the tokenizer's own.
+        vision: prompts hold images.
 
     Raises:
-        EnvError: no tokenizer there, no such renderer, or the tokenizer lacks tokens that the renderer needs.
+        EnvError: no tokenizer there, no such renderer, the tokenizer lacks tokens that the renderer needs, or the
+            renderer writes no images.
     """
     from renderers.base import load_tokenizer
 
@@ -190,8 +215,8 @@ def load_prompt_renderer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if renderer != "auto":
-        return PromptRenderer(tokenizer, make_renderer(tokenizer, renderer, enable_thinking))
-    return PromptRenderer(tokenizer, choose_renderer(tokenizer, enable_thinking))
+        return PromptRenderer(tokenizer, make_renderer(tokenizer, renderer, enable_thinking), vision=vision)
+    return PromptRenderer(tokenizer, choose_renderer(tokenizer, enable_thinking, vision=vision), vision=vision)
 
 
 def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
@@ -223,7 +248,7 @@ def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
         ) from error
 
 
-def choose_renderer(tokenizer: Any, enable_thinking: bool) -> Any:
+def choose_renderer(tokenizer: Any, enable_thinking: bool, *, vision: bool = False) -> Any:
     """`auto`: what `renderers` knows for the model's name; else, of a ChatML model with Qwen's control tokens, the one
     of Qwen's renderers that agrees with its chat template; else `default` (the tokenizer's own chat template; every
     turn is then a sample of its own).
@@ -236,10 +261,10 @@ def choose_renderer(tokenizer: Any, enable_thinking: bool) -> Any:
 
     known = MODEL_RENDERER_MAP.get(hub_name(tokenizer))
     if known is not None:
-        return _agreeing(tokenizer, [known], enable_thinking)
+        return _agreeing(tokenizer, [known], enable_thinking, vision)
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
-        return _agreeing(tokenizer, QWEN_RENDERERS, enable_thinking)
+        return _agreeing(tokenizer, SEEING_RENDERERS if vision else QWEN_RENDERERS, enable_thinking, vision)
     if getattr(tokenizer, "chat_template", None) is None:
         raise EnvError("the tokenizer has no chat template; set model.renderer to one that fits the model")
     return make_renderer(tokenizer, "default", enable_thinking)
@@ -252,7 +277,7 @@ def hub_name(tokenizer: Any) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else path
 
 
-def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> Any:
+def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool, vision: bool) -> Any:
     """Return the first of the renderers that agrees with the chat template; without a template the first that fits."""
     unfit: list[EnvError] = []
     # A ChatML template that knows no think section, or always closes one, is a renderer's with the other setting.
@@ -263,7 +288,7 @@ def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> An
             except EnvError as error:  # it builds on tokens that this tokenizer lacks
                 unfit.append(error)
                 continue
-            if agrees_with_template(tokenizer, renderer, enable_thinking):
+            if agrees_with_template(tokenizer, renderer, enable_thinking, vision=vision):
                 return renderer
     if len(unfit) == 2 * len(names):
         raise unfit[0]
@@ -275,13 +300,13 @@ def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> An
     )
 
 
-def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -> bool:
+def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool, *, vision: bool = False) -> bool:
     """Return whether the renderer gives the chat template's prompts; true when there is no template to compare.
 
-    Compared are a first prompt, and where the template knows tools, one with tools, and one after a tool call and its
-    result. In the past, empty think sections do not count: templates take out or leave what was sampled there, and a
-    renderer that extends the tokens so far must not. Nor do dates: a template that writes today's gives other prompts
-    every day.
+    Compared are a first prompt, with `vision` one with an image, and where the template knows tools, one with tools,
+    and one after a tool call and its result. In the past, empty think sections do not count: templates take out or
+    leave what was sampled there, and a renderer that extends the tokens so far must not. Nor do dates: a template that
+    writes today's gives other prompts every day.
     """
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
@@ -289,11 +314,14 @@ def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -
     probes: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [(PROBE, None)]
     if "tools" in str(template):
         probes += [(PROBE, PROBE_TOOLS), ([*PROBE, *PROBE_CALL], PROBE_TOOLS)]
+    if vision and getattr(renderer, "supports_process_multimodal", False):
+        probes.append((PROBE_IMAGE, None))
     for messages, tools in probes:
+        how = {"process_multimodal": False} if messages is PROBE_IMAGE else {}
         text = _by_template(tokenizer, messages, tools, enable_thinking)
         expected = tokenizer.encode(text, add_special_tokens=False)
-        found = list(renderer.render(messages, tools=tools, add_generation_prompt=True).token_ids)
-        if found != expected and not _same_but_for(tokenizer, found, expected, past=messages is not PROBE):
+        found = list(renderer.render(messages, tools=tools, add_generation_prompt=True, **how).token_ids)
+        if found != expected and not _same_but_for(tokenizer, found, expected, past=len(messages) > 2):
             return False
     return True
 

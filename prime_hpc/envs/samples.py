@@ -8,7 +8,7 @@ engine saw, in order. A sampled message that several branches share is trained o
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.client.versions import VersionSpanError
+from prime_hpc.envs.pictures import PictureError, decode_image, image_urls, in_words
 from prime_hpc.envs.routing import RoutingError, RoutingOf, branch_routing
+from prime_hpc.store.batch.images import ImageTable
 
 VersionsOf = Callable[[Any], np.ndarray | None]
 """Policy versions (int32 [num sampled tokens]) of a sampled message node, None when the engine's answer is unknown."""
@@ -61,6 +63,12 @@ class Sample:
     """Index of this sequence's trace among the episode's trained ones."""
     roles: np.ndarray | None = field(default=None, metadata={"dtype": np.uint8})
     """uint8 [L], `TOOL` or `USER` where a message after the first reply said the token, 0 elsewhere."""
+
+    images: np.ndarray | None = field(default=None, metadata={"dtype": np.int32})
+    """int32 [L], number of the image that the token is a part of, 1 for the first of `image_data`, 0 for text; None:
+    all of it is text."""
+    image_data: tuple[bytes, ...] = ()
+    """Encoded images, each once, byte for byte as the engine got them."""
 
     routed: np.ndarray | None = None
     """uint8 or uint16 [L, layers, k], the experts to which the engine sent each token: see `RankBatch.routed`; None
@@ -197,6 +205,7 @@ def trace_samples(
     Raises:
         VersionSpanError: a sampled node's versions are unknown or of the wrong number.
         RoutingError: its recorded experts are of other tokens.
+        PictureError: its tokens do not stand for its images.
     """
     if not trace.agent.trainable:
         return []
@@ -211,6 +220,7 @@ def trace_samples(
             continue
         trained.update(id(node) for node, first in zip(branch.nodes, first_time, strict=True) if first)
         sample = _branch_sample(branch.nodes, first_time, trace, versions_of, number, said)
+        sample = _with_images(sample, branch.nodes, trace.mm_token_type_id_map)
         routed = None if routing_of is None else branch_routing(branch.nodes, routing_of)
         samples.append(sample if routed is None else replace(sample, routed=routed))
     return samples
@@ -261,6 +271,40 @@ def _branch_sample(
     )
 
 
+def _with_images(sample: Sample, nodes: Sequence[Any], places: Mapping[int, int]) -> Sample:
+    """Return a branch's sample with what its messages show: each image stands for one run of place tokens, in order.
+
+    Args:
+        sample: of the branch.
+        nodes: of the branch.
+        places: tokens that stand for images (1) or videos.
+
+    Raises:
+        PictureError: a message has another number of images than of runs.
+    """
+    if not places:
+        return sample
+    kinds = [token for token, kind in places.items() if kind == 1]
+    table = ImageTable()
+    images = np.zeros(sample.num_tokens, np.int32)
+    offset = 0
+    for node in nodes:
+        end = offset + len(node.token_ids)
+        urls = image_urls([node.message]) if node.token_ids else []  # what no turn followed has no tokens
+        is_place = np.isin(sample.token_ids[offset:end], kinds) & ~np.asarray(node.mask, bool)
+        starts = is_place & ~np.append(False, is_place[:-1])
+        if int(starts.sum()) != len(urls):
+            raise PictureError(
+                f"a {node.message.role} message has {len(urls)} images, and its tokens stand for {int(starts.sum())}"
+            )
+        if urls:
+            numbers = np.array([table.number(decode_image(url)) for url in urls], np.int32)
+            images[offset:end] = np.where(is_place, numbers[np.maximum(np.cumsum(starts) - 1, 0)], 0)
+        offset = end
+    found = table.images()
+    return replace(sample, images=images, image_data=found) if found else sample
+
+
 def episode_result(
     episode: Any,
     versions_of: VersionsOf | None,
@@ -287,7 +331,7 @@ def episode_result(
         try:
             for number, trace in enumerate(traces):
                 samples += trace_samples(trace, versions_of, number, routing_of)
-        except (VersionSpanError, RoutingError) as error:
+        except (VersionSpanError, RoutingError, PictureError) as error:
             problem = Problem(EpisodeState.FAILED, _one_line(str(error)), type(error).__name__)
         else:
             problem = _find_sample_problem(samples)
@@ -406,10 +450,11 @@ def _is_chain(nodes: Sequence[Any]) -> bool:
 
 
 def _content(message: Any) -> str:
-    """Return a message's text; tool calls as `name(arguments)`, other parts left out."""
+    """Return a message's text; tool calls as `name(arguments)`, images in short words."""
     content = message.content
     if isinstance(content, list):
-        content = " ".join(part.text for part in content if getattr(part, "text", None))
+        shown = (part.text if part.type == "text" else in_words(part.image_url.url) for part in content)
+        content = " ".join(filter(None, shown))
     calls = [f"{call.name}({call.arguments})" for call in getattr(message, "tool_calls", None) or []]
     return " ".join([*([content] if content else []), *calls])
 

@@ -179,6 +179,7 @@ async def _make_pool(
         enable_thinking=experiment.model.enable_thinking,
         trust_remote_code=experiment.model.trust_remote_code,
         chat_template=version_template(experiment.eval) if experiment.kind == "eval" else None,
+        vision=experiment.model.vision is not None,
         urls=urls,
         api_key_var=stated.api_key_var if stated is not None else KEY_VARIABLES["inference"],
         api_key=key,

@@ -173,6 +173,7 @@ def make_pool(
         enable_thinking=exp.model.enable_thinking,
         trust_remote_code=exp.model.trust_remote_code,
         chat_template=exp.own_template,
+        vision=exp.model.vision is not None,
         urls=urls,
         api_key_var=_key_variable(
             "teacher" if imitated else "inference", (imitated or exp.orchestrator.client).api_key_var

@@ -36,15 +36,25 @@ class CameraTask(vf.Task[vf.TaskData]):
         return float("cat" in (trace.assistant_messages[-1].content or ""))
 
 
-class CameraTaskset(vf.Taskset[CameraTask, vf.TasksetConfig]):
+class CameraConfig(vf.TasksetConfig):
+    """Arguments."""
+
+    shown: str = ""
+    """URL of an image in the prompt; empty: it is text."""
+
+
+class CameraTaskset(vf.Taskset[CameraTask, CameraConfig]):
     """Endless."""
 
     INFINITE = True
 
     def load(self) -> Iterable[CameraTask]:
         """Always the same."""
+        question, shown = "What is outside?", self.config.shown
+        parts: Any = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": shown}}]
+        prompt: Any = [vf.UserMessage(content=parts)] if shown else question
         while True:
-            yield CameraTask(vf.TaskData(prompt="What is outside?"), self.config.task)
+            yield CameraTask(vf.TaskData(prompt=prompt), self.config.task)
 
 
 if __name__ == "__main__":

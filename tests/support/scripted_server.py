@@ -41,6 +41,8 @@ class Reply:
     """Version spans (version, start, end), end None for the rest; default: all of the server's current version."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Replaces fields of the answer's choice."""
+    answer: dict[str, Any] = field(default_factory=dict)
+    """Replaces fields of the answer itself."""
 
 
 Script = Callable[[str, int], Reply | str]
@@ -70,6 +72,11 @@ def experts_of(number: int, count: int) -> np.ndarray:
     return ((np.arange(count)[:, None] + [100 * number, 100 * number + 50]) % 251).astype(np.uint8)[..., None]
 
 
+def tokens_of(image: bytes) -> int:
+    """Embeddings that the server makes of an encoded image: a fixed function of its bytes."""
+    return 2 + zlib.crc32(image) % 5
+
+
 def _npy(array: np.ndarray) -> str:
     buffer = io.BytesIO()
     np.save(buffer, array)
@@ -79,6 +86,8 @@ def _npy(array: np.ndarray) -> str:
 class ScriptedServer:
     """The server on a thread. `requests` holds what came in, `version` labels what goes out."""
 
+    failure = "scripted failure"
+    """What it says with another status than 200."""
     records_experts = False
     """Report `experts_of` every token but the last one."""
 
@@ -145,12 +154,13 @@ class ScriptedServer:
         self.headers.append(dict(request.headers))
         if body["sampling_params"].get("prompt_logprobs") is not None:
             return self._prompt_scores(body["token_ids"])
+        expanded, places = self._expand(body) if body.get("content_parts") else (body["token_ids"], None)
         reply = self.script(self.tokenizer.decode(body["token_ids"]), number)
         reply = Reply(reply) if isinstance(reply, str) else reply
         if reply.delay_s:
             await asyncio.sleep(reply.delay_s)
         if reply.status != 200:
-            return web.json_response({"error": {"message": "scripted failure"}}, status=reply.status)
+            return web.json_response({"error": {"message": self.failure}}, status=reply.status)
         ids = split_tokens(self.tokenizer, reply.text)
         finish_reason = reply.finish_reason
         if finish_reason == "stop":
@@ -170,8 +180,25 @@ class ScriptedServer:
             "weight_versions": [{"version": v, "start": s, "end": len(ids) if e is None else e} for v, s, e in spans],
         }
         if self.records_experts:
-            choice["routed_experts"] = _npy(experts_of(number, len(body["token_ids"]) + len(ids) - 1))
-        return web.json_response({"request_id": f"scripted-{number}", "choices": [choice | reply.overrides]})
+            choice["routed_experts"] = _npy(experts_of(number, len(expanded) + len(ids) - 1))
+        answer: dict[str, Any] = {"request_id": f"scripted-{number}", "choices": [choice | reply.overrides]}
+        if places is not None:
+            answer |= {"prompt_token_ids": expanded, "mm_placeholders": {"image": places}}
+        return web.json_response(answer | reply.answer)
+
+    def _expand(self, body: dict[str, Any]) -> tuple[list[int], list[dict[str, int]]]:
+        """The prompt as vLLM expands it: of each image's one token as many as `tokens_of` its bytes."""
+        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        counts = [tokens_of(base64.b64decode(part["url"].partition(",")[2])) for part in body["content_parts"]]
+        ids: list[int] = []
+        places: list[dict[str, int]] = []
+        for token in body["token_ids"]:
+            count = counts.pop(0) if token == pad else 1
+            if token == pad:
+                places.append({"offset": len(ids), "length": count})
+            ids += [token] * count
+        assert not counts and body["return_token_ids"]
+        return ids, places
 
     def _prompt_scores(self, ids: list[int]) -> web.Response:
         """What a prefill says of its own tokens: each depends on the tokens before it through their number alone."""

@@ -3,14 +3,16 @@
 import sys
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig, SoftOverlongConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
-from prime_hpc.envs.samples import EpisodeResult
+from prime_hpc.envs.samples import EpisodeResult, Sample
 from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.batching import batch_builder
 from prime_hpc.orchestrator.batching.batch_builder import (
     EPISODE_BITS,
     ScoredGroup,
@@ -100,6 +102,51 @@ def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() ->
             assert row["env_ids"] == group.prompt.source
             assert row["temperatures"] == np.float32(0.7)
             assert (row["top_ps"], row["top_ks"], row["min_ps"]) == (np.float32(0.9), 20, 0)
+
+
+def with_images(sample: Sample, *images: bytes) -> Sample:
+    """Its second token is a part of the first image, its third of the next."""
+    numbers = np.zeros(sample.num_tokens, np.int32)
+    numbers[1 : 1 + len(images)] = np.arange(1, len(images) + 1)
+    return replace(sample, images=numbers, image_data=images)
+
+
+def test_each_rank_has_a_table_of_its_own_images() -> None:
+    one, two = b"one image", b"another"
+    shown = [(one,), (two, one), (), (two,)]
+    results: list[EpisodeResult | None] = [
+        make_result(samples=[with_images(make_sample([0]), *images) if images else make_sample([0])], reward=float(i))
+        for i, images in enumerate(shown)
+    ]
+    scored = score([make_group(0, results)], AdvantageConfig(type="grpo_no_std"))
+    ranks = build_ranks(train_samples(scored), num_ranks=3, micro_batch_tokens=8, sampling=SAMPLING)
+    found = {}
+    for rank in ranks:
+        rank.check()
+        assert rank.images is not None and rank.image_offsets is not None
+        table = rank.encoded_images()
+        assert len(set(table)) == len(table) == rank.images.max(initial=0)
+        for i, start in enumerate(rank.seq_offsets[:-1].tolist()):
+            numbers = rank.images[start : rank.seq_offsets[i + 1]]
+            episode = int(rank.sample_ids[i]) & ((1 << EPISODE_BITS) - 1)
+            found[episode] = tuple(table[n - 1] for n in numbers.tolist() if n)
+    assert found == dict(enumerate(shown))
+    text = score([make_group(0, [make_result([0], reward=1.0), make_result([0])])], AdvantageConfig())
+    ranks = build_ranks(train_samples(text), num_ranks=1, micro_batch_tokens=64, sampling=SAMPLING)
+    assert ranks[0].images is None and ranks[0].image_bytes is None
+
+
+def test_prompts_that_differ_in_an_image_alone_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(batch_builder, "find_sharing", lambda keys, groups: seen.extend(keys))
+    images = [b"one", b"two", b"one"]
+    results: list[EpisodeResult | None] = [
+        make_result(samples=[with_images(make_sample([0]), image)], reward=float(i)) for i, image in enumerate(images)
+    ]
+    scored = score([make_group(0, results)], AdvantageConfig())
+    build_ranks(train_samples(scored), num_ranks=1, micro_batch_tokens=64, sampling=SAMPLING)
+    one, two, same = (keys.tolist() for keys in seen)
+    assert one == same and one[0] == two[0] and one[1] != two[1] and one[2:] == two[2:]
 
 
 def test_branches_of_one_episode_share_sample_id_and_advantage() -> None:

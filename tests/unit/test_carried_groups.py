@@ -82,6 +82,22 @@ def test_a_group_comes_back_bit_for_bit() -> None:
             assert (other.agent, other.trace, other.reward) == (one.agent, one.trace, one.reward)
 
 
+def test_images_come_back_each_once_and_text_stays_without() -> None:
+    picture, other = b"\x89PNG" * 500, b"\xff\xd8 another"
+    seen = replace(make_sample([2, 3]), images=np.array([0, 1, 2, 0, 0], np.int32), image_data=(picture, other))
+    again = replace(make_sample([4]), images=np.array([0, 1, 0, 0], np.int32), image_data=(other,))
+    results = [make_result(samples=[seen, make_sample([1])]), make_result(samples=[again])]
+    group = CarriedGroup(Prompt(5, 1, 2, 3), results)
+    content = encode_groups([group], {})
+    ((found,), _) = decode_groups(content)
+    samples = [sample for result in found.results for sample in result.samples]
+    assert [s.image_data for s in samples] == [(picture, other), (), (other,)]
+    assert [None if s.images is None else s.images.tolist() for s in samples] == [[0, 1, 2, 0, 0], None, [0, 1, 0, 0]]
+    assert content.count(picture) == 1 and group.num_bytes > len(picture) + len(other)
+    text = CarriedGroup(Prompt(5, 1, 2, 3), [make_result([1])])
+    assert decode_groups(encode_groups([text], {}))[0][0].results[0].samples[0].images is None
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_a_result_comes_back_to_the_last_bit() -> None:
         other = vars(found.samples[0])[name]
         assert np.array_equal(other, value) and getattr(other, "dtype", None) == getattr(value, "dtype", None)
     found.samples[0].token_ids[0] = 1  # as writable as one that was played here
+
+
+def test_images_come_back_byte_for_byte() -> None:
+    (sample,) = a_result().samples
+    seen = replace(sample, images=np.array([1, 0, 0], np.int32), image_data=(bytes(range(256)),))
+    result = replace(a_result(), samples=[seen])
+    (found,) = result_from_plain(sent(pack("ended", result=result_to_plain(result)))["result"]).samples
+    assert found.image_data == seen.image_data and type(found.image_data[0]) is bytes
+    assert found.images is not None and found.images.dtype == np.int32 and found.images.tolist() == [1, 0, 0]
 
 
 def test_messages_come_whole_however_they_are_cut() -> None:

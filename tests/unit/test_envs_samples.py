@@ -53,6 +53,7 @@ def make_trace(*paths: list[Any], **changes: Any) -> Any:
         "reward": 0.75,
         "metrics": {"exact": 0.0, "unscored": None, "odd": math.nan},
         "usage": SimpleNamespace(input_tokens=7, completion_tokens=5),
+        "mm_token_type_id_map": {},
         "num_turns": sum(node.sampled for node in nodes),
     }
     return SimpleNamespace(**(defaults | changes))

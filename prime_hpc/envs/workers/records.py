@@ -51,7 +51,7 @@ def _sample_from_plain(plain: dict[str, Any]) -> Sample:
     if plain[_ROUTED] is not None:
         kind, shape, content = plain[_ROUTED]
         arrays[_ROUTED] = np.frombuffer(bytearray(content), dtype=kind).reshape(shape)
-    sample = Sample(**(plain | arrays))
+    sample = Sample(**(plain | {"image_data": tuple(plain["image_data"])} | arrays))
     if len({len(array) for array in arrays.values()}) != 1:
         raise ValueError("the arrays of a sample differ in length")
     return sample

@@ -20,6 +20,7 @@ from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode, mask_all, mask_older
 from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.store.batch.images import ImageTable, image_keys
 from prime_hpc.store.batch.packing import pack, pack_rows
 from prime_hpc.store.batch.rank_batch import SPECS, FieldSpec, RankBatch, drop_idle
 from prime_hpc.store.batch.shared_prefixes import find_sharing, token_keys
@@ -233,7 +234,7 @@ def build_ranks(
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     sharing = None
     if share_prefixes and not single_rows:
-        keys = [token_keys(s.sample.token_ids, s.sample.routed) for s in samples]
+        keys = [_keys(s.sample) for s in samples]
         sharing = find_sharing(keys, [s.group_id for s in samples])
     deal = pack_rows if single_rows else partial(pack, sharing=sharing)
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
@@ -264,12 +265,32 @@ def _rank_batch(
     }
     for name, spec in SPECS.items():
         like = likes.get(name)
-        if like is not None:
+        if like is not None and name == "images":
+            arrays |= _images(chosen)
+        elif like is not None:
             arrays[name] = _join(spec, like, [(_value(s, name), s.sample.num_tokens) for s in chosen])
         elif spec.per == "sequence":
             values = [_value(s, spec.attribute or spec.column, samplings[s.env_id]) for s in chosen]
             arrays[name] = np.array([spec.absent if value is None else value for value in values], spec.dtype)
     return RankBatch(**arrays)
+
+
+def _keys(sample: Sample) -> NDArray[np.integer[Any]]:
+    """Return what two tokens must have in common to be computed as one: see `token_keys`."""
+    shown = None if sample.images is None else image_keys(sample.images, sample.image_data)
+    return token_keys(sample.token_ids, sample.routed, shown)
+
+
+def _images(chosen: Sequence[TrainSample]) -> dict[str, NDArray[Any]]:
+    """Lay out a rank's images: its sequences' numbers of them, in one table."""
+    table = ImageTable()
+    parts = [
+        np.zeros(s.num_tokens, np.int32) if s.images is None else table.renumber(s.images, s.image_data)
+        for s in (each.sample for each in chosen)
+    ]
+    content, offsets = table.arrays()
+    images = np.concatenate([np.zeros(0, np.int32), *parts])
+    return {"images": images, "image_bytes": content, "image_offsets": offsets}
 
 
 def _join(spec: FieldSpec, like: NDArray[Any], found: Sequence[tuple[NDArray[Any] | None, int]]) -> NDArray[Any]:

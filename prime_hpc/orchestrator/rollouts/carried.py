@@ -29,6 +29,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import ARRAYS, EpisodeResult, EpisodeState, Sample
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.store.batch.images import ImageTable, images_of
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
@@ -38,9 +39,10 @@ MOST_BYTES = 1 << 30
 """Of the file: what a process that was told to stop can write in the seconds that it has."""
 MOST_STATES = 1024
 """The newest batches whose states are known again: an attempt that goes on further back samples the groups again."""
-_TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in ARRAYS.values())
 _ROUTED = "routed"
 """An array of a shape and a type of its own, where engines record experts."""
+_TABLE = ("image_bytes", "image_offsets")
+"""All images, each once."""
 _META = "meta"
 _DAMAGE = (LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 """A byte that is wrong may be of the archive itself."""
@@ -63,14 +65,24 @@ class CarriedGroup:
     def num_bytes(self) -> int:
         """Of the arrays of all its samples, in a file."""
         samples = [sample for result in self.results for sample in result.samples]
-        return sum(_TOKEN_BYTES * s.num_tokens + (0 if s.routed is None else s.routed.nbytes) for s in samples)
+        images = {image for sample in samples for image in sample.image_data}
+        arrays = (getattr(sample, name) for sample in samples for name in (*ARRAYS, _ROUTED))
+        return sum(map(len, images)) + sum(array.nbytes for array in arrays if array is not None)
 
 
 def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> bytes:
     """Make a file's content: numpy's npz, without pickles. `meta` is plain JSON."""
     samples = [sample for group in groups for result in group.results for sample in result.samples]
-    arrays: dict[str, Any] = {name: _joined(samples, name) for name in ARRAYS}
-    rows = [{"prompt": asdict(group.prompt), "results": [_row(result) for result in group.results]} for group in groups]
+    arrays: dict[str, Any] = {
+        name: _joined(samples, name) for name in ARRAYS if any(getattr(s, name) is not None for s in samples)
+    }
+    table = ImageTable()
+    rows = [
+        {"prompt": asdict(group.prompt), "results": [_row(result, table) for result in group.results]}
+        for group in groups
+    ]
+    if table.images():
+        arrays |= dict(zip(_TABLE, table.arrays(), strict=True))
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
     arrays[_META] = np.frombuffer(text.encode(), np.uint8)
@@ -92,7 +104,8 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
             meta = json.loads(found[_META].tobytes())
             if meta.get("format") != FORMAT:
                 raise ValueError(f"format {meta.get('format')}, this version reads {FORMAT}")
-            arrays = {name: found[name] for name in (*ARRAYS, _ROUTED) if name in ARRAYS or name in found}
+            arrays = {name: found[name] for name in (*ARRAYS, _ROUTED) if name in found}
+            images = images_of(*(found[name] for name in _TABLE)) if _TABLE[0] in found else []
         rows, groups, offset = meta.pop("groups"), [], 0
         for row in rows:
             results = []
@@ -101,6 +114,9 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
                 for sample in one.pop("samples"):
                     end = offset + sample.pop("length")
                     parts = {name: values[offset:end].copy() for name, values in arrays.items()}
+                    sample["image_data"] = tuple(images[number - 1] for number in sample["image_data"])
+                    if not sample["image_data"]:
+                        parts.pop("images", None)
                     samples.append(Sample(**sample, **parts))
                     offset = end
                 state = EpisodeState(one.pop("state"))
@@ -243,9 +259,11 @@ def _joined(samples: Sequence[Sample], name: str) -> np.ndarray:
     return np.concatenate(parts).astype(kind, copy=False) if parts else np.zeros(0, kind)
 
 
-def _row(result: EpisodeResult) -> dict[str, Any]:
-    """Plain JSON of a result; its samples without their arrays."""
+def _row(result: EpisodeResult, table: ImageTable) -> dict[str, Any]:
+    """Plain JSON of a result; its samples without their arrays, their images as numbers of the table's."""
     row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
     names = [field.name for field in fields(Sample) if field.name not in (*ARRAYS, _ROUTED)]
     samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
+    for sample in samples:
+        sample["image_data"] = [table.number(image) for image in sample["image_data"]]
     return row | {"state": result.state.value, "samples": samples}

@@ -30,9 +30,13 @@ class ImageTable:
         known = np.array([0, *(self.number(image) for image in images)], np.int32)
         return known[numbers]
 
+    def images(self) -> tuple[bytes, ...]:
+        """Return all images, that of number 1 first."""
+        return tuple(self._numbers)
+
     def arrays(self) -> tuple[Bytes, Offsets]:
         """Return all images behind each other, and where each begins and the last one ends."""
-        images = list(self._numbers)
+        images = self.images()
         offsets = np.concatenate([[0], np.cumsum([len(image) for image in images])]).astype(np.int64)
         return np.frombuffer(b"".join(images), np.uint8), offsets
 
