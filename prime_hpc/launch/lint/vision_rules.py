@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.families import vision_problem
-from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTSourceConfig
+from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.launch.checks import trained_names
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.store.batch.row_images import image_parts
 from prime_hpc.store.datafiles import find_data, first_row
 from prime_hpc.store.model_config import find_config, is_local_path, read_config
 
@@ -66,11 +67,8 @@ def _shows_images(source: SFTSourceConfig) -> bool:
     except ValueError:
         return False  # told by the rules of files
     turns = row.get(source.columns.get("messages", "messages")) or row.get(source.columns.get("prompt", "prompt"))
-    messages = turns if isinstance(turns, list) else []
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    shown = any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts)
-    return shown or bool(row.get(source.columns.get("images", "images")))
+    messages = [message for message in turns if isinstance(message, dict)] if isinstance(turns, list) else []
+    return any(image_parts(messages)) or bool(row.get(source.columns.get("images", "images")))
 
 
 CHECKS = (model, layout, data)
