@@ -54,7 +54,7 @@ class ImageTokens:
 
     @property
     def settings(self) -> str:
-        """What decides how many tokens an image has."""
+        """Settings that decide how many tokens an image has."""
         return f"{self._processor.size} {self._processor.patch_size} {self._merge}"
 
     def read(self, source: Any, folder: Path | None) -> EncodedImage:
