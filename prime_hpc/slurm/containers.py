@@ -96,17 +96,17 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
         if name and (path := local_directory(name)) is not None:
             found[key] = path
     for number, text in enumerate(experiment.synthesize.prompts if experiment.kind == "synthesize" else []):
-        found[f"synthesize.prompts.{number}"] = _fixed(Path(text))
+        found[f"synthesize.prompts.{number}"] = _of_rows(experiment, text)
     stated = [(f"{key}.{n}", env) for key, envs in environment_lists(experiment).items() for n, env in enumerate(envs)]
     for key, env in stated:
         for number, (argument, text) in enumerate(named_files(env.id, env.args)):
-            path = Path(text)
-            found[f"{key}.args.{argument}.{number}"] = path.parent if argument == "reward" else _fixed(path)
+            path = Path(text).parent if argument == "reward" else _of_rows(experiment, text)
+            found[f"{key}.args.{argument}.{number}"] = path
     if experiment.kind == "sft":
         sources = {"data": experiment.sft.data, "eval": experiment.sft.eval}
         for name, source in sources.items():
             for number, text in enumerate(source.paths if source else []):
-                found[f"sft.{name}.path.{number}"] = _fixed(Path(text))
+                found[f"sft.{name}.path.{number}"] = _of_rows(experiment, text)
         data = experiment.sft.data
         for name, path in (("cache_dir", data.cache_dir), ("chat_template", data.template_file)):
             if path is not None:
@@ -114,6 +114,12 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
     if site.node_local and (fixed := fixed_part(site.node_local)):
         found["site.node_local"] = Path(fixed)
     return found
+
+
+def _of_rows(experiment: Experiment, text: str) -> Path:
+    """Return what a path of rows needs: with images, which lie beside it, the folder of a file."""
+    path = _fixed(Path(text))
+    return path.parent if experiment.model.vision is not None and path.is_file() else path
 
 
 def _caches(environ: Mapping[str, str]) -> list[Path]:

@@ -171,8 +171,8 @@ def other_encoding(path: Path, head: bytes) -> str | None:
     return f"{path} is {wide}, not UTF-8: iconv -f {from_it} -t UTF-8 {path.name} > utf8.jsonl"
 
 
-def first_columns(found: DataFiles) -> list[str] | None:
-    """Return the keys of the first row, where that can be told by reading a little: plain JSON lines; else None.
+def first_row(found: DataFiles) -> dict[str, Any] | None:
+    """Return the first row, where that can be had by reading a little: of plain JSON lines; else None.
 
     Raises:
         ValueError: the file is no UTF-8.
@@ -184,5 +184,15 @@ def first_columns(found: DataFiles) -> list[str] | None:
             raise ValueError(wrong)
     with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:
         row = json.loads(next((line for line in itertools.islice(file, 100) if line.strip()), b"null"))
-        return sorted(row) if isinstance(row, dict) else None
+        return row if isinstance(row, dict) else None
     return None
+
+
+def first_columns(found: DataFiles) -> list[str] | None:
+    """Return the keys of the first row, as far as `first_row` can be had.
+
+    Raises:
+        ValueError: the file is no UTF-8.
+    """
+    row = first_row(found)
+    return None if row is None else sorted(row)

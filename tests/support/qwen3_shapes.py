@@ -34,6 +34,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001},
 }
 """By hub name; the `-Base` models have the same."""
+SHAPES["Qwen/Qwen3-VL-4B-Instruct"] = {
+    "model_type": "qwen3_vl",
+    "text_config": {**SHAPES["Qwen/Qwen3-4B"], "model_type": "qwen3_vl_text", "max_position_embeddings": 262_144},
+    "tie_word_embeddings": True,
+    "vision_config": {"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+    | {"num_heads": 16, "out_hidden_size": 2560, "num_position_embeddings": 2304, "patch_size": 16}
+    | {"temporal_patch_size": 2, "spatial_merge_size": 2, "deepstack_visual_indexes": [5, 11, 17]},
+}
 
 
 def fake_hub(cache: Path) -> Path:

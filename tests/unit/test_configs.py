@@ -20,7 +20,7 @@ def test_config_resolves(path: Path) -> None:
     experiment = load_experiment(["@", str(path)], "plan", environ={}).experiment
     named = path.parent.name if path.parent.name == "eval" else path.stem
     assert experiment.kind == next((kind for kind in ("sft", "eval", "synthesize") if named.startswith(kind)), "rl")
-    if path.parent.name not in ON_GPUS:
+    if path.parent.name not in ON_GPUS and not path.stem.endswith("_4b"):
         assert experiment.model.dtype == "float32"  # these run on a machine without a GPU
 
 

@@ -112,6 +112,19 @@ def test_every_stated_path_is_mounted_where_it_is(tmp_path: Path) -> None:
     assert "--container-workdir=" + str(one.run_dir) in box.srun_args()
 
 
+@pytest.mark.parametrize("vision", [None, "frozen"])
+def test_with_images_the_folder_of_rows_is_mounted_too(tmp_path: Path, vision: str | None) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    wanted = rows if vision is None else tmp_path
+    tree: dict[str, Any] = {"model": {"name": "o/m", "vision": vision}}
+    sft = experiment(tmp_path, kind="sft", sft={"data": {"path": str(rows)}}, **tree)
+    assert stated_paths(sft, site(**RUNTIMES["pyxis"]), sft.run_dir)["sft.data.path.0"] == wanted
+    envs = {"env": [{"id": "rows", "args": {"files": str(rows)}}]}
+    rl = experiment(tmp_path, orchestrator=envs, **tree)
+    assert stated_paths(rl, site(**RUNTIMES["pyxis"]), rl.run_dir)["orchestrator.env.0.args.files.0"] == wanted
+
+
 def test_an_environment_definition_is_built_upon_the_sites(tmp_path: Path) -> None:
     one = experiment(tmp_path)
     one.run_dir.mkdir(parents=True)

@@ -216,6 +216,70 @@ def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None
         data_of()
 
 
+PICTURE, AS_URL = b"\x89PNG\r\n\x1a\n", "data:image/png;base64,iVBORw0KGgo="
+ASKED = {"type": "text", "text": "What?"}
+
+
+def shown(data: RowData) -> list[Any]:
+    """Addresses of images and texts of a prompt, in their order."""
+    assert not isinstance(data.prompt, str) and data.prompt is not None
+    [message] = data.prompt
+    assert isinstance(message.content, list)
+    parts = [part.model_dump() for part in message.content]
+    return [part["text"] if part["type"] == "text" else part["image_url"]["url"] for part in parts]
+
+
+def test_prompts_with_images_in_every_form(folder: Path) -> None:
+    part = lambda **more: {"prompt": [{"role": "user", "content": [{"type": "image", **more}, ASKED]}]}  # noqa: E731
+    rows: list[dict[str, Any]] = [
+        part(image="a.png"),
+        part() | {"images": ["a.png"]},
+        part() | {"image": {"bytes": None, "path": "a.png"}},
+        {"prompt": "<image>What?", "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, ASKED]}]},
+    ]
+    (folder / "d").mkdir()
+    found = data_of(files=[jsonl(folder / "d" / "a.jsonl", *({**row, "answer": "1"} for row in rows))])
+    assert [shown(data) for data in found] == [[str(folder / "d" / "a.png"), "What?"]] * len(rows)
+    assert [data.row for data in found] == [{"answer": "1"}] * len(rows), "what is shown is not the row's, too"
+    (web,) = data_of(files=[jsonl(folder / "a.jsonl", part(image="https://x/a.png") | {"answer": "1"})])
+    assert shown(web)[0] == "https://x/a.png"
+    bare: dict[str, Any] = {"prompt": "What?", "image": "a.png", "answer": "1"}
+    (asked,) = data_of(files=[jsonl(folder / "a.jsonl", bare)], question="<image>{}")
+    assert shown(asked) == [str(folder / "a.png"), "What?"]
+    (text,) = data_of(files=[jsonl(folder / "a.jsonl", bare)])
+    assert text.prompt == "What?" and text.row["image"] == "a.png"
+    for row, args in ((bare, {"images": "image"}), ({**rows[3], "images": ["a.png"] * 2, "answer": "1"}, {})):
+        with pytest.raises(EnvError, match=r"a.jsonl, line 1: the column of images holds ., and 1 of them"):
+            data_of(files=[jsonl(folder / "a.jsonl", row)], **args)
+    with pytest.raises(EnvError, match="more places for images than the 0"):
+        data_of(files=[jsonl(folder / "a.jsonl", part() | {"answer": "1"})])
+
+
+def test_images_of_parquet_and_the_hub_are_their_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "<image>What?", "images": [{"bytes": PICTURE, "path": "x.png"}], "answer": "1"}
+    parquet.write_table(pa.Table.from_pylist([row]), folder / "a.parquet")
+    (found,) = data_of(files=["a.parquet"])
+    assert shown(found) == [AS_URL, "What?"] and found.row == {"answer": "1"}
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "answer": datasets.Value("string")}
+        | {"images": datasets.List(datasets.Image())}
+    )
+    saved = datasets.Dataset.from_list([row], features=features)
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: saved)
+    (found,) = data_of(dataset="o/d")
+    assert shown(found) == [AS_URL, "What?"]
+    with pytest.raises(EnvError, match="holds 1, and 1 of them have no place"):
+        data_of(dataset="o/d", prompt="answer", answer="prompt")
+
+
+def test_prompts_without_a_score_may_hold_images(folder: Path) -> None:
+    name = jsonl(folder / "a.jsonl", {"prompt": "<image>What?", "image": "a.png", "id": 3})
+    (task,) = EnvSource(EnvConfig(id="prompts", args={"files": [name]}), "train", 0).env.taskset
+    assert shown(task.data)[0] == str(folder / "a.png") and task.data.handed_on == {"id": 3}
+
+
 def test_a_row_is_an_object_only_while_it_is_played(folder: Path) -> None:
     texts = [f"{n} \ud83c + {2**70}?" for n in range(100)]  # half a character, as JSON can write it, and a long number
     rows = [{"prompt": [{"role": "user", "content": t}], "answer": 2**70, "info": {"n": [t]}} for t in texts]

@@ -19,6 +19,7 @@ from prime_hpc.launch.estimate.memory import (
     vocab_fits,
 )
 from tests.support.lint import LLAMA_8B, QWEN3_06B
+from tests.support.tiny_vision import make_vision_model
 
 
 def test_parameters_are_counted_as_published() -> None:
@@ -79,6 +80,34 @@ def test_memory_scales_as_it_must() -> None:
     assert two.max_tokens is not None
     assert one.max_tokens is not None
     assert two.max_tokens > 2 * one.max_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_what_sees_images_is_counted_as_the_model_has_it(tmp_path: Path, family: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder = make_vision_model(tmp_path, family)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    facts = read_model(str(folder))
+    assert facts is not None and facts.vision is not None
+    assert facts.vision.num_params == sum(p.numel() for name, p in model.named_parameters() if ".visual." in name)
+    text = facts.trained_params("frozen")
+    assert facts.trained_params("trained") == facts.num_params == (text or 0) + facts.vision.num_params
+    read = model_facts(json.loads((folder / "config.json").read_text()))
+    assert read is not None and read.num_params is not None and read.vision == facts.vision
+
+    def need(vision: str | None, **trainer: Any) -> dict[str, float]:
+        tree = {"model": {"vision": vision}, "trainer": {"num_ranks": 8, **trainer}}
+        parts = trainer_gib(Experiment.model_validate(tree), facts)
+        assert parts is not None
+        return parts
+
+    frozen, trained = need("frozen"), need("trained")
+    assert {name: value for name, value in frozen.items() if name != "images"} == need(None)
+    assert trained["images"] > frozen["images"] and trained["state"] == frozen["state"]
+    assert need("trained", micro_batch_tokens=65536)["images"] > 4 * trained["images"]
 
 
 def test_padded_vocabulary() -> None:

@@ -24,6 +24,7 @@ from tests.support.qwen3_shapes import fake_hub
 ROOT = Path(__file__).resolve().parents[2]
 SITE = parse_site(ROOT / "slurm" / "sites" / "example.yaml")
 RECIPES = sorted([*ROOT.glob("configs/reasoning_gym/*.yaml"), *ROOT.glob("configs/instructions/*.yaml")])
+SEEING = sorted(ROOT.glob("configs/vision/*_4b.yaml"))
 NODES = {"two_nodes": 2}
 NEEDED_GIB = {"rl_0.6b": 24.0, "sft_0.6b": 40.0}
 """Of one GPU: smaller cards than 80 GB that the recipe's first lines promise, with what an engine beside it takes."""
@@ -32,6 +33,7 @@ NEEDED_GIB = {"rl_0.6b": 24.0, "sft_0.6b": 40.0}
 TASKS = sorted([*ROOT.glob("configs/games/*.yaml"), *ROOT.glob("configs/math/*.yaml")])
 SIZES = sorted(ROOT.glob("configs/sizes/*.yaml"))
 HERE = sorted([*ROOT.glob("configs/word_sorting/*.yaml"), *ROOT.glob("configs/tic_tac_toe/*.yaml")])
+HERE += [ROOT / "configs" / "vision" / name for name in ("rl.yaml", "sft.yaml")]
 
 
 def faults(experiment: Experiment) -> list[str]:
@@ -44,7 +46,7 @@ def recipe(path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Experime
     return load_experiment(["@", str(path), "--output-dir", "/scratch/runs"], "plan", environ={}).experiment
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*RECIPES, *SEEING], ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_a_recipe_fits_its_nodes(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     experiment = recipe(path, monkeypatch, tmp_path)
     assert experiment.kind == path.stem.split("_")[0] and experiment.model.dtype == "bfloat16"
@@ -55,6 +57,7 @@ def test_a_recipe_fits_its_nodes(path: Path, monkeypatch: pytest.MonkeyPatch, tm
     assert facts is not None
     parts = trainer_gib(experiment, facts)
     assert parts is not None and sum(parts.values()) < NEEDED_GIB.get(path.stem, 0.9 * 80)
+    assert ("images" in parts) is (path in SEEING)
     if experiment.kind == "rl":
         memory = engine_memory(experiment, facts, 80.0)
         assert memory is not None and memory.max_tokens is not None

@@ -10,6 +10,8 @@ from prime_hpc.config.sections.base import Section, from_here
 
 COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text")
 """The parts that a row may hold, by the product's names."""
+IMAGE_PARTS = ("image", "image_url")
+"""Values of `type` of a message's content parts that are images."""
 
 
 class SFTSourceConfig(Section):

@@ -1,10 +1,11 @@
 """prompts: files of prompts as tasks, without a score: a reply is a reply. One turn.
 
 A row of a JSONL or Parquet file holds `prompt` (a string, or a list of messages) or `messages`, and may hold `system`;
-all its other fields are handed on to the row that its reply becomes.
+all its other fields are handed on to the row that its reply becomes. Images: `rows/shown.py`.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.rows.reading import Row, as_messages, read_files
+from prime_hpc.envs.rows.shown import with_images
 
 __all__ = ["Prompts"]
 
@@ -54,17 +56,18 @@ class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
         """
         if not self.config.files:
             raise EnvError("prompts: no file is named: state `--prompts FILE`, or `args.files` of the environment")
-        for place, row in read_files(self.config.files, "prompts"):
+        for place, folder, row in read_files(self.config.files, "prompts"):
             try:
-                data = _data(row)
+                data = _data(row, folder)
             except (ValueError, ValidationError) as error:
                 raise EnvError(f"{place}: no prompt can be read ({' '.join(str(error).split())[:300]})") from error
             yield PromptTask(data, self.config.task)
 
 
-def _data(row: Row) -> PromptData:
+def _data(row: Row, folder: Path | None) -> PromptData:
     prompt = row.get("prompt") or row.get("messages")
     if not prompt:
         raise ValueError(f"it has no `prompt` or `messages`, but {', '.join(row) or 'nothing'}")
-    rest = {name: value for name, value in row.items() if name not in _OWN}
-    return PromptData(prompt=as_messages(prompt), system_prompt=row.get("system"), handed_on=rest)
+    shown, images = with_images(as_messages(prompt), row, folder)
+    rest = {name: value for name, value in row.items() if name not in (*_OWN, images)}
+    return PromptData(prompt=shown, system_prompt=row.get("system"), handed_on=rest)

@@ -13,13 +13,21 @@ from uuid import UUID
 
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.pictures import encode_image
 from prime_hpc.store.datafiles import find_data
 
 Row = dict[str, Any]
 
 
-def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of JSONL or Parquet files, in their order, each with its place (`FILE, line 3`).
+PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
+"""Columns of prompts."""
+IMAGES = ("images", "image")
+"""Columns of images."""
+
+
+def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Path | None, Row]]:
+    """Yield the rows of JSONL or Parquet files, in their order, each with its place (`FILE, line 3`) and the folder of
+    its file.
 
     Args:
         patterns: files, patterns or directories.
@@ -36,7 +44,8 @@ def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Row]]:
         raise EnvError(f"{who}: {found.files[0]} is a folder that `datasets` saved: write it as Parquet (to_parquet)")
     read = _read_parquet if found.kind == "parquet" else _read_jsonl
     for path in found.files:
-        yield from read(path)
+        for place, row in read(path):
+            yield place, path.parent, row
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
@@ -73,17 +82,28 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _as_json(row: Row, place: str) -> Row:
-    """Return a row as JSON has it (traces hold it): dates become texts.
+    """Return a row as JSON has it (traces hold it): dates become texts, and images of prompts `data:` URLs.
 
     Raises:
         EnvError: a column holds bytes, or a picture that `datasets` has read; names it.
     """
     try:
+        row = {name: _addressed(value) if name in (*PROMPTS, *IMAGES) else value for name, value in row.items()}
         found: Row = json.loads(json.dumps(row, default=_text))
     except TypeError:
         name, kind = next((n, type(e).__name__) for n, v in row.items() for e in _flat(v) if not _is_plain(e))
         raise EnvError(f"{place}: column {name!r} holds {kind}, such as a picture: leave it out of the data") from None
     return found
+
+
+def _addressed(value: Any) -> Any:
+    """Return a value with encoded images, alone or as `datasets` has them, as `data:` URLs."""
+    if isinstance(value, dict):
+        inner = value.get("bytes")
+        return _addressed(inner) if isinstance(inner, bytes) else {key: _addressed(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_addressed(own) for own in value]
+    return encode_image(value) if isinstance(value, bytes) else value
 
 
 def _text(value: Any) -> str:
@@ -137,8 +157,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
         ) from error
 
 
-def read_hub(name: str, subset: str | None, split: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a data set of the Hugging Face hub, each with its place (`NAME, row 3`).
+def read_hub(name: str, subset: str | None, split: str) -> Iterator[tuple[str, Path | None, Row]]:
+    """Yield the rows of a data set of the Hugging Face hub, each with its place (`NAME, row 3`), and without a folder.
 
     Raises:
         EnvError: it cannot be loaded; says why.
@@ -153,5 +173,7 @@ def read_hub(name: str, subset: str | None, split: str) -> Iterator[tuple[str, R
             f"{name} (subset {subset}, split {split}) cannot be loaded: {text}. Where nodes have no network, load it "
             f'once elsewhere, `python -c "import datasets; datasets.load_dataset({name!r})"`, or name `files`'
         ) from error
+    if "Image(" in repr(getattr(rows, "features", None)):  # their bytes are wanted, and no pixels
+        rows = (table.to_pylist()[0] for table in rows.with_format("arrow"))
     for number, row in enumerate(rows, 1):
-        yield f"{name}, row {number}", _as_json(dict(row), f"{name}, row {number}")
+        yield f"{name}, row {number}", None, _as_json(dict(row), f"{name}, row {number}")

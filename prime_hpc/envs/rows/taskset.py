@@ -7,6 +7,7 @@ functions: `rows/scoring.py`.
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
@@ -14,13 +15,13 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, as_messages, read_files, read_hub
+from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
+from prime_hpc.envs.rows.shown import with_images
 from prime_hpc.store.datafiles import prompt_of
 
 __all__ = ["Rows"]
 
-PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target", "output")
 
 
@@ -91,6 +92,9 @@ class RowsConfig(vf.TasksetConfig):
     prompt: str | None = None
     """Column of the prompt, a text or messages; default: the first of `prompt`, `messages`, `question`, ... that asks
     something (messages of SFT end with the reply)."""
+    images: str | None = None
+    """Column of the prompt's images, one or a list; default: `images` or `image`, where a prompt has a place for
+    them."""
     answer: str | None = None
     """Column of the answer, `a.b` within another; default: the first of `answer`, `ground_truth`, ... that is there."""
     question: str = "{}"
@@ -143,9 +147,9 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
         if config.question.count("{}") != 1:
             raise EnvError(f"rows: `question` needs one {{}}, which stands for the prompt, not {config.question!r}")
         functions, columns, place = self.functions, set[str](), ""
-        for place, row in _read(config):
+        for place, folder, row in _read(config):
             try:
-                data = _data(config, row)
+                data = _data(config, row, folder)
             except (ValueError, ValidationError) as error:
                 raise EnvError(f"rows: {place}: {' '.join(str(error).split())[:300]}") from error
             _check_answer(functions, data, place)
@@ -157,7 +161,7 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
             each.check(columns)
 
 
-def _read(config: RowsConfig) -> Iterator[tuple[str, Row]]:
+def _read(config: RowsConfig) -> Iterator[tuple[str, Path | None, Row]]:
     if config.dataset is None:
         return read_files(_listed(config.files), "rows")
     return read_hub(config.dataset, config.subset, config.dataset_split)
@@ -176,7 +180,7 @@ def _check_answer(functions: Iterable[RewardFunction], data: RowData, place: str
             )
 
 
-def _data(config: RowsConfig, row: Row) -> RowData:
+def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
     found = [name for name in PROMPTS if row.get(name)]
     column = config.prompt or next(
         (name for name in found if not _is_answered(as_messages(row[name]))), found[0] if found else None
@@ -196,7 +200,8 @@ def _data(config: RowsConfig, row: Row) -> RowData:
         isinstance(message, dict) and message.get("role") == "system" for message in prompt
     ):
         system = None
-    rest = {name: value for name, value in row.items() if name != column}
+    prompt, images = with_images(prompt, row, folder, config.images)
+    rest = {name: value for name, value in row.items() if name not in (column, images)}
     return RowData(prompt=prompt, system_prompt=system, answer=_answer(config, rest), row=rest)
 
 

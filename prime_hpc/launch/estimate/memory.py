@@ -16,6 +16,7 @@ from prime_hpc.config.families import count_experts, experts_per_token, family_o
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.inference.backend import load_backend, section, step_bytes
+from prime_hpc.launch.estimate.vision import VisionFacts, vision_facts
 from prime_hpc.store.model_config import find_config, read_config
 from prime_hpc.store.model_files import stored_tensors
 
@@ -77,6 +78,14 @@ class ModelFacts:
     """True if feed-forward blocks have a gate: three matrices, not two."""
     root_norms: bool = True
     """True if blocks have RMS norms, which compute in float32."""
+    vision: VisionFacts | None = None
+    """What sees images, whose parameters are among `num_params`."""
+
+    def trained_params(self, vision: str | None) -> int | None:
+        """Return how many parameters train with a `model.vision`, of a model without adapters."""
+        if self.num_params is None or self.vision is None or vision == "trained":
+            return self.num_params
+        return self.num_params - self.vision.num_params
 
 
 def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
@@ -119,18 +128,19 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied, vision = bool(config.get("tie_word_embeddings", False)), vision_facts(config)
     if num_params is None and width and not latent and not config.get("shared_expert_intermediate_size"):
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         mlp = (2 if kind in _UNGATED else 3) * hidden * width * max(1, experts) + 3 * hidden * shared + hidden * experts
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
+        num_params += vision.num_params if vision is not None else 0
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
         context if isinstance(context, int) else None, kv_values, tied, experts,
         family_of(config).custom_attention or kind in _SINKS or bool(config.get("attn_logit_softcapping")),
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")), active if experts else 0,
         kind in _NORMED_HEADS or bool(config.get("use_qk_norm")), shared, kind not in _UNGATED,
-        kind not in _UNGATED - _UNGATED_ROOT_NORMED,
+        kind not in _UNGATED - _UNGATED_ROOT_NORMED, vision,
     )  # fmt: skip
 
 
@@ -177,7 +187,7 @@ def checkpoint_gib(experiment: Experiment, facts: ModelFacts) -> float | None:
     """One checkpoint of the trainer: master weights and optimizer state, no gradients."""
     if facts.num_params is None:
         return None
-    trained = adapter_params(experiment, facts) or facts.num_params
+    trained = adapter_params(experiment, facts) or facts.trained_params(experiment.model.vision) or 0
     return trained * (state_bytes_per_param(experiment) - 4) / GIB
 
 
@@ -189,17 +199,18 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
     of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: of
     one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
-    them. `context`: CUDA and NCCL.
+    them. `images`: with `model.vision` all that what sees images takes. `context`: CUDA and NCCL.
     """
     if facts.num_params is None:
         return None
+    vision, num_params = experiment.model.vision, facts.trained_params(None) or 0
     trainer, width, dims = experiment.trainer, _WIDTH[experiment.model.dtype], experiment.trainer.parallel_dims
     tokens = experiment.micro_batch_tokens // dims.cp
     split = dims.ep if facts.num_experts else dims.tp  # of a block's parameters before FSDP gathers them
     embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
-    block = max(0, facts.num_params - embeddings) // max(1, facts.num_layers)
+    block = max(0, num_params - embeddings) // max(1, facts.num_layers)
     # the root (embeddings, head) and two blocks (one prefetched), plus one block's gradients in float32
-    blocks = facts.num_params - embeddings if not trainer.reshard_after_forward else 2 * block
+    blocks = num_params - embeddings if not trainer.reshard_after_forward else 2 * block
     whole = embeddings / dims.tp + blocks / split
     adapter = adapter_params(experiment, facts)
     gathered = whole * width if trainer.num_ranks > 1 else 0
@@ -215,12 +226,12 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         activations += tokens * facts.hidden * width  # the next one's input is on its way back
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
     shares = trainer.num_ranks // dims.dp_replicate
-    state = facts.num_params * bytes_per_param / shares
+    state = num_params * bytes_per_param / shares
     if adapter:
-        state = facts.num_params * width / shares + adapter * (bytes_per_param / trainer.num_ranks + 8)
+        state = num_params * width / shares + adapter * (bytes_per_param / trainer.num_ranks + 8)
     loss_kl = getattr(trainer.loss, "kl", None)
     needs_reference = loss_kl and loss_kl.target == "reference" and not (adapter and loss_kl.model is None)
-    reference = facts.num_params * 4 / shares if needs_reference else 0
+    reference = num_params * 4 / shares if needs_reference else 0
     parts = {
         "state": state + reference,
         "gathered": gathered,
@@ -231,6 +242,9 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     if facts.keeps_scores:
         kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
         parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)
+    if vision is not None and facts.vision is not None:
+        part = tokens, width, trainer.num_ranks, shares
+        parts["images"] = facts.vision.tower_bytes(bytes_per_param if vision == "trained" else None, *part)
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
 
 
@@ -276,7 +290,8 @@ def whole_gradient_bytes(experiment: Experiment, facts: ModelFacts) -> float | N
         return 0.0
     dims = experiment.trainer.parallel_dims
     embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
-    return 4 * (embeddings / dims.tp + (facts.num_params - embeddings) / (dims.ep if facts.num_experts else dims.tp))
+    blocks = (facts.trained_params(experiment.model.vision) or 0) - embeddings
+    return 4 * (embeddings / dims.tp + blocks / (dims.ep if facts.num_experts else dims.tp))
 
 
 def _unscattered(experiment: Experiment, facts: ModelFacts, block: float, embeddings: float) -> float:

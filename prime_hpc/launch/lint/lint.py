@@ -30,6 +30,7 @@ from prime_hpc.launch.lint import (
     sharing_rules,
     slurm_rules,
     time_rules,
+    vision_rules,
 )
 from prime_hpc.launch.lint.lint_finding import CODES, Check, Engines, Finding, Subject
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
@@ -42,6 +43,7 @@ _ORDER = {"error": 0, "warning": 1, "info": 2}
 _ANYWHERE: tuple[Check, ...] = (
     *backend_rules.CHECKS,
     *model_rules.CHECKS,
+    *vision_rules.CHECKS,
     *attention_rules.CHECKS,
     *parallel_rules.CHECKS,
     *run_rules.CHECKS,

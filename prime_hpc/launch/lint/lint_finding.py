@@ -42,6 +42,7 @@ CODES = {
     "PH126": "a weight transport that cannot work",
     "PH127": "routers of a mixture of experts",
     "PH128": "tokens that the model has no embedding of",
+    "PH129": "images",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

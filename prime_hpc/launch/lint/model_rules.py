@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prime_hpc.config.engine_groups import MODELS, sampling_role
-from prime_hpc.config.families import OWN_EXPERTS, Family, family_of, rotary_problem
+from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
 from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
@@ -269,7 +269,7 @@ def _unknown_family(
     key: str, name: str, config: Mapping[str, Any], family: Family, *, trusted: bool
 ) -> Iterator[Finding]:
     """Report a model that transformers may not know: the trainer would say so once it runs."""
-    if family.known or not family.model_type:
+    if family.known or not family.model_type or family.model_type in VISION_ALONE:  # of these: `vision_rules`
         return
     code = config.get("auto_map")
     own = code.get("AutoModelForCausalLM") if isinstance(code, Mapping) else None

@@ -4,15 +4,14 @@ A chat template writes one placeholder for an image. The model is shown as many 
 of it, which follows from the image's measures alone; pixels are made in the trainer, from the same bytes. Each image is
 decoded once here (a JPEG at an eighth of its size), so that a broken one is named with its row before it trains.
 
-A source is encoded bytes, a file's path (relative to the folder of the rows), a `data:` URL, or what `datasets` makes
-of an image: `{"bytes": ..., "path": ...}`.
+Sources: `store.batch.row_images`; paths are meant from the folder of the rows.
 """
 
 import base64
 import binascii
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_hpc.store.batch.row_images import stated
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.messages import SFTDataError
 
@@ -54,14 +54,14 @@ class ImageTokens:
 
     @property
     def settings(self) -> str:
-        """What decides how many tokens an image has."""
+        """Settings that decide how many tokens an image has."""
         return f"{self._processor.size} {self._processor.patch_size} {self._merge}"
 
     def read(self, source: Any, folder: Path | None) -> EncodedImage:
         """Return the image of a source.
 
         Args:
-            source: see the module.
+            source: see `store.batch.row_images`.
             folder: of the file of the rows; None: there is none.
 
         Raises:
@@ -106,8 +106,7 @@ class ImageTokens:
 
 def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
     """Return an image's bytes, and its name for people."""
-    if isinstance(source, Mapping):
-        source = next((source[key] for key in ("bytes", "path", "url") if source.get(key) is not None), None)
+    source = stated(source)
     if isinstance(source, bytes | bytearray):
         return bytes(source), f"an image of {len(source)} bytes"
     if not isinstance(source, str):

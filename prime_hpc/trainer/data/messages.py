@@ -18,20 +18,18 @@ column `images`.
 """
 
 import json
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
+from prime_hpc.store.batch.row_images import as_sources, image_parts, place_images
 from prime_hpc.store.datafiles import has_columns, is_text, missing_columns, prompt_of
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
-_IMAGES = ("image", "image_url")
-_IMAGE_HERE = "<image>"
 
 
 class SFTDataError(ValueError):
@@ -52,8 +50,8 @@ class Conversation:
     def up_to(self, stop: int, trained: tuple[bool, ...]) -> "Conversation":
         """Return its beginning of so many messages."""
         messages = self.messages[:stop]
-        count = sum(part["type"] == "image" for message in messages for part in _parts(message))
-        return replace(self, messages=messages, trained=trained, images=self.images[:count])
+        images = self.images[: len(list(image_parts(messages)))]
+        return replace(self, messages=messages, trained=trained, images=images)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def parse_row(
         return PlainText("", text)
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "completion", "system")}
     value["prompt"] = prompt_of(row, source.columns.get("prompt", "prompt"))
-    pictures = _column_of_images(row, source) if sees_images else []
+    pictures = as_sources(row.get(source.columns.get("images", "images"))) if sees_images else []
     system = value["system"] if isinstance(value["system"], str) else ""
     tools = _tools(row.get(source.columns.get("tools", "tools")))
     own_names = config.loss_roles
@@ -109,10 +107,13 @@ def parse_row(
         raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
     trained = _trained(messages, first, config)
     plain = [{k: v for k, v in message.items() if k not in _FLAGS} for message in messages]
-    if not sees_images and any(True for message in plain for _ in _parts(message)):
+    if not sees_images and any(image_parts(plain)):
         raise SFTDataError("content parts of type image: only text can be trained on without model.vision")
-    plain, images = _with_images(plain, pictures)
-    return Conversation(plain, tools, trained, images)
+    try:
+        placed, images = place_images(plain, pictures)
+    except ValueError as error:
+        raise SFTDataError(str(error)) from error
+    return Conversation(placed, tools, trained, images)
 
 
 def _messages(value: Any, role: str, own_names: Sequence[str]) -> list[Message]:
@@ -164,59 +165,12 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     if not isinstance(content, list):
         raise SFTDataError(f"expected content as text or a list of text parts, got {content!r:.120}")
     kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
-    if other := sorted({str(kind) for kind in kinds if kind not in ("text", *_IMAGES)}):
+    if other := sorted({str(kind) for kind in kinds if kind not in ("text", *IMAGE_PARTS)}):
         raise SFTDataError(f"content parts of type {', '.join(other)}: only text and images can be trained on")
     texts = [{"type": "text", "text": part.get("text") or ""} for part in content]
-    if not any(kind in _IMAGES for kind in kinds):
+    if not any(kind in IMAGE_PARTS for kind in kinds):
         return "".join(part["text"] for part in texts)
-    return [
-        {"type": "image", "image": _source_of(part)} if kind in _IMAGES else text
-        for part, kind, text in zip(content, kinds, texts, strict=True)
-    ]
-
-
-def _source_of(part: dict[str, Any]) -> Any:
-    """Where a content part's image is, as far as the part says so."""
-    return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
-
-
-def _parts(message: Message) -> Iterator[dict[str, Any]]:
-    """Iterate over the parts of a message's content, where it is not text alone."""
-    return iter(() if isinstance(message["content"], str) else message["content"])
-
-
-def _column_of_images(row: dict[str, Any], source: SFTSourceConfig) -> list[Any]:
-    value = row.get(source.columns.get("images", "images"))
-    return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _with_images(messages: list[Message], column: list[Any]) -> tuple[list[Message], tuple[Any, ...]]:
-    """Return messages whose parts only say where an image is, and the images' sources in order.
-
-    Args:
-        messages: their parts may hold a source each.
-        column: sources for those that hold none, and for `<image>` in text.
-    """
-    left, sources, placed = deque(column), [], []
-    for message in messages:
-        content = message["content"]
-        if column and isinstance(content, str) and _IMAGE_HERE in content:
-            first, *others = ({"type": "text", "text": text} for text in content.split(_IMAGE_HERE))
-            content = [first, *(part for other in others for part in ({"type": "image", "image": None}, other))]
-            content = [part for part in content if part.get("text") != ""]
-        if not isinstance(content, str):
-            own = [part["image"] for part in content if part["type"] == "image"]
-            if own.count(None) > len(left):
-                raise SFTDataError(f"more places for images than the {len(column)} that the column `images` holds")
-            sources += [left.popleft() if image is None else image for image in own]
-            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
-        placed.append({**message, "content": content})
-    if left:
-        raise SFTDataError(
-            f"`images` holds {len(column)}, and {len(left)} of them have no place in the messages: mark it by "
-            f'a content part {{"type": "image"}}, or by {_IMAGE_HERE} in the text'
-        )
-    return placed, tuple(sources)
+    return [part if kind in IMAGE_PARTS else text for part, kind, text in zip(content, kinds, texts, strict=True)]
 
 
 def _call(call: Any) -> Any:

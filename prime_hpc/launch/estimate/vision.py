@@ -1,0 +1,56 @@
+"""Memory of what makes embeddings of images (a vision transformer and its mergers), from a model's config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+IMAGE_SHARE = 0.5
+"""Of a micro-batch's tokens, those that are taken to be images'."""
+
+
+@dataclass(frozen=True)
+class VisionFacts:
+    """Shape of a vision transformer of Qwen3-VL's or Qwen3.5's kind."""
+
+    num_params: int
+    depth: int
+    kept: int
+    """Values that the backward pass of one block takes, of the patches of one token."""
+
+    def tower_bytes(self, state: float | None, tokens: float, width: int, ranks: int, shares: float) -> float:
+        """Return the bytes that it takes of a trainer's GPU.
+
+        Every rank gathers it whole, as it does the token tables; its blocks are not computed again
+        (`model.ac` is of the language model's). Frozen, it keeps one block's values, and no gradients.
+
+        Args:
+            state: bytes of a parameter, its gradient and its optimizer state; None: it is frozen.
+            tokens: of a micro-batch.
+            width: bytes of a value in the compute type.
+            ranks: of the trainer.
+            shares: ranks that share one copy.
+        """
+        whole = self.num_params * width * ((ranks > 1) + (state is not None))
+        kept = self.kept * (self.depth if state is not None else 1) * width
+        return self.num_params * (state or 4) / shares + whole + tokens * IMAGE_SHARE * kept
+
+
+def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
+    """Return the shape of the model's part that sees images; None where it has none, or one of another kind."""
+    stated = config.get("vision_config")
+    try:
+        if not isinstance(stated, Mapping):
+            return None
+        names = ("hidden_size", "intermediate_size", "depth", "out_hidden_size", "num_position_embeddings")
+        hidden, inner, depth, out, places = (int(stated[name]) for name in names)
+        patch, frames = int(stated["patch_size"]), int(stated.get("temporal_patch_size", 2))
+        merge = int(stated["spatial_merge_size"]) ** 2
+        merged = hidden * merge
+        layers = stated.get("deepstack_visual_indexes")
+        behind = len(layers) if isinstance(layers, list) else 0
+    except (KeyError, TypeError, ValueError):
+        return None
+    block = 4 * hidden * hidden + 2 * hidden * inner + 9 * hidden + inner
+    mergers = (1 + behind) * (merged * merged + merged * out + merged + out) + 2 * hidden + behind * 2 * merged
+    embedding = 3 * frames * patch * patch * hidden + hidden + places * hidden
+    return VisionFacts(depth * block + mergers + embedding, depth, merge * (10 * hidden + 2 * inner))

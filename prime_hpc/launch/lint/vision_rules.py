@@ -1,0 +1,74 @@
+"""Lint of images: does the model see them, and does what the run asks for take them."""
+
+from collections.abc import Iterator
+
+from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.families import vision_problem
+from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.launch.checks import trained_names
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.store.batch.row_images import image_parts
+from prime_hpc.store.datafiles import find_data, first_row
+from prime_hpc.store.model_config import find_config, is_local_path, read_config
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+def model(subject: Subject) -> Iterator[Finding]:
+    """Models that see images without the key, the key with models that see none, and no image processor."""
+    vision = subject.experiment.model.vision
+    for key, name in trained_names(subject.experiment).items():
+        config, path = read_config(name), find_config(name)
+        if config is None or path is None:
+            continue
+        if problem := vision_problem(config, vision):
+            yield Finding("PH129", "error", key, f"{name}: {problem}", "")
+        elif vision is not None and is_local_path(name) and not any((path.parent / p).is_file() for p in _PROCESSORS):
+            message = f"{name} holds no image processor ({_PROCESSORS[0]})"
+            yield Finding("PH129", "error", key, message, "copy it from the model that this one was made of")
+
+
+def layout(subject: Subject) -> Iterator[Finding]:
+    """Report what takes text alone."""
+    experiment = subject.experiment
+    if experiment.model.vision is None:
+        return
+    parallel = experiment.trainer.parallel
+    for key, width in (("cp", parallel.cp), ("tp", parallel.tp)):
+        if width > 1:
+            message = "images are not split over ranks (model.vision)"
+            remedy = "set it to 1: FSDP shards the model, and what sees images, all the same"
+            yield Finding("PH129", "error", f"trainer.parallel.{key}", message, remedy)
+    if is_parent(experiment):
+        message = "runs of a trainer of many hold text alone (model.vision)"
+        yield Finding("PH129", "error", "trainer.max_concurrent_runs", message, "one run a trainer")
+    if subject.is_rl and experiment.orchestrator.advantage.distils:
+        message = "the teacher is asked with tokens alone, without the images among them (model.vision)"
+        yield Finding("PH129", "error", "orchestrator.advantage.type", message, "an algorithm without a teacher")
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    """Supervised rows with images for a run of text, as far as the first of them tells."""
+    experiment = subject.experiment
+    if experiment.kind != "sft" or experiment.model.vision is not None:
+        return
+    for key, source in (("sft.data.path", experiment.sft.data), ("sft.eval.path", experiment.sft.eval_source)):
+        if source is not None and source.paths and _shows_images(source):
+            message = (
+                "rows hold images, and the run trains on text alone: a part that is an image is refused, a column of "
+                "images is not read"
+            )
+            yield Finding("PH129", "warning", key, message, "model.vision: frozen, with a model that sees images")
+
+
+def _shows_images(source: SFTSourceConfig) -> bool:
+    try:
+        row = first_row(find_data(source)) or {}
+    except ValueError:
+        return False  # told by the rules of files
+    turns = row.get(source.columns.get("messages", "messages")) or row.get(source.columns.get("prompt", "prompt"))
+    messages = [message for message in turns if isinstance(message, dict)] if isinstance(turns, list) else []
+    return any(image_parts(messages)) or bool(row.get(source.columns.get("images", "images")))
+
+
+CHECKS = (model, layout, data)

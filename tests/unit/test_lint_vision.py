@@ -1,0 +1,82 @@
+"""What lint says of images: models that see none, what takes text alone, rows that hold images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.lint.lint import Finding, lint
+
+VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 4),
+        "vocab_size": 512,
+    },
+    "vision_config": {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 32, "intermediate_size": 64},
+}
+TEXT = {**VL["text_config"], "model_type": "qwen3"}
+
+
+def findings(folder: Path, config: dict[str, Any], *, processor: bool = True, **tree: Any) -> list[Finding]:
+    """What lint says of images, of a run with this model."""
+    (folder / "config.json").write_text(json.dumps(config))
+    if processor:
+        (folder / "preprocessor_config.json").write_text("{}")
+    tree["model"] = {"name": str(folder), **tree.get("model", {})}
+    return [f for f in lint(Experiment.model_validate({"name": "x", **tree}), GENERIC) if f.code == "PH129"]
+
+
+def test_a_model_and_the_key_fit_each_other(tmp_path: Path) -> None:
+    for vision in ("frozen", "trained"):
+        assert findings(tmp_path, VL, model={"vision": vision}) == []
+        (said,) = findings(tmp_path, TEXT, model={"vision": vision})
+        assert said.severity == "error" and said.key == "model.name" and f"model.vision = {vision}" in said.message
+    (said,) = findings(tmp_path, VL)
+    assert "set model.vision to frozen" in said.message
+    assert findings(tmp_path, TEXT) == [] == findings(tmp_path, VL | {"model_type": "qwen3_5"})
+    assert findings(tmp_path, VL, model={"vision": "frozen", "lora": {}}) == []
+
+
+def test_a_model_without_an_image_processor(tmp_path: Path) -> None:
+    (said,) = findings(tmp_path, VL, processor=False, model={"vision": "frozen"})
+    assert "preprocessor_config.json" in said.message
+
+
+@pytest.mark.parametrize(
+    ("key", "tree"),
+    [
+        ("trainer.parallel.cp", {"trainer": {"num_ranks": 2, "parallel": {"cp": 2}}}),
+        ("trainer.parallel.tp", {"trainer": {"num_ranks": 2, "parallel": {"tp": 2}}}),
+        ("trainer.max_concurrent_runs", {"trainer": {"max_concurrent_runs": 2}, "model": {"lora": {}}}),
+        ("orchestrator.advantage.type", {"orchestrator": {"advantage": {"type": "opsd", "demonstration": "answer"}}}),
+    ],
+)
+def test_what_takes_text_alone_is_named(tmp_path: Path, key: str, tree: dict[str, Any]) -> None:
+    assert findings(tmp_path, VL | {"model_type": "qwen3_5"}, **tree) == []
+    (said,) = findings(tmp_path, VL, **tree | {"model": {**tree.get("model", {}), "vision": "frozen"}})
+    assert (said.key, said.severity) == (key, "error") and "model.vision" in said.message
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}], "completion": "a"},
+        {"prompt": "<image>", "completion": "a", "images": ["a.png"]},
+    ],
+)
+def test_rows_with_images_for_a_run_of_text(tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    tree: dict[str, Any] = {"kind": "sft", "sft": {"data": {"path": str(rows)}}}
+    rows.write_text(json.dumps(row))
+    (said,) = findings(tmp_path, TEXT, **tree)
+    assert (said.key, said.severity) == ("sft.data.path", "warning") and "model.vision" in said.remedy
+    assert findings(tmp_path, VL, model={"vision": "frozen"}, **tree) == []
+    rows.write_text(json.dumps({"prompt": "a", "completion": "b", "images": []}))
+    assert findings(tmp_path, TEXT, **tree) == []
