@@ -3,6 +3,7 @@
 import base64
 import functools
 import http.server
+import importlib.util
 import io
 import json
 import threading
@@ -15,13 +16,16 @@ import pytest
 from PIL import Image
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pictures import encode_image
 from prime_hpc.envs.samples import EpisodeResult, Sample
 from prime_hpc.store.batch.images import image_runs
+from tests.support.album import PICTURES, picture
 from tests.support.env_world import World
+from tests.support.inference_server import ServerProcess
 from tests.support.scripted_server import Reply, experts_of, tokens_of
-from tests.support.tiny_tokenizer import make_seeing_tokenizer
+from tests.support.tiny_vision import make_vision_model, make_vision_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +38,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Environments whose policy sees."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of tool servers and workers
     folder = tmp_path / "tokenizer"
-    made = World(make_seeing_tokenizer(folder), folder)
+    made = World(make_vision_tokenizer(folder), folder)
     with made.server:
         yield made
 
@@ -92,6 +96,17 @@ def test_images_of_the_prompt_and_of_tools_stay_through_the_turns(world: World) 
     assert sent_images(world.server.requests[-1]) == [shown, b"no picture", b"no picture"]
     assert sample.image_data == (shown, b"no picture") and sample.num_turns == 3
     assert result.completion_text.count("[image png, 0.0 kB]") == 2
+
+
+def test_images_of_later_user_turns_extend_the_tokens_so_far(world: World) -> None:
+    world.script = lambda prompt, number: "seen"
+    (result,) = world.play(EnvConfig(id="tests.support.album"), vision=True)
+    assert result.usable, result.reason
+    (sample,) = result.samples
+    check_images(sample, world)
+    assert sent_images(world.server.requests[-1]) == [picture(i) for i in range(len(PICTURES))]
+    assert sample.image_data == (picture(0), picture(1)) and sample.num_turns == len(PICTURES)
+    assert "[user] Page 2 [image 32x48 png, 0.1 kB] ?" in result.completion_text
 
 
 def test_a_tools_image_is_named_to_a_policy_that_sees_none(world: World) -> None:
@@ -228,3 +243,39 @@ def test_a_server_that_does_not_say_where_it_saw_images_is_none_of_ours(
     world.script = lambda prompt, number: Reply("a cat", answer=answer)
     (result,) = world.play(asking(tmp_path, encode_image(a_png()), "what?"), vision=True)
     assert result.error_type == "ProviderError" and "does not say where" in result.reason
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="no torchvision, which vLLM needs")
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.exhaustive)])
+def test_with_a_real_engine(family: str, tmp_path: Path) -> None:
+    """A conversation of three pictures, and a prompt that is too long in the engine's tokens alone."""
+    model = make_vision_model(tmp_path / "model", family)
+    tree = {"model": {"name": str(model), "dtype": "float32", "vision": "frozen"}}
+    server = ServerProcess(tmp_path / "run", model, seq_len=256, tree=tree)
+    world = World(None, model)
+    try:
+        world.server.port = server.wait_ready().port
+        options: dict[str, Any] = {"vision": True, "max_model_len": 256}
+        results = world.play(EnvConfig(id="tests.support.album"), 4, sampling=SamplingConfig(max_tokens=8), **options)
+        whole = [result for result in results if result.usable]  # else one has sampled a token of an image
+        assert whole, [result.reason for result in results]
+        for result in whole:
+            (sample,) = result.samples
+            assert sample.images is not None and sample.num_turns == 3 and 3 <= sample.num_loss_tokens <= 24
+            runs = image_runs(sample.images)
+            lengths = [width * height // 256 for _, (width, height) in PICTURES]
+            assert [(int(b - a), int(n)) for a, b, n in runs] == list(zip(lengths, (1, 2, 1), strict=True))
+            assert sample.image_data == (picture(0), picture(1))
+        full = tmp_path / "full.png"
+        full.write_bytes(a_png(size=(256, 256)))
+        (result,) = world.play(asking(tmp_path, str(full), "what?"), **options)
+        assert result.error_type == "ContextFullError", result.reason
+        full.write_bytes(a_png(size=(256, 192)))
+        (result,) = world.play(asking(tmp_path, str(full), "what?"), sampling=SamplingConfig(max_tokens=250), **options)
+        assert result.usable and result.samples[0].num_tokens <= 256, result.reason
+        full.write_bytes(a_png()[:60])
+        (result,) = world.play(asking(tmp_path, str(full), "what?"), **options)
+        assert result.error_type == "RequestRefusedError", result.reason
+    finally:
+        server.close()
