@@ -19,11 +19,13 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pictures import encode_image
-from prime_hpc.envs.samples import EpisodeResult, Sample
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.target import ChatOptions
 from prime_hpc.store.batch.images import image_runs
 from tests.support.album import PICTURES, picture
 from tests.support.env_world import World
 from tests.support.inference_server import ServerProcess
+from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, experts_of, tokens_of
 from tests.support.tiny_vision import make_vision_model, make_vision_tokenizer
 
@@ -162,7 +164,7 @@ def asking(folder: Path, *parts: str, system: str | None = None) -> EnvConfig:
     """An environment of one row: `parts` are texts or URLs of images."""
     content = [
         {"type": "image_url", "image_url": {"url": part}}
-        if part.startswith(("data:", "/"))
+        if part.startswith(("data:", "/", "http"))
         else {"type": "text", "text": part}
         for part in parts
     ]
@@ -234,6 +236,29 @@ def test_images_and_their_places_must_agree(world: World, tmp_path: Path) -> Non
     (result,) = world.play(asking(tmp_path, encode_image(a_png()), "what?"), vision=True)
     assert result.usable
     check_images(result.samples[0], world)
+
+
+def test_an_api_gets_images_as_they_are_and_supervised_rows_keep_them(world: World, tmp_path: Path) -> None:
+    """What is a file, which no API can read, goes as bytes."""
+    (tmp_path / "a.png").write_bytes(a_png())
+    bodies: list[list[dict[str, Any]]] = []
+
+    def reply(messages: list[dict[str, Any]]) -> str:
+        bodies.append(messages)
+        return "seen"
+
+    inline, address = encode_image(a_png()), "https://example.org/a.png"
+    with ScriptedApi(reply) as api:
+        options: dict[str, Any] = {"urls": [api.url], "chat": ChatOptions(60, 0), "keep_samples": False}
+        for shown in (inline, address, str(tmp_path / "a.png")):
+            env = asking(tmp_path, shown, "what?")
+            (result,) = world.play(env, keep_messages=True, **options)
+            assert result.state is EpisodeState.COMPLETED, result.reason
+            sent = address if shown == address else inline
+            parts = [{"type": "image_url", "image_url": {"url": sent}}, {"type": "text", "text": "what?"}]
+            assert [message["content"] for message in bodies[-1]] == [parts]
+            assert result.conversations[0]["messages"][0] == {"role": "user", "content": parts}
+            assert len(result.prompt_text) < 100 and result.prompt_text.startswith("[user] [image ")
 
 
 @pytest.mark.parametrize("answer", [{"mm_placeholders": None}, {"mm_placeholders": {"image": []}}])

@@ -43,6 +43,8 @@ def make_vision_tokenizer(folder: Path) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    stated = folder / "tokenizer_config.json"  # Qwen3.5's class would take <|endoftext|> for what is unknown
+    stated.write_text(json.dumps(json.loads(stated.read_text()) | {"unk_token": None}))
     return tokenizer
 
 
