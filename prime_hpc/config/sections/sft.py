@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
 
-COLUMNS = ("messages", "prompt", "completion", "system", "tools", "text")
+COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text")
 """The parts that a row may hold, by the product's names."""
 
 
@@ -28,8 +28,8 @@ class SFTSourceConfig(Section):
     split: str = "train"
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
-    """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `text`: `{prompt:
-    question}`. A prompt in `instruction` goes on in `input` (Alpaca)."""
+    """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`:
+    `{prompt: question}`. A prompt in `instruction` goes on in `input` (Alpaca)."""
 
     @field_validator("path", mode="before")
     @classmethod

@@ -41,6 +41,11 @@ class ImageTable:
         return np.frombuffer(b"".join(images), np.uint8), offsets
 
 
+def images_of(content: Bytes, offsets: Offsets) -> list[bytes]:
+    """Return the images of a table's arrays."""
+    return [content[a:b].tobytes() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+
+
 def image_key(image: bytes) -> int:
     """Return a number that is the same for the same bytes, and another for others up to a chance of 2**-63."""
     return int.from_bytes(hashlib.sha256(image).digest()[:8], "little") >> 1

@@ -306,6 +306,7 @@ def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path, voca
         enable_thinking=experiment.model.enable_thinking,
         seq_len=seq_len_of(experiment),
         vocab_size=vocab_size,
+        sees_images=experiment.model.vision is not None,
     )
 
 

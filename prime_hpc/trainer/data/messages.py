@@ -11,11 +11,16 @@ Accepted besides the plain form, because data sets are written so:
 - `train: false`, `loss: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
 - `reasoning` (servers' newer name) in the place of `reasoning_content`;
 - message keys that are null.
+
+With `model.vision` content parts may be images: `{"type": "image_url", "image_url": {"url": ...}}`, or `{"type":
+"image", "image": ...}`. A part without a source, or `<image>` in the text of a message, takes the next of the row's
+column `images`.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
@@ -25,6 +30,8 @@ Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
+_IMAGES = ("image", "image_url")
+_IMAGE_HERE = "<image>"
 
 
 class SFTDataError(ValueError):
@@ -39,6 +46,14 @@ class Conversation:
     tools: list[Any] | None
     trained: tuple[bool, ...]
     """Of each message."""
+    images: tuple[Any, ...] = ()
+    """Where to read the image of each content part `{"type": "image"}`, in their order."""
+
+    def up_to(self, stop: int, trained: tuple[bool, ...]) -> "Conversation":
+        """Return its beginning of so many messages."""
+        messages = self.messages[:stop]
+        count = sum(part["type"] == "image" for message in messages for part in _parts(message))
+        return replace(self, messages=messages, trained=trained, images=self.images[:count])
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,9 @@ class PlainText:
     completion: str
 
 
-def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_template: bool) -> Conversation | PlainText:
+def parse_row(
+    row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_template: bool, *, sees_images: bool = False
+) -> Conversation | PlainText:
     """Return a row as what is tokenised.
 
     Args:
@@ -57,6 +74,7 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         source: its column names.
         config: which messages are trained.
         has_template: whether conversations can be rendered.
+        sees_images: whether rows may hold images (`model.vision`).
 
     Raises:
         SFTDataError: columns are missing (names those it has), or a value is not what its column holds.
@@ -72,6 +90,7 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         return PlainText("", text)
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "completion", "system")}
     value["prompt"] = prompt_of(row, source.columns.get("prompt", "prompt"))
+    pictures = _column_of_images(row, source) if sees_images else []
     system = value["system"] if isinstance(value["system"], str) else ""
     tools = _tools(row.get(source.columns.get("tools", "tools")))
     own_names = config.loss_roles
@@ -80,7 +99,7 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         first = 0
     else:
         prompt, completion = value["prompt"], value["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str) and not has_template:
+        if isinstance(prompt, str) and isinstance(completion, str) and not has_template and not pictures:
             return PlainText(f"{system}\n\n{prompt}" if system.strip() else prompt, completion)
         context, answer = _messages(prompt, "user", own_names), _messages(completion, "assistant", own_names)
         messages, first = [*context, *answer], len(context)
@@ -90,7 +109,10 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
         raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
     trained = _trained(messages, first, config)
     plain = [{k: v for k, v in message.items() if k not in _FLAGS} for message in messages]
-    return Conversation(plain, tools, trained)
+    if not sees_images and any(True for message in plain for _ in _parts(message)):
+        raise SFTDataError("content parts of type image: only text can be trained on without model.vision")
+    plain, images = _with_images(plain, pictures)
+    return Conversation(plain, tools, trained, images)
 
 
 def _messages(value: Any, role: str, own_names: Sequence[str]) -> list[Message]:
@@ -119,7 +141,7 @@ def _message(raw: Message, own_names: Sequence[str]) -> Message:
     message["role"] = _role(role, own_names)
     if "reasoning" in message:  # kept beside: a template may know either name
         message.setdefault("reasoning_content", message["reasoning"])
-    message["content"] = _text(message.get("content", ""))
+    message["content"] = _content(message.get("content", ""))
     if "tool_calls" in message:
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
         if not message["tool_calls"]:
@@ -135,17 +157,66 @@ def _role(role: str, own_names: Sequence[str]) -> str:
     return "assistant" if lower == "model" else lower if lower in COMMON_ROLES else _ROLES.get(lower, role)
 
 
-def _text(content: Any) -> str:
-    """Content as text: a string, or a list of text parts."""
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Content as text, or where a part of it is an image, as a list of parts."""
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
-        other = sorted({str(kind) for kind in kinds if kind != "text"})
-        if not other:
-            return "".join(part.get("text") or "" for part in content)
-        raise SFTDataError(f"content parts of type {', '.join(other)}: only text can be trained on")
-    raise SFTDataError(f"expected content as text or a list of text parts, got {content!r:.120}")
+    if not isinstance(content, list):
+        raise SFTDataError(f"expected content as text or a list of text parts, got {content!r:.120}")
+    kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
+    if other := sorted({str(kind) for kind in kinds if kind not in ("text", *_IMAGES)}):
+        raise SFTDataError(f"content parts of type {', '.join(other)}: only text and images can be trained on")
+    texts = [{"type": "text", "text": part.get("text") or ""} for part in content]
+    if not any(kind in _IMAGES for kind in kinds):
+        return "".join(part["text"] for part in texts)
+    return [
+        {"type": "image", "image": _source_of(part)} if kind in _IMAGES else text
+        for part, kind, text in zip(content, kinds, texts, strict=True)
+    ]
+
+
+def _source_of(part: dict[str, Any]) -> Any:
+    """Where a content part's image is, as far as the part says so."""
+    return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+
+
+def _parts(message: Message) -> Iterator[dict[str, Any]]:
+    """Iterate over the parts of a message's content, where it is not text alone."""
+    return iter(() if isinstance(message["content"], str) else message["content"])
+
+
+def _column_of_images(row: dict[str, Any], source: SFTSourceConfig) -> list[Any]:
+    value = row.get(source.columns.get("images", "images"))
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _with_images(messages: list[Message], column: list[Any]) -> tuple[list[Message], tuple[Any, ...]]:
+    """Return messages whose parts only say where an image is, and the images' sources in order.
+
+    Args:
+        messages: their parts may hold a source each.
+        column: sources for those that hold none, and for `<image>` in text.
+    """
+    left, sources, placed = deque(column), [], []
+    for message in messages:
+        content = message["content"]
+        if column and isinstance(content, str) and _IMAGE_HERE in content:
+            first, *others = ({"type": "text", "text": text} for text in content.split(_IMAGE_HERE))
+            content = [first, *(part for other in others for part in ({"type": "image", "image": None}, other))]
+            content = [part for part in content if part.get("text") != ""]
+        if not isinstance(content, str):
+            own = [part["image"] for part in content if part["type"] == "image"]
+            if own.count(None) > len(left):
+                raise SFTDataError(f"more places for images than the {len(column)} that the column `images` holds")
+            sources += [left.popleft() if image is None else image for image in own]
+            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+        placed.append({**message, "content": content})
+    if left:
+        raise SFTDataError(
+            f"`images` holds {len(column)}, and {len(left)} of them have no place in the messages: mark it by "
+            f'a content part {{"type": "image"}}, or by {_IMAGE_HERE} in the text'
+        )
+    return placed, tuple(sources)
 
 
 def _call(call: Any) -> Any:

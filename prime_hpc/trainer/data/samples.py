@@ -1,13 +1,15 @@
 """One row to its token-exact samples: parse, render, tokenise, cut to length."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.trainer.data.images import EncodedImage
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
 from prime_hpc.trainer.data.template import ChatTokenizer
 
@@ -20,6 +22,47 @@ class SFTSample:
     """[L]"""
     loss_mask: NDArray[np.bool_]
     """[L]"""
+    images: NDArray[np.int32] | None = None
+    """[L] number of the image that the token is a part of, from 1; 0: text. None: it has no image."""
+    image_data: tuple[bytes, ...] = ()
+    """The encoded images, in the order of their numbers."""
+
+    def first(self, length: int) -> "SFTSample":
+        """Return its first tokens: so many at most, and no part of an image without the rest of it."""
+        numbers = self.images
+        if numbers is None:
+            return SFTSample(self.token_ids[:length], self.loss_mask[:length])
+        if 0 < length < len(numbers) and numbers[length] and numbers[length - 1] == numbers[length]:
+            length = int(np.flatnonzero(numbers == numbers[length])[0])
+        numbers = numbers[:length]
+        images = self.image_data[: numbers.max(initial=0)]
+        return SFTSample(self.token_ids[:length], self.loss_mask[:length], numbers if images else None, images)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of `packed`."""
+        images = 0 if self.images is None else self.images.nbytes + sum(8 + len(image) for image in self.image_data)
+        return self.token_ids.nbytes + self.loss_mask.nbytes + images
+
+    def packed(self) -> NDArray[np.uint8]:
+        """Return it as bytes."""
+        parts: list[NDArray[Any]] = [self.token_ids, self.loss_mask]
+        if self.images is not None:
+            parts += [self.images, np.array([len(image) for image in self.image_data], np.int64)]
+            parts += [np.frombuffer(image, np.uint8) for image in self.image_data]
+        return np.concatenate([part.view(np.uint8) for part in parts])
+
+    @classmethod
+    def unpacked(cls, data: NDArray[np.uint8], length: int) -> "SFTSample":
+        """Return what `packed` made of a sample of so many tokens."""
+        ids, mask, numbers, rest = np.split(data, np.array([4, 5, 9]) * length)
+        tokens = ids.copy().view(np.int32), mask.view(bool)
+        if not len(numbers):
+            return cls(*tokens)
+        images = numbers.copy().view(np.int32)
+        head = 8 * int(images.max())
+        ends = np.cumsum(rest[:head].copy().view(np.int64)) + head
+        return cls(*tokens, images, tuple(part.tobytes() for part in np.split(rest, [head, *ends])[1:-1]))
 
 
 @dataclass(frozen=True)
@@ -76,34 +119,44 @@ class RowTokenizer:
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
         self._vocab_size = vocab_size
 
-    def row(self, row: Any) -> RowResult:
-        """One row's samples; with `bad_rows = skip`, an error is only counted."""
+    def row(self, row: Any, folder: Path | None = None) -> RowResult:
+        """One row's samples; with `bad_rows = skip`, an error is only counted.
+
+        Args:
+            row: as it was read.
+            folder: from where its images' paths are meant.
+        """
         try:
-            return self._samples(row)
+            return self._samples(row, folder)
         except SFTDataError as error:
             if self._config.bad_rows == "skip":
                 return RowResult([], RowCounts(rows=1, bad=1))
             return RowResult([], RowCounts(rows=1), str(error))
 
-    def _samples(self, row: Any) -> RowResult:
-        parsed = parse_row(row, self._source, self._config, self._tokenizer.has_template)
+    def _samples(self, row: Any, folder: Path | None) -> RowResult:
+        reader = self._tokenizer.images
+        parsed = parse_row(
+            row, self._source, self._config, self._tokenizer.has_template, sees_images=reader is not None
+        )
+        sources = () if isinstance(parsed, PlainText) or reader is None else parsed.images
+        images = [reader.read(source, folder) for source in sources] if reader is not None else []
         samples: list[SFTSample] = []
         counts = RowCounts(rows=1)
-        for talk, sample in self._tokenised(parsed):
+        for talk, sample in self._tokenised(parsed, images):
             plain = isinstance(talk, PlainText)
             length, unended = len(sample.token_ids), not plain and self._is_unended(talk, sample)
             if length > self._seq_len:
                 if self._config.overlong in ("error", "split"):
                     what = "" if self._config.overlong == "error" else ", and only rows of `text` are split"
                     raise SFTDataError(
-                        f"{length} tokens, more than seq_len = {self._seq_len}{what}; raise it, or set "
-                        "sft.data.overlong"
+                        f"{length} tokens{_of_images(sample)}, more than seq_len = {self._seq_len}{what}; raise it, "
+                        "or set sft.data.overlong"
                     )
                 if self._config.overlong == "drop":
                     counts += RowCounts(overlong=1)
                     continue
                 counts += RowCounts(truncated=1)
-                sample = SFTSample(sample.token_ids[: self._seq_len], sample.loss_mask[: self._seq_len])
+                sample = sample.first(self._seq_len)
             self._refuse_unknown(sample.token_ids)
             if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
                 samples.append(sample)
@@ -112,17 +165,27 @@ class RowTokenizer:
                 counts += RowCounts(untrained=1)
         return RowResult(samples, counts)
 
-    def _tokenised(self, parsed: Conversation | PlainText) -> Iterator[tuple[Any, SFTSample]]:
+    def _tokenised(
+        self, parsed: Conversation | PlainText, images: Sequence[EncodedImage]
+    ) -> Iterator[tuple[Any, SFTSample]]:
         """Yield what becomes a sample, and its tokens; of a row of `text`, with `overlong = split`, its pieces."""
         for talk in self._talks(parsed):
             plain = isinstance(talk, PlainText)
-            whole = SFTSample(*(self._tokenizer.plain(talk) if plain else self._tokenizer.conversation(talk)))
+            whole = SFTSample(*self._tokenizer.plain(talk)) if plain else self._conversation(talk, images)
             length, size = len(whole.token_ids), self._seq_len
             if length <= size or self._config.overlong != "split" or not plain or talk.prompt:
                 yield talk, whole
                 continue
             for at in range(0, length - 1, size - 1):  # each begins with the token before it: every token is predicted
                 yield talk, SFTSample(whole.token_ids[at : at + size], whole.loss_mask[at : at + size])
+
+    def _conversation(self, talk: Conversation, images: Sequence[EncodedImage]) -> SFTSample:
+        """Return a conversation's tokens; `images` are those that it begins with, and maybe more."""
+        ids, mask = self._tokenizer.conversation(talk)
+        own, reader = images[: len(talk.images)], self._tokenizer.images
+        if not own or reader is None:
+            return SFTSample(ids, mask)
+        return SFTSample(*reader.expand(ids, mask, own), tuple(image.content for image in own))
 
     def _is_unended(self, talk: Conversation, sample: SFTSample) -> bool:
         """Return whether no reply that is trained ends with a token of its own: nothing teaches the model to stop."""
@@ -146,4 +209,8 @@ class RowTokenizer:
             return [parsed]
         ends = [i + 1 for i, trained in enumerate(parsed.trained) if trained]
         only = lambda stop: tuple(i == stop - 1 for i in range(stop))  # noqa: E731
-        return [replace(parsed, messages=parsed.messages[:stop], trained=only(stop)) for stop in ends] or [parsed]
+        return [parsed.up_to(stop, only(stop)) for stop in ends] or [parsed]
+
+
+def _of_images(sample: SFTSample) -> str:
+    return "" if sample.images is None else f" ({np.count_nonzero(sample.images)} of them images)"

@@ -62,6 +62,9 @@ that are looked at."""
     def where(self, index: int) -> str:
         """File and line of a row, for people."""
 
+    def folder(self, index: int) -> Path | None:
+        """Return the folder of a row's file, from which the paths in it are meant; None: it lies in none."""
+
 
 def former_fingerprint(rows: Rows) -> int:
     """Return what checkpoints of versions before know the rows by: of a hub's, not yet their content."""
@@ -133,6 +136,10 @@ class JsonLines:
                 block = file.read(min(_BLOCK, left))
                 number, left = number + block.count(b"\n"), left - len(block)
         return f"{self._shown}:{number}"
+
+    def folder(self, index: int) -> Path | None:
+        """Return that of the file."""
+        return self._shown.parent
 
 
 def _open_array(path: Path) -> NDArray[np.int64]:
@@ -243,11 +250,12 @@ def _unpack_zstd(path: Path, plain: BinaryIO) -> None:
 class ArrowRows:
     """The rows of one Parquet file, unpacked once into memory-mapped Arrow."""
 
-    def __init__(self, path: Path, cache: Path, source: SFTSourceConfig) -> None:
+    def __init__(self, path: Path, cache: Path, source: SFTSourceConfig, *, images: bool = False) -> None:
         """Args:
             path: the Parquet file.
             cache: directory of the Arrow files.
             source: column names.
+            images: whether the column of images is read.
 
         Raises:
             SFTDataError: no pyarrow, not Parquet, or without the expected columns (names those it has).
@@ -258,11 +266,12 @@ class ArrowRows:
         except ImportError as error:
             raise SFTDataError(f"{path}: Parquet needs pyarrow (pip install 'prime-hpc[data]')") from error
         self._path = path
-        target = _cached(cache, path, _ARROW_ROWS, COLUMNS, sorted(source.columns.items())).with_suffix(".arrow")
+        key = _ARROW_ROWS, COLUMNS, sorted(source.columns.items()), *(("images",) if images else ())
+        target = _cached(cache, path, *key).with_suffix(".arrow")
         if not target.exists():
             try:
                 with pq.ParquetFile(path) as parquet:
-                    _write_arrow(parquet, path, target, source)
+                    _write_arrow(parquet, path, target, source, images)
             except (pa.ArrowInvalid, OSError) as error:
                 raise SFTDataError(f"{path} cannot be read as Parquet ({error})") from error
         self._reader = files.retry_read(
@@ -285,22 +294,27 @@ class ArrowRows:
         """file: row number, from 1."""
         return f"{self._path}: row {index + 1}"
 
+    def folder(self, index: int) -> Path | None:
+        """Return that of the file."""
+        return self._path.parent
 
-def _used(names: Sequence[str], source: SFTSourceConfig) -> set[str]:
+
+def _used(names: Sequence[str], source: SFTSourceConfig, images: bool) -> set[str]:
     """Return the names of the columns that make samples; `text` only where nothing else does."""
-    columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column != "text"]
+    left_out = {"text"} if images else {"text", "images"}
+    columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column not in left_out]
     used = {source.columns.get(column, column) for column in columns}
     return used | {INPUT} if INSTRUCTION in used else used
 
 
-def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig) -> None:
+def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig, images: bool) -> None:
     """Row group by row group, so that one of them is in memory at a time."""
     import pyarrow as pa
 
     names = parquet.schema_arrow.names
     if not has_columns(names, source):
         raise SFTDataError(f"{path}: {missing_columns(names, source)}")
-    wanted = _used(names, source)
+    wanted = _used(names, source, images)
     used = [name for name in names if name in wanted]
     schema = pa.schema([parquet.schema_arrow.field(name) for name in used])
     logger.info(f"unpacking {path} ({', '.join(used)}) into {target}")
@@ -336,13 +350,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def _plain_row(row: Any) -> Any:
+    """Return a row of `datasets`, which may be an Arrow table, as plain Python."""
+    return _without_nulls(row if isinstance(row, dict) else row.to_pylist()[0])
+
+
 class HubRows:
     """A data set of the hub (or one that `datasets` saved to disk), memory-mapped by `datasets`."""
 
-    def __init__(self, source: SFTSourceConfig, directory: Path | None) -> None:
+    def __init__(self, source: SFTSourceConfig, directory: Path | None, *, images: bool = False) -> None:
         """Args:
             source: name, subset, split, columns.
             directory: of `save_to_disk`, instead of the hub.
+            images: whether the column of images is read.
 
         Raises:
             SFTDataError: no `datasets`, not to be had (offline?), or without the expected columns.
@@ -353,7 +373,7 @@ class HubRows:
             raise SFTDataError(
                 f"sft.data.name = {source.name}: needs the package datasets (pip install 'prime-hpc[data]')"
             ) from error
-        self._name = str(directory or source.name)
+        self._name, self._directory = str(directory or source.name), directory
         try:
             loaded = (
                 datasets.load_from_disk(str(directory))
@@ -372,18 +392,22 @@ class HubRows:
             loaded = loaded[source.split]
         if not has_columns(loaded.column_names, source):
             raise SFTDataError(f"{self._name}: {missing_columns(loaded.column_names, source)}")
-        used = _used(loaded.column_names, source)
+        text, used = (_used(loaded.column_names, source, with_images) for with_images in (False, images))
         # without the others: a picture would be decoded, and be another object at each start
-        self._data = loaded.select_columns([name for name in loaded.column_names if name in used])
+        if images and "Image(" in repr(loaded.features):  # their bytes are wanted, and no pixels
+            loaded = loaded.with_format("arrow")
+        known, self._data = (
+            loaded.select_columns([name for name in loaded.column_names if name in names]) for names in (text, used)
+        )
         self._whole = loaded
         self.num_rows = len(loaded)
         self.former = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
         # The library's own `_fingerprint` is of the commit: an edited card would be other data.
-        self.fingerprint = self._content(self._data)
+        self.fingerprint = self._content(known)
 
     def _content(self, data: Any) -> int:
         looked_at = range(0, self.num_rows, max(1, self.num_rows // _LOOKED_AT))
-        return fingerprint_of(self.former, *(_without_nulls(data[index]) for index in looked_at))
+        return fingerprint_of(self.former, *(_plain_row(data[index]) for index in looked_at))
 
     def by_all_columns(self) -> int | None:
         """Return the fingerprint with the columns that do not train; None where one of them cannot be decoded."""
@@ -394,11 +418,15 @@ class HubRows:
 
     def row(self, index: int) -> Any:
         """Return the row as plain Python."""
-        return _without_nulls(self._data[index])
+        return _plain_row(self._data[index])
 
     def where(self, index: int) -> str:
         """name: row number, from 1."""
         return f"{self._name}: row {index + 1}"
+
+    def folder(self, index: int) -> Path | None:
+        """Return the saved data set's."""
+        return self._directory
 
 
 class Chain:
@@ -430,17 +458,23 @@ class Chain:
         part, own = self._find(index)
         return part.where(own)
 
+    def folder(self, index: int) -> Path | None:
+        """Return the part's."""
+        part, own = self._find(index)
+        return part.folder(own)
 
-def open_rows(source: SFTSourceConfig, found: DataFiles, cache: Path) -> Rows:
-    """Open a data set; makes what is missing in the cache.
+
+def open_rows(source: SFTSourceConfig, found: DataFiles, cache: Path, *, images: bool = False) -> Rows:
+    """Open a data set; makes what is missing in the cache. With `images` their column is read, too.
 
     Raises:
         SFTDataError: names the file and what is wrong.
     """
     if found.kind == "hub":
-        parts: list[Rows] = [HubRows(source, folder) for folder in found.files] or [HubRows(source, None)]
+        parts: list[Rows] = [HubRows(source, folder, images=images) for folder in found.files]
+        parts = parts or [HubRows(source, None, images=images)]
     elif found.kind == "parquet":
-        parts = [ArrowRows(path, cache, source) for path in found.files]
+        parts = [ArrowRows(path, cache, source, images=images) for path in found.files]
     else:
         parts = [JsonLines(path, cache) for path in found.files]
     rows = parts[0] if len(parts) == 1 else Chain(parts)

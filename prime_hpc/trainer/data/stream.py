@@ -76,6 +76,8 @@ class _Row:
 
     index: int
     lengths: list[int]
+    sizes: list[int]
+    """Bytes of each sample on its way to the rank that trains it."""
     counts: RowCounts
     error: str | None
     holder: int
@@ -281,14 +283,15 @@ class SampleStream:
         for place, result in zip(own, results, strict=True):
             self._held[place] = result.samples
         told = [
-            (index, [len(s.token_ids) for s in result.samples], result.counts, result.error)
+            (index, [(len(s.token_ids), s.num_bytes) for s in result.samples], result.counts, result.error)
             for index, result in zip(indices, results, strict=True)
         ]
         gathered = self._exchange.gather(told)
         for place in range(self._next_row, stop):
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
-            index, lengths, counts, error = gathered[holder][turn]
-            self._waiting.append(_Row(index, lengths, counts, error, holder))
+            index, measures, counts, error = gathered[holder][turn]
+            lengths, sizes = [length for length, _ in measures], [size for _, size in measures]
+            self._waiting.append(_Row(index, lengths, sizes, counts, error, holder))
             if error is None:
                 self._barren = 0 if lengths else self._barren + 1
         self._next_row = stop
@@ -351,12 +354,15 @@ class SampleStream:
         micros = shares[self._shares[self._exchange.rank]]
         order = [sample for micro in micros for sample in micro]
         place = {sample: i for i, sample in enumerate(order)}
-        ids, masks = [], []
+        ids, masks, images = [], [], []
         for sample in order:
             fill = self._padded(int(lengths[sample])) - int(lengths[sample])
             ids.append(np.append(tokens[sample].token_ids, np.full(fill, self._shape.pad_id, np.int32)))
             masks.append(np.append(tokens[sample].loss_mask, np.zeros(fill, bool)))
-        ranked = build_rank_batch([[place[s] for s in micro] for micro in micros], ids, masks)
+            numbers = tokens[sample].images
+            shown = np.zeros(0, np.int32) if numbers is None else np.append(numbers, np.zeros(fill, np.int32))
+            images.append((shown, tokens[sample].image_data))
+        ranked = build_rank_batch([[place[s] for s in micro] for micro in micros], ids, masks, images=images)
         rows = np.array([self._waiting[chosen[sample][0]].index for sample in order], dtype=np.int64)
         ranked = replace(ranked, sample_ids=rows, group_ids=rows.copy())
         total, padded = int(lengths.sum()), sum(self._padded(int(n)) for n in lengths)
@@ -374,21 +380,19 @@ class SampleStream:
         for i, (row, sub) in enumerate(chosen):
             holder = self._waiting[row].holder
             if holder == exchange.rank:
-                sample = self._held[first + row][sub]
-                sent[share_of[i]] += [sample.token_ids.view(np.uint8), sample.loss_mask.view(np.uint8)]
+                sent[share_of[i]].append(self._held[first + row][sub].packed())
             if share_of[i] == local_share:
                 coming[holder].append(i)
         by_share = [np.concatenate(parts) for parts in sent]
-        sizes = [sum(5 * int(lengths[i]) for i in samples) for samples in coming]
+        size = [self._waiting[row].sizes[sub] for row, sub in chosen]
+        sizes = [sum(size[i] for i in samples) for samples in coming]
         received = exchange.swap([by_share[share] for share in self._shares], sizes)
         samples: dict[int, SFTSample] = {}
         for data, those in zip(received, coming, strict=True):
             at = 0
             for i in those:
-                middle = at + 4 * int(lengths[i])
-                end = middle + int(lengths[i])
-                samples[i] = SFTSample(data[at:middle].copy().view(np.int32), data[middle:end].view(bool))
-                at = end
+                samples[i] = SFTSample.unpacked(data[at : at + size[i]], int(lengths[i]))
+                at += size[i]
         return samples
 
     def _advance(self, chosen: list[tuple[int, int]]) -> None:

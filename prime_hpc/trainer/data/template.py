@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message, PlainText, SFTDataError
 from prime_hpc.trainer.data.sources import fingerprint_of
 
@@ -27,17 +28,26 @@ _SHOWN = 12
 class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template, rendering conversation prefixes."""
 
-    def __init__(self, tokenizer: Any, *, enable_thinking: bool = False, chat_template: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        enable_thinking: bool = False,
+        chat_template: str = "auto",
+        images: ImageTokens | None = None,
+    ) -> None:
         """Args:
             tokenizer: a `PreTrainedTokenizer`.
             enable_thinking: handed to the template, as the environments do.
             chat_template: `auto`, `none` or a Jinja file, see `sft.data.chat_template`.
+            images: reads the model's; None: rows are text alone.
 
         Raises:
             SFTDataError: the file cannot be read.
         """
         self._tokenizer = tokenizer
         self._enable_thinking = enable_thinking
+        self.images = images
         self._template, self._origin = _read_template(tokenizer, chat_template)
         self._added = set(tokenizer.get_added_vocab().values())
         first = tokenizer("a", verbose=False)["input_ids"][:1]
@@ -68,7 +78,8 @@ class ChatTokenizer:
         """Fingerprint of all that makes tokens of a conversation."""
         quick = getattr(self._tokenizer, "backend_tokenizer", None)
         vocabulary = quick.to_str() if quick is not None else sorted(self._tokenizer.get_vocab().items())
-        return fingerprint_of(self.looks, vocabulary, self._begin, sorted(self._ends))
+        images = () if self.images is None else (self.images.settings,)
+        return fingerprint_of(self.looks, vocabulary, self._begin, sorted(self._ends), *images)
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.datafiles import DataFiles
+from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, RowTokenizer
 from prime_hpc.trainer.data.sources import Rows, open_rows
@@ -34,6 +35,8 @@ class Recipe:
     seq_len: int
     vocab_size: int
     """Of the model."""
+    sees_images: bool = False
+    """`model.vision`."""
 
     def open_rows(self) -> Rows:
         """Return the rows; makes what is missing in the cache.
@@ -41,7 +44,7 @@ class Recipe:
         Raises:
             SFTDataError: names the file and what is wrong.
         """
-        return open_rows(self.source, self.found, self.cache)
+        return open_rows(self.source, self.found, self.cache, images=self.sees_images)
 
     def load_tokenizer(self) -> ChatTokenizer:
         """Return the model's tokenizer and the chosen template.
@@ -55,7 +58,12 @@ class Recipe:
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
             raise SFTDataError(f"no tokenizer in {self.tokenizer} ({error})") from error
-        return ChatTokenizer(tokenizer, enable_thinking=self.enable_thinking, chat_template=self.config.chat_template)
+        return ChatTokenizer(
+            tokenizer,
+            enable_thinking=self.enable_thinking,
+            chat_template=self.config.chat_template,
+            images=ImageTokens(self.tokenizer) if self.sees_images else None,
+        )
 
 
 class RowReader:
@@ -74,7 +82,7 @@ class RowReader:
 
     def _one(self, index: int) -> RowResult:
         try:
-            result = self._tokenizer.row(self._rows.row(index))
+            result = self._tokenizer.row(self._rows.row(index), self._rows.folder(index))
         except (
             SFTDataError,
             UnicodeDecodeError,
