@@ -27,7 +27,7 @@ from tests.support.env_world import World
 from tests.support.inference_server import ServerProcess
 from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, experts_of, tokens_of
-from tests.support.tiny_vision import make_vision_model, make_vision_tokenizer
+from tests.support.tiny_vision import TEMPLATE, make_vision_model, make_vision_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +116,23 @@ def test_a_tools_image_is_named_to_a_policy_that_sees_none(world: World) -> None
     (result,) = world.play(EnvConfig(id=CAMERA, max_turns=2), renderer="qwen3-vl")
     assert result.usable and "content_parts" not in world.server.requests[-1]
     assert result.samples[0].images is None and result.samples[0].image_data == ()
+
+
+def test_qwen3_5_writes_images_as_its_template_does(tmp_path: Path) -> None:
+    """Its think section included."""
+    folder = tmp_path / "tokenizer"
+    tokenizer = make_vision_tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n\\n</think>\\n\\n'")
+    tokenizer.save_pretrained(folder)
+    world = World(tokenizer, folder)
+    world.script = lambda prompt, number: "seen"
+    with world.server:
+        (result,) = world.play(EnvConfig(id="tests.support.album"), vision=True)
+        assert result.usable, result.reason
+        assert "<think>\n\n</think>" in tokenizer.decode(world.server.requests[0]["token_ids"])
+        for sample in result.samples:
+            assert sample.images is not None and len(image_runs(sample.images)) in (1, 2, 3)
+        check_images(result.samples[-1], world)
 
 
 def test_workers_play_the_same(world: World) -> None:
@@ -272,10 +289,9 @@ def test_a_server_that_does_not_say_where_it_saw_images_is_none_of_ours(
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="no torchvision, which vLLM needs")
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.exhaustive)])
-def test_with_a_real_engine(family: str, tmp_path: Path) -> None:
+def test_with_a_real_engine(tmp_path: Path) -> None:
     """A conversation of three pictures, and a prompt that is too long in the engine's tokens alone."""
-    model = make_vision_model(tmp_path / "model", family)
+    model = make_vision_model(tmp_path / "model")
     tree = {"model": {"name": str(model), "dtype": "float32", "vision": "frozen"}}
     server = ServerProcess(tmp_path / "run", model, seq_len=256, tree=tree)
     world = World(None, model)
