@@ -2,6 +2,7 @@
 
 import base64
 import io
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -40,8 +41,11 @@ def test_a_renderer_is_given_no_megabytes() -> None:
     """They would be kept with its prompts."""
     large = {"type": "image_url", "image_url": {"url": encode_image(b"\x89PNG\r\n\x1a\n" + bytes(10**6))}}
     text = {"type": "text", "text": "what?"}
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [large, text], "name": "x"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [large, text], "name": "x"},
+    ]
     system, user = without_images(messages)
     assert system == messages[0] and user["name"] == "x" and user["content"][1] == text
     assert user["content"][0]["type"] == "image_url" and len(str(user)) < 200
-    assert messages[1]["content"][0] is large  # type: ignore[index]
+    assert messages[1]["content"][0] is large
