@@ -6,6 +6,7 @@ Skipped where torchvision cannot be imported, without which vLLM serves no model
 import base64
 import importlib.util
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class World(NamedTuple):
     policies: list[Policy]
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=["qwen3_vl"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp(request.param)
     models = [make_vision_model(root / f"model{seed}", request.param, seed) for seed in (0, 1)]
@@ -61,7 +62,9 @@ def post(world: World, route: str, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def ask(world: World, *parts: list[int] | tuple[bytes, int]) -> tuple[Shown, list[float], list[int]]:
+def ask(
+    world: World, *parts: list[int] | tuple[bytes, int], max_tokens: int = 12
+) -> tuple[Shown, list[float], list[int]]:
     """A reply's sample, the log-probabilities of its sampled tokens, and its policy version."""
     config = world.policies[0].hf.config
     ids: list[int] = []
@@ -76,7 +79,7 @@ def ask(world: World, *parts: list[int] | tuple[bytes, int]) -> tuple[Shown, lis
         "model": "policy",
         "token_ids": ids,
         "return_token_ids": True,
-        "sampling_params": {"max_tokens": 12, "logprobs": 0, "temperature": 1.0, "ignore_eos": True},
+        "sampling_params": {"max_tokens": max_tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True},
     }
     body |= {"content_parts": content} if content else {}
     found = post(world, "/inference/v1/generate", body)
@@ -95,7 +98,7 @@ def ask(world: World, *parts: list[int] | tuple[bytes, int]) -> tuple[Shown, lis
 
 @torch.no_grad()
 def assert_agrees(world: World, version: int) -> None:
-    asked: list[list[list[int] | tuple[bytes, int]]] = [
+    asked: list[list[Parts]] = [
         [[1, 5, 9], WIDE, [7, 8, 30]],
         [[1, 5, 9], TALL, [4], OTHER, [7, 8, 30, 31]],
         [[1, 5, 9], OTHER, [7, 8, 30]],
@@ -118,3 +121,18 @@ def test_engine_and_trainer_see_the_same(world: World) -> None:
     folder = publish(world.models[1], world.server.run_dir, 1)
     post(world, "/update_weights", {"path": str(folder), "version": 1})
     assert_agrees(world, 1)
+
+
+def test_a_version_that_comes_in_the_midst_of_a_reply_is_shown_the_image_again(world: World) -> None:
+    """Of a prompt whose image was cached: the cache is emptied, and the worker must have what to fill it from."""
+    prompt: list[Parts] = [[1, 5, 9], TALL, list(range(10, 250))]
+    for version in range(2, 12):  # until it comes in the midst of one
+        ask(world, *prompt)
+        with ThreadPoolExecutor(4) as pool:
+            replies = [pool.submit(ask, world, *prompt, max_tokens=200) for _ in range(4)]
+            folder = publish(world.models[0], world.server.run_dir, version)
+            post(world, "/update_weights", {"path": str(folder), "version": version})
+            found = [versions for _, _, versions in (reply.result() for reply in replies)]
+        if [version - 1, version] in found:
+            return
+    pytest.fail(f"all replies were of one version: {found}")

@@ -4,12 +4,15 @@ vLLM starts its processes by two functions. `install` puts `core_main` and `work
 name, so that a spawned process finds them, and installed again in every core, for the workers that it starts. In each
 process the calls that may hang are wrapped: an engine's step, a request of the server's (a weight update), an order to
 a worker. That costs two writes of 56 bytes into memory a call.
+
+A core is also where what a version empties is known (`keep_image_data`).
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm.v1.core.sched import output
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -23,21 +26,23 @@ _worker_main: Function = WorkerProc.worker_main
 
 
 def install() -> None:
-    """Have the engines that this process starts tell what they do; nothing where it does not itself."""
-    server = activity.introduced()
-    if server:
-        _set(EngineCoreProc, "run_engine_core", staticmethod(partial(core_main, server)))
+    """Have the engines that this process starts tell what they do, where it does itself."""
+    _set(EngineCoreProc, "run_engine_core", staticmethod(partial(core_main, activity.introduced())))
 
 
 def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any) -> None:
     """Be an engine core of a server.
 
     Args:
-        server: `role`, `index` and `run_dir` of the server.
+        server: `role`, `index` and `run_dir` of the server; empty: it tells nothing.
         args: vLLM's own.
         dp_rank: data-parallel rank of the core, among all nodes.
         more: vLLM's own.
     """
+    keep_image_data()
+    if not server:
+        _core_main(*args, dp_rank=dp_rank, **more)
+        return
     activity.introduce(**server, part=CORE, number=dp_rank)
     _set(WorkerProc, "worker_main", staticmethod(partial(worker_main, server, dp_rank)))
     for kind in (EngineCoreProc, DPEngineCoreProc):
@@ -46,6 +51,19 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
     _wrap(EngineCoreProc, "_process_engine_step", partial(_telling, lambda core: "step"))
     _wrap(EngineCoreProc, "_handle_client_request", partial(_telling, _request_name))
     _core_main(*args, dp_rank=dp_rank, **more)
+
+
+def keep_image_data() -> None:
+    """Have this core's scheduler send the workers every image of a request.
+
+    vLLM leaves out the pixels of images whose keys and values are cached. A new version empties the cache: requests in
+    flight begin anew, and the worker had no pixels to compute them from.
+    """
+
+    def whole(features: Any, *_: Any, **__: Any) -> Any:
+        return features
+
+    _set(output, "strip_covered_mm_data", whole)
 
 
 def worker_main(server: dict[str, Any], dp_rank: int, *args: Any, **more: Any) -> None:
@@ -63,7 +81,7 @@ def worker_main(server: dict[str, Any], dp_rank: int, *args: Any, **more: Any) -
     _worker_main(*args, **more)
 
 
-def _set(kind: type, name: str, function: Any) -> None:
+def _set(kind: Any, name: str, function: Any) -> None:
     setattr(kind, name, function)
 
 
