@@ -124,8 +124,9 @@ class InProcessSession(HarnessSession):
     async def _run(self, messages: list[Message] | None) -> ProgramResult:
         """One segment: from the opening prompt or a user's turn to the next plain reply."""
         if self._messages is None:
-            try:
-                self._messages = await inlined(self._opening(include_prompt=messages is None))
+            opening = self._opening(include_prompt=messages is None)
+            try:  # an API fetches from an address itself
+                self._messages = await inlined(opening, fetch=interception_of(self.endpoint).is_policy(self.secret))
             except PictureError as error:
                 raise TaskError(str(error)) from error
             await self._connect_tools()

@@ -78,6 +78,11 @@ class PolicyInterception(InterceptionServer):
         """Return the pool's client of that server, or verifiers' own for another endpoint (a judge's, say)."""
         return self.policies.get(config.base_url) or super()._client(config)
 
+    def is_policy(self, secret: str) -> bool:
+        """Return whether the model of a rollout is the policy on servers of ours."""
+        session = self.sessions.get(secret)
+        return session is not None and isinstance(session.client, PolicyClient)
+
     def shows_pictures(self, secret: str) -> bool:
         """Return whether the model of a rollout may be sent pictures: an API may, a policy where its prompts hold
         images."""

@@ -108,8 +108,8 @@ def _named(part: Any) -> Any:
     return {"type": "image_url", "image_url": {"url": "image"}} if is_image else part
 
 
-async def inlined(messages: list[Any]) -> list[Any]:
-    """Return messages with files and addresses of images as `data:` URLs.
+async def inlined(messages: list[Any], *, fetch: bool) -> list[Any]:
+    """Return messages with images that are files as `data:` URLs; with `fetch` those at addresses, too.
 
     Raises:
         PictureError: one cannot be read; names it.
@@ -117,15 +117,21 @@ async def inlined(messages: list[Any]) -> list[Any]:
     found = []
     for message in messages:
         content = message.content
-        if isinstance(content, list) and any(_is_elsewhere(part) for part in content):
-            parts = [await _inlined(part) if _is_elsewhere(part) else part for part in content]
+        if isinstance(content, list) and any(_is_elsewhere(part, fetch) for part in content):
+            parts = [await _inlined(part) if _is_elsewhere(part, fetch) else part for part in content]
             message = message.model_copy(update={"content": parts})
         found.append(message)
     return found
 
 
-def _is_elsewhere(part: Any) -> bool:
-    return part.type == "image_url" and not part.image_url.url.startswith("data:")
+def _is_elsewhere(part: Any, fetch: bool) -> bool:
+    if part.type != "image_url" or part.image_url.url.startswith("data:"):
+        return False
+    return fetch or not _is_address(part.image_url.url)
+
+
+def _is_address(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
 
 
 async def _inlined(part: Any) -> Any:
@@ -143,7 +149,7 @@ async def _inlined(part: Any) -> Any:
 def _read(url: str) -> bytes:
     """Return what a file or an address holds."""
     try:
-        if url.startswith(("http://", "https://")):
+        if _is_address(url):
             with urlopen(url, timeout=FETCH_S) as answer:  # follows redirects and proxy variables
                 content: bytes = answer.read(MOST_BYTES + 1)
         else:

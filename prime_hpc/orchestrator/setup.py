@@ -105,10 +105,15 @@ def make_teacher(
         served_as: the policy's name on its servers.
 
     Raises:
-        OrchestratorError: the algorithm asks for a teacher, and none is configured.
+        OrchestratorError: the algorithm asks for a teacher, and none is configured, or prompts hold images.
     """
     config = exp.orchestrator
     asked = get_algorithm(config.advantage.type).teacher
+    if asked and exp.model.vision is not None:
+        raise OrchestratorError(
+            f"orchestrator.advantage.type = {config.advantage.type} asks its teacher with tokens alone, without the "
+            "images among them: choose an algorithm without a teacher, or leave model.vision out"
+        )
     if asked == "self":
         shown = partial(
             pool.demonstration, field=config.advantage.demonstration, text=config.advantage.demonstration_text

@@ -3,6 +3,7 @@
 import base64
 import functools
 import http.server
+import importlib.util
 import io
 import json
 import threading
@@ -15,13 +16,18 @@ import pytest
 from PIL import Image
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pictures import encode_image
-from prime_hpc.envs.samples import EpisodeResult, Sample
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.target import ChatOptions
 from prime_hpc.store.batch.images import image_runs
+from tests.support.album import PICTURES, picture
 from tests.support.env_world import World
+from tests.support.inference_server import ServerProcess
+from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, experts_of, tokens_of
-from tests.support.tiny_tokenizer import make_seeing_tokenizer
+from tests.support.tiny_vision import TEMPLATE, make_vision_model, make_vision_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +40,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Environments whose policy sees."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of tool servers and workers
     folder = tmp_path / "tokenizer"
-    made = World(make_seeing_tokenizer(folder), folder)
+    made = World(make_vision_tokenizer(folder), folder)
     with made.server:
         yield made
 
@@ -94,11 +100,39 @@ def test_images_of_the_prompt_and_of_tools_stay_through_the_turns(world: World) 
     assert result.completion_text.count("[image png, 0.0 kB]") == 2
 
 
+def test_images_of_later_user_turns_extend_the_tokens_so_far(world: World) -> None:
+    world.script = lambda prompt, number: "seen"
+    (result,) = world.play(EnvConfig(id="tests.support.album"), vision=True)
+    assert result.usable, result.reason
+    (sample,) = result.samples
+    check_images(sample, world)
+    assert sent_images(world.server.requests[-1]) == [picture(i) for i in range(len(PICTURES))]
+    assert sample.image_data == (picture(0), picture(1)) and sample.num_turns == len(PICTURES)
+    assert "[user] Page 2 [image 32x48 png, 0.1 kB] ?" in result.completion_text
+
+
 def test_a_tools_image_is_named_to_a_policy_that_sees_none(world: World) -> None:
     world.script = lambda prompt, number: "a cat" if "picture (image/png)" in prompt else LOOK
     (result,) = world.play(EnvConfig(id=CAMERA, max_turns=2), renderer="qwen3-vl")
     assert result.usable and "content_parts" not in world.server.requests[-1]
     assert result.samples[0].images is None and result.samples[0].image_data == ()
+
+
+def test_qwen3_5_writes_images_as_its_template_does(tmp_path: Path) -> None:
+    """Its think section included."""
+    folder = tmp_path / "tokenizer"
+    tokenizer = make_vision_tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n\\n</think>\\n\\n'")
+    tokenizer.save_pretrained(folder)
+    world = World(tokenizer, folder)
+    world.script = lambda prompt, number: "seen"
+    with world.server:
+        (result,) = world.play(EnvConfig(id="tests.support.album"), vision=True)
+        assert result.usable, result.reason
+        assert "<think>\n\n</think>" in tokenizer.decode(world.server.requests[0]["token_ids"])
+        for sample in result.samples:
+            assert sample.images is not None and len(image_runs(sample.images)) in (1, 2, 3)
+        check_images(result.samples[-1], world)
 
 
 def test_workers_play_the_same(world: World) -> None:
@@ -147,7 +181,7 @@ def asking(folder: Path, *parts: str, system: str | None = None) -> EnvConfig:
     """An environment of one row: `parts` are texts or URLs of images."""
     content = [
         {"type": "image_url", "image_url": {"url": part}}
-        if part.startswith(("data:", "/"))
+        if part.startswith(("data:", "/", "http"))
         else {"type": "text", "text": part}
         for part in parts
     ]
@@ -221,6 +255,29 @@ def test_images_and_their_places_must_agree(world: World, tmp_path: Path) -> Non
     check_images(result.samples[0], world)
 
 
+def test_an_api_gets_images_as_they_are_and_supervised_rows_keep_them(world: World, tmp_path: Path) -> None:
+    """What is a file, which no API can read, goes as bytes."""
+    (tmp_path / "a.png").write_bytes(a_png())
+    bodies: list[list[dict[str, Any]]] = []
+
+    def reply(messages: list[dict[str, Any]]) -> str:
+        bodies.append(messages)
+        return "seen"
+
+    inline, address = encode_image(a_png()), "https://example.org/a.png"
+    with ScriptedApi(reply) as api:
+        options: dict[str, Any] = {"urls": [api.url], "chat": ChatOptions(60, 0), "keep_samples": False}
+        for shown in (inline, address, str(tmp_path / "a.png")):
+            env = asking(tmp_path, shown, "what?")
+            (result,) = world.play(env, keep_messages=True, **options)
+            assert result.state is EpisodeState.COMPLETED, result.reason
+            sent = address if shown == address else inline
+            parts = [{"type": "image_url", "image_url": {"url": sent}}, {"type": "text", "text": "what?"}]
+            assert [message["content"] for message in bodies[-1]] == [parts]
+            assert result.conversations[0]["messages"][0] == {"role": "user", "content": parts}
+            assert len(result.prompt_text) < 100 and result.prompt_text.startswith("[user] [image ")
+
+
 @pytest.mark.parametrize("answer", [{"mm_placeholders": None}, {"mm_placeholders": {"image": []}}])
 def test_a_server_that_does_not_say_where_it_saw_images_is_none_of_ours(
     answer: dict[str, Any], world: World, tmp_path: Path
@@ -228,3 +285,38 @@ def test_a_server_that_does_not_say_where_it_saw_images_is_none_of_ours(
     world.script = lambda prompt, number: Reply("a cat", answer=answer)
     (result,) = world.play(asking(tmp_path, encode_image(a_png()), "what?"), vision=True)
     assert result.error_type == "ProviderError" and "does not say where" in result.reason
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="no torchvision, which vLLM needs")
+def test_with_a_real_engine(tmp_path: Path) -> None:
+    """A conversation of three pictures, and a prompt that is too long in the engine's tokens alone."""
+    model = make_vision_model(tmp_path / "model")
+    tree = {"model": {"name": str(model), "dtype": "float32", "vision": "frozen"}}
+    server = ServerProcess(tmp_path / "run", model, seq_len=256, tree=tree)
+    world = World(None, model)
+    try:
+        world.server.port = server.wait_ready().port
+        options: dict[str, Any] = {"vision": True, "max_model_len": 256}
+        results = world.play(EnvConfig(id="tests.support.album"), 4, sampling=SamplingConfig(max_tokens=8), **options)
+        whole = [result for result in results if result.usable]  # else one has sampled a token of an image
+        assert whole, [result.reason for result in results]
+        for result in whole:
+            (sample,) = result.samples
+            assert sample.images is not None and sample.num_turns == 3 and 3 <= sample.num_loss_tokens <= 24
+            runs = image_runs(sample.images)
+            lengths = [width * height // 256 for _, (width, height) in PICTURES]
+            assert [(int(b - a), int(n)) for a, b, n in runs] == list(zip(lengths, (1, 2, 1), strict=True))
+            assert sample.image_data == (picture(0), picture(1))
+        full = tmp_path / "full.png"
+        full.write_bytes(a_png(size=(256, 256)))
+        (result,) = world.play(asking(tmp_path, str(full), "what?"), **options)
+        assert result.error_type == "ContextFullError", result.reason
+        full.write_bytes(a_png(size=(256, 192)))
+        (result,) = world.play(asking(tmp_path, str(full), "what?"), sampling=SamplingConfig(max_tokens=250), **options)
+        assert result.usable and result.samples[0].num_tokens <= 256, result.reason
+        full.write_bytes(a_png()[:60])
+        (result,) = world.play(asking(tmp_path, str(full), "what?"), **options)
+        assert result.error_type == "RequestRefusedError", result.reason
+    finally:
+        server.close()

@@ -221,6 +221,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"token_ids": [VOCAB]}, "out of range"),
     ({"token_ids": [1] * MAX_LEN}, "maximum context length"),
     ({"token_ids": [1], "features": {}}, "features"),
+    ({"token_ids": [1], "content_parts": [], "return_token_ids": True}, "takes text alone, no images"),
     ({"token_ids": [1], "stream": True}, "stream"),
     ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
     ({"token_ids": [1], "sampling_params": {"presence_penalty": 1}}, "presence_penalty"),

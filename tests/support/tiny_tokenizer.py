@@ -25,31 +25,6 @@ CHAT_TEMPLATE = """
 {%- endif -%}
 """
 
-PLACES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-SEEING_TEMPLATE = """
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.content is string -%}{{- message.content -}}
-{%- else -%}
-{%- for part in message.content or [] -%}
-{%- if part.type == 'text' -%}{{- part.text -}}
-{%- else -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-
-def make_seeing_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """`make_tokenizer` with Qwen3-VL's tokens for images, and its way to write them."""
-    tokenizer = make_tokenizer(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(PLACES)})
-    tokenizer.chat_template = SEEING_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
 
 def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Train, save to `folder` and return the tokenizer; the same on every machine."""

@@ -37,6 +37,17 @@ _ROPE: dict[str, Any] = {
 }
 
 
+def make_vision_tokenizer(folder: Path) -> Any:
+    """Save to `folder` and return the tiny tokenizer with Qwen3-VL's tokens of images, and its way to write them."""
+    tokenizer = make_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    stated = folder / "tokenizer_config.json"  # Qwen3.5's class would take <|endoftext|> for what is unknown
+    stated.write_text(json.dumps(json.loads(stated.read_text()) | {"unk_token": None}))
+    return tokenizer
+
+
 def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, vocab_size: int = 384) -> Path:
     """Write a model of one of `families.VISION` of less than a million parameters; return its folder.
 
@@ -45,10 +56,7 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
     import transformers as hf
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    tokenizer = make_vision_tokenizer(folder)
     start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
     text: dict[str, Any] = {

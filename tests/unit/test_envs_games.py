@@ -1,18 +1,21 @@
 """The bundled games' pure parts: what they pose, how replies are read and scored, what they refuse."""
 
 import asyncio
+import io
 import itertools
 import random
 from fractions import Fraction
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.env_config import resolve_taskset
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.pictures import decode_image
 from prime_hpc.envs.task_sources import EnvSource
-from prime_hpc.envs.tasksets import countdown, tic_tac_toe, wordle
+from prime_hpc.envs.tasksets import countdown, shapes, tic_tac_toe, wordle
 from prime_hpc.envs.tasksets.calculator import CalculatorHarness
 from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 from prime_hpc.envs.tasksets.integers import last_integer
@@ -22,7 +25,7 @@ from prime_hpc.envs.tasksets.reverse_text_data import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
 from prime_hpc.starter.data import demonstrations
 
-GAMES = ("word-sorting", "alphabet-sort", "countdown", "simple-math", "wordle", "tic-tac-toe", "long-tail")
+GAMES = ("word-sorting", "alphabet-sort", "countdown", "simple-math", "shapes", "wordle", "tic-tac-toe", "long-tail")
 
 
 def tasks(name: str, num: int = 200, split: str = "train", **arguments: Any) -> list[Any]:
@@ -50,6 +53,9 @@ def test_tasks_follow_from_the_seed_and_the_splits_share_none(name: str) -> None
         ("alphabet-sort", {"num_turns": 0}),
         ("countdown", {"max_numbers": 9}),
         ("simple-math", {"operations": "+/"}),
+        ("shapes", {"size": 8}),
+        ("shapes", {"max_count": 17}),
+        ("shapes", {"num_colours": 7}),
         ("wordle", {"max_guesses": 0}),
         ("tic-tac-toe", {"max_opening": 9}),
         ("tic-tac-toe", {"opponent": "nobody"}),
@@ -159,6 +165,29 @@ def test_large_operands_and_arguments_that_leave_no_task() -> None:
 def test_tools_say_of_any_arguments_that_they_are_wrong() -> None:
     (add, _) = CalculatorHarness.local_tools
     assert "RecursionError" in asyncio.run(add.call('{"a": ' + "[" * 100_000))
+
+
+def test_shapes_shows_what_it_asks_for() -> None:
+    for kind, questions in (("colour", "What colour"), ("form", "Which shape"), ("count", "How many dots")):
+        for task in tasks("shapes", 20, kinds=[kind], size=32):
+            (message,) = task.data.prompt
+            shown, asked = message.content
+            assert asked.text.startswith(questions) and task.data.answer in task.data.choices
+            with Image.open(io.BytesIO(decode_image(shown.image_url.url))) as picture:
+                assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (32, 32))
+                colours = {colour for _, colour in picture.getcolors() or []}
+            (drawn,) = colours - {(255, 255, 255)}
+            assert kind != "colour" or shapes.COLOURS[task.data.answer] == drawn
+    assert shapes.dots(64, "red", [0, 5, 15]).getpixel((8, 8)) == shapes.COLOURS["red"]
+    assert shapes.dots(64, "red", [0, 5, 15]).getpixel((8, 24)) == (255, 255, 255)
+
+
+def test_shapes_wants_the_right_answer_and_no_other() -> None:
+    choices = list(shapes.COLOURS)
+    assert shapes.named("It is Red.", choices) == {"red"}
+    assert shapes.named("red or blue", choices) == {"red", "blue"}
+    assert shapes.named("<think>blue?</think>red", choices) == {"red"}
+    assert shapes.named("reddish", choices) == set() and shapes.named("13 dots", ["1", "3", "13"]) == {"13"}
 
 
 def test_wordle_marks_letters_as_often_as_they_are_there() -> None:

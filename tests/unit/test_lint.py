@@ -101,6 +101,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH124", "error", {"inference": {**ONE, "tensor_parallel_size": 2}}, {}, "an engine computes on one device"),
     ("PH124", "error", {"inference": {**ONE, "vllm": {"quantization": "fp8"}}}, {}, "vLLM's own arguments"),
     ("PH124", "error", {"inference": ONE, "model": {"lora": {}}}, {}, "serves no adapters"),
+    ("PH124", "error", {"inference": ONE, "model": {"vision": "frozen"}}, {}, "takes text alone, no images"),
     (
         "PH124",
         "error",

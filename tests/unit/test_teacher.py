@@ -26,7 +26,7 @@ from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_news import ServerNews
-from prime_hpc.orchestrator.setup import server_urls, teacher_urls
+from prime_hpc.orchestrator.setup import make_teacher, server_urls, teacher_urls
 from prime_hpc.runtime.role_context import RoleContext, role_environment
 from tests.support.episodes import make_episode
 
@@ -139,6 +139,14 @@ def test_a_score_that_is_not_finite_leaves_the_group_out_and_is_named() -> None:
     references = [[np.full(4, np.nan, np.float32)] for _ in episodes]
     scores = Scorer(AdvantageConfig(type="opd"), max_tokens=9).score(episodes, references=references)
     assert not scores.kept.any() and "tokens some that are not finite" in scores.problem
+
+
+def test_a_teacher_is_asked_with_tokens_alone_and_images_are_refused() -> None:
+    orchestrator = {"env": [{"id": "shapes"}], "advantage": {"type": "opd"}, "teacher": {"base_url": "http://t:1/v1"}}
+    exp = Experiment.model_validate({"orchestrator": orchestrator, "model": {"vision": "frozen"}})
+    nobody: Any = None
+    with pytest.raises(OrchestratorError, match="opd asks its teacher with tokens alone"):
+        make_teacher(exp, nobody, [], nobody, "policy")
 
 
 OPD = {"type": "opd"}

@@ -66,6 +66,10 @@ def _model(experiment: Experiment) -> Iterator[Refusal]:
     model = experiment.model
     if model.lora is not None:
         yield Refusal("model.lora", "the transformers backend serves no adapters", f"leave it out, or {_VLLM}")
+    if model.vision is not None:
+        yield Refusal(
+            "model.vision", "the transformers backend takes text alone, no images", f"leave it out, or {_VLLM}"
+        )
     config = read_config(model.name)
     if config is None:
         return

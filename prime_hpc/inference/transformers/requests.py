@@ -61,6 +61,8 @@ class Reader:
     def tokens(self, body: Mapping[str, Any]) -> Job:
         """Read the body of `/inference/v1/generate`."""
         own, rest = _split(body, {"model", "token_ids", "sampling_params"})
+        if "content_parts" in rest:
+            raise BadRequestError("content_parts: the transformers backend takes text alone, no images")
         if rest:
             raise BadRequestError(f"{', '.join(sorted(rest))}: the transformers backend does not know this field")
         stated = own.get("sampling_params") or {}
