@@ -353,7 +353,7 @@ class Supervisor:
                 role.state = "done"
                 logger.info(f"{role.spec.label} is done")
                 return
-            self._on_unexpected_exit(role, role.cause_of_death())
+            self._on_unexpected_exit(role, *role.death())
         elif missing := role.missing_hosts():
             self._on_lost_nodes(role, missing, have_spoken=bool(role.agents()))
         elif role.state == "starting":
@@ -398,7 +398,7 @@ class Supervisor:
     def _note_lost(self, hosts: Sequence[str]) -> None:
         self.attempt.lost_nodes = list(dict.fromkeys([*self.attempt.lost_nodes, *hosts]))
 
-    def _on_unexpected_exit(self, role: Role, cause: str) -> None:
+    def _on_unexpected_exit(self, role: Role, cause: str, permanent: bool = False) -> None:
         """Start a server again that ended and should not have; for other roles end the attempt."""
         if not self._is_done_with(role) and not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
             self._on_lost_nodes(role, lost)
@@ -422,7 +422,7 @@ class Supervisor:
         if self._ready_at is not None and self._children is None:
             needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
             self._save_first.ask(self._roles, role, needs_s, left_s, self._pulse, self._is_over)
-        raise Ended(1, cause)
+        raise Ended(1, cause, permanent=permanent)
 
     def _is_done_with(self, role: Role) -> bool:
         if self._stop is not None and (role.is_server or role.has_reported("done")):

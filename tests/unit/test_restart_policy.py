@@ -118,30 +118,17 @@ def test_a_job_comes_back_while_it_gets_on() -> None:
     assert decide([*crashes, row("failed", 7, before=5)], policy, "requeue").again
 
 
-@pytest.mark.parametrize(
-    ("cause", "ends"),
-    [
-        ("trainer rank 0: SFTDataError: /data/a.jsonl:20: no JSON object", True),
-        ("orchestrator: EnvError: orchestrator.env.0: no such argument: max_term", True),
-        ("trainer: ValueError: trainer.parallel.ep = 2, but the model has no experts", True),
-        ("orchestrator: EnvError: environment x: ConnectTimeout: the hub", False),
-        ("trainer rank 1: ValueError: /lustre/m: [Errno 116] Stale file handle", False),
-        ("trainer rank 0: ValueError: 8 GPUs were planned for the trainer's ranks on this node, 7 are visible", False),
-        ("inference[0]: ValueError: the model /scratch/m: no such directory on n3", False),
-        ("trainer rank 0: RuntimeError: CUDA error: an illegal memory access was encountered", False),
-        ("trainer was killed by signal 9", False),
-        ("the service said so: 12 times", False),
-    ],
-)
-def test_an_error_of_what_a_run_was_given_is_not_tried_a_third_time(cause: str, ends: bool) -> None:
-    failed = {**row("failed", None), "cause": cause}
-    policy = RestartConfig()
-    assert decide([failed], policy, "requeue").again  # it may be a node that lacks something
-    decision = decide([failed, failed], policy, "requeue")
-    assert decision.again is not ends
+def test_an_error_that_its_role_calls_permanent_is_not_tried_a_third_time() -> None:
+    cause, policy = "trainer rank 0: SFTDataError: /data/a.jsonl:20: no JSON object", RestartConfig()
+    failed = {**row("failed", None), "cause": cause, "permanent": True}
+    assert decide([failed], policy, "requeue").again  # it may be a node that sees another file
+    assert not decide([failed, failed], policy, "requeue").again
     assert decide([failed, {**failed, "cause": f"{cause} once more"}], policy, "requeue").again
-    assert decide([failed, {**row("preempted", None), "cause": cause}], policy, "requeue").again
-    assert decide([failed, {**row("failed", 8, before=4), "cause": cause}], policy, "requeue").again
+    assert decide([failed, {**failed, "outcome": "preempted"}], policy, "requeue").again
+    assert decide([failed, {**failed, "saved_before": 4, "saved_step": 8}], policy, "requeue").again
+    assert decide([failed, {**failed, "permanent": False}], policy, "requeue").again
+    of_a_version_before = {key: value for key, value in failed.items() if key != "permanent"}
+    assert decide([of_a_version_before] * 2, policy, "requeue").again, "whatever its words"
 
 
 def test_preemption_never_counts_as_a_crash() -> None:
