@@ -5,7 +5,7 @@ import os
 _OF_INPUT = (ValueError, TypeError)
 """Errors of data, code or keys, where nothing else led to them."""
 _OF_CODE = (*_OF_INPUT, ArithmeticError, AssertionError, AttributeError, LookupError, NameError, SyntaxError)
-"""What may lead to one without the machine, the network or the file system having a part in it."""
+"""Errors that may lead to one without the machine, the network or the file system having a part in it."""
 _MOST_LINKS = 100
 
 

@@ -61,7 +61,7 @@ class Attempt:
     next: str | None = None
     """How the run comes back, see `AttemptRow.next`."""
     permanent: bool = False
-    """Whether another attempt would end for the same cause, by the word of the role that failed."""
+    """Set where the role that failed says that another attempt would end for the same cause."""
 
 
 class Ended(Exception):
