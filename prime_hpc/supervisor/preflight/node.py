@@ -99,8 +99,8 @@ def node_facts(
         ask_osts: look at Lustre's single OSTs too; one node's word about them is enough.
 
     Returns:
-        facts, with `problems` (the node must not be used), those of them that are `shared`: of the run directory, which
-        all nodes see, so that none is to be avoided for it, and `warnings`.
+        facts, with `problems` (the node must not be used), those of them that are `shared` (of the run directory, which
+        all nodes see: none is to be avoided for it) and `warnings`.
     """
     problems: list[str] = []
     shared: list[str] = []
