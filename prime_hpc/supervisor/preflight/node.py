@@ -120,10 +120,8 @@ def node_facts(
     try:
         free_gib = disk.free_bytes(run_dir) / _GIB
         if free_gib < min_free_gib:
-            shared.append(
-                f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g} GiB are needed "
-                "(slurm.preflight.min_free_gib): free some space"
-            )
+            wanted = f"{min_free_gib:g} GiB are needed (slurm.preflight.min_free_gib): free some space"
+            shared.append(f"{run_dir} has {free_gib:.2f} GiB free, {wanted}")
     except OSError as error:
         problems.append(f"{run_dir} cannot be asked for its free space: {error.strerror}")
     full = lustre.full_osts(run_dir) if ask_osts else None
