@@ -29,7 +29,7 @@ from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import link_of, list_versions, prune_weights, read_chain
 from prime_hpc.supervisor.attempt.resume import _weights_of
-from prime_hpc.weight_transport import delta_codec, delta_image
+from prime_hpc.weight_transport import delta, delta_codec, delta_image
 from prime_hpc.weight_transport.delta import DELTA, DeltaSender
 from prime_hpc.weight_transport.delta_image import restore
 from prime_hpc.weight_transport.transport import Place, VersionReader, WholeFile, transport_of
@@ -336,6 +336,24 @@ def test_a_disk_that_takes_a_part_of_a_write_leaves_no_hole(tmp_path: Path, monk
     with pytest.raises(StoreError, match="disk full"):
         restore(paths.weights_step(3), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_node_without_memory_for_the_values_sends_whole_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    trainer, reader = Trainer(paths), VersionReader(tmp_path / "node")
+    size, free = trainer.values[0].nbytes, iter([10**12, 1])  # rank 1's node has too little
+    monkeypatch.setattr(delta, "available_bytes", lambda: next(free, 1))
+    for version in (1, 2, 3, 4):
+        trainer.run([version])
+        assert fetch(reader, paths, version) == trainer.content
+    assert wholes(paths) == [1, 2, 3, 4]
+    assert not any(isinstance(sender, DeltaSender) and sender._kept for sender in trainer.senders)
+    free = iter([size / delta.HEADROOM] * NUM_RANKS)
+    enough = Trainer(RunPaths(tmp_path / "other"))
+    enough.run([1, 2, 3, 4])
+    assert wholes(enough.paths) == [1, 2]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
