@@ -1,5 +1,6 @@
 """Whether a job comes back, and what its ends are called: from Slurm's own words, recorded on 22.05."""
 
+import errno
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.script import render_job
 from prime_hpc.slurm.termination import JobLog, parse_termination
 from prime_hpc.slurm.time_limit import TimeLimit
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
 from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
 from prime_hpc.supervisor.stop_requests import Controls
 
@@ -269,6 +272,35 @@ def test_files_ask_for_a_save_and_for_the_end(tmp_path: Path) -> None:
     assert (request.outcome, request.code, request.save) == ("stopped", 0, True)
     assert not (tmp_path / STOP).exists()
     assert one.poll() == request, "whoever asks first is not the only one to hear of it"
+
+
+@pytest.mark.parametrize("error", [StoreError("STOP: not writable"), OSError(errno.ESTALE, "Stale file handle")])
+def test_a_file_that_cannot_be_removed_asks_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Another user's in a folder with the sticky bit, or on a file system that is read-only by now: no reason to end as
+    failed, at its end with its roles left behind, or to save at every look."""
+
+    def fails(path: Path) -> None:
+        raise error
+
+    one, remove = controls(tmp_path), files.remove_file
+    monkeypatch.setattr(files, "remove_file", fails)
+    (tmp_path / SAVE).touch()
+    for _ in range(3):
+        one._next_look = 0.0
+        assert one.poll() is None and one.num_saves == 1
+    monkeypatch.setattr(files, "remove_file", remove)
+    one._next_look = 0.0
+    assert one.poll() is None and one.num_saves == 1 and not (tmp_path / SAVE).exists(), "the same request"
+    (tmp_path / SAVE).touch()
+    one._next_look = 0.0
+    assert one.poll() is None and one.num_saves == 2
+    monkeypatch.setattr(files, "remove_file", fails)
+    (tmp_path / STOP).touch()
+    assert (final := one.final_request()) is not None and final.outcome == "stopped"
+    one._next_look = 0.0
+    assert one.poll() == final
 
 
 def test_the_time_limit_is_seen_before_it_strikes(tmp_path: Path) -> None:
