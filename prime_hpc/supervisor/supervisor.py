@@ -16,6 +16,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.console import Console
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, Ended, close_attempt, write_attempt
@@ -181,8 +182,8 @@ class Supervisor:
             self._hubs.keep(self._kept.no_servers)
         try:
             self._hub = self._hubs.open(self._environment, incarnation, self._on_message, on_nodes=on_nodes)
-        except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
-            raise Ended(2, str(error)) from error
+        except (ConfigError, StoreError) as error:  # no such network on this node; no port, which another one may have
+            raise Ended(1 if on_nodes and isinstance(error, (NodeError, StoreError)) else 2, str(error)) from error
 
     def _check_nodes(self) -> None:
         """Preflight. Raises Ended where a node is bad, or where somebody wants the attempt to end."""
@@ -333,8 +334,8 @@ class Supervisor:
             request, deadline = self._stop = self._controls.stop_or_cancel(*self._stop, self._clock.now())
             self.attempt.next = "slurm" if request.by_slurm else None
             if self._clock.now() > deadline:
-                outcome = request.outcome if request.outcome in FINAL else "failed"
-                raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", outcome)
+                cause = f"{request.reason}; not saved within {request.budget_s:.0f} s"
+                raise Ended(request.code or 1, cause, request.outcome if request.outcome in FINAL else "failed")
         elif request is not None:
             self.attempt.next = "slurm" if request.by_slurm else None
             self._note_lost(request.lost_nodes)
@@ -468,10 +469,9 @@ class Supervisor:
         as returned, cancelled or stopped if somebody asked for that meanwhile."""
         kept, spared = (self.left.roles, self.left.no_servers) if self.left is not None else ([], [])
         self._hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
-        grace = self._experiment.supervisor.grace_s
         over = [role for role in self._roles if role not in kept]
         children = self._children.pids if self._children is not None else []
-        killed = end_roles(over, grace, children, self._pulse.tick)
+        killed = end_roles(over, self._experiment.supervisor.grace_s, children, self._pulse.tick)
         if self._children is not None:
             self._children.end(ended.cause)
         serving = [role.pid for role in kept if role.was_started]
