@@ -207,8 +207,8 @@ class Supervisor:
             inference_urls=self._urls.get("inference", []),
             teacher_urls=self._urls.get("teacher", []),
         )
-        environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
-        environment[FENCE] = str(self._experiment.slurm.restart.fence_s)
+        fence_s = str(self._experiment.slurm.restart.fence_s)
+        environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1", FENCE: fence_s}
         if is_parent(self._experiment):
             run = self._paths.root, self._experiment, self.attempt, self._environment
             self._children = ChildOrchestrators(*run, self._hubs.publish, self._reaper, clock=self._clock.now)
@@ -309,6 +309,7 @@ class Supervisor:
                 self._stop = self._stop[0], self._stop[1] + gap
         stopped, self._missed = missed - self._missed, missed
         if stopped > STOPPED_S:
+            self._fence.look(at_once=True)  # the next STOP or SAVE may be for a newer attempt
             for one in watched:
                 one.forget_silence()
             logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
@@ -365,9 +366,8 @@ class Supervisor:
                 self._on_unexpected_exit(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:
             if self._health.has_failed(role):
-                self._on_unexpected_exit(
-                    role, f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s"
-                )
+                cause = f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s"
+                self._on_unexpected_exit(role, cause)
         elif role.heartbeat_age_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._on_unexpected_exit(role, f"{role.spec.label} gave no sign of life for {role.heartbeat_age_s():.0f} s")
 
