@@ -129,7 +129,7 @@ def _of_this_machine(error: Exception) -> str:
             f"{around!r} holds bytes that are no text in this locale ({sys.getfilesystemencoding()}): "
             "export LC_ALL=C.UTF-8, or rename the file or folder"
         )
-    from prime_hpc.runtime.home import missing_home
+    from prime_hpc.runtime.failures import missing_home
 
     return missing_home(error)
 

@@ -336,6 +336,7 @@ VERBS: dict[str, Verb] = {
             ("--rollouts", "batches too"),
             ("--folder", "as plain files below DESTINATION, not as one packed file"),
             ("--delete-source", "delete the run once its archive is verified"),
+            ("--force", "with --delete-source: though other runs' configs name files of it"),
             ("--restore", "the other way round: the run directory from an archive"),
             ("--json", "print as JSON"),
         ),

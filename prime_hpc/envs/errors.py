@@ -1,5 +1,11 @@
-"""The environments' one user-facing error. Raised while an `EnvPool` starts, never by a running episode."""
+"""The environments' user-facing errors. Raised while an `EnvPool` starts, never by a running episode."""
+
+from prime_hpc.runtime.failures import NodeError
 
 
 class EnvError(ValueError):
     """An environment cannot be set up as configured: the message says what is wrong and what to do."""
+
+
+class EnvNodeError(EnvError, NodeError):
+    """This node cannot play an environment that is configured well: another one, or later, may."""

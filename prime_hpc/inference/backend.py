@@ -41,6 +41,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import BACKENDS
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.runtime.device import Device
+from prime_hpc.runtime.failures import NodeError
 
 POLICY = "policy"
 """Name under which every server serves the policy, beside the model's own."""
@@ -216,7 +217,7 @@ def check_backend(experiment: Experiment, key: str, device: Device) -> Backend:
     name = section(experiment).backend
     backend = load_backend(name, f"{key}.backend")
     if missing := backend.missing():
-        raise ValueError(f"{key}.backend = {name}: {missing}")
+        raise NodeError(f"{key}.backend = {name}: {missing}")
     for refusal in backend.refusals(experiment.model_copy(update={"device": device.type})):
         raise ValueError(f"{refusal.key.replace('inference.', f'{key}.', 1)}: {refusal.reason}; {refusal.remedy}")
     return backend

@@ -168,8 +168,11 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
 
 
 def says_nothing(error: Exception) -> bool:
-    """Return whether a failed read tells nothing of what was read: another try, or another node, may well read it."""
-    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in (None, *PROOFS))
+    """Return whether a failure tells nothing of what was to be read: another try, or another node, may well have it. So
+    does a disk of this node that is full, or over its quota, when the version is to be written there."""
+    is_of_disk = isinstance(error, StoreError) and not isinstance(error, ArtifactError)
+    cause = error.__cause__ if is_of_disk and error.__cause__ is not None else error
+    return isinstance(error, Unreadable) or (isinstance(cause, OSError) and cause.errno not in (None, *PROOFS))
 
 
 def verify_version(path: Path, version: int) -> Manifest:

@@ -28,6 +28,7 @@ from prime_hpc.inference import server_process
 from prime_hpc.inference.backend import Start, check_backend, section
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import planned_device
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging import sockets
 
@@ -131,7 +132,7 @@ def _require_model(name: str) -> None:
         ValueError: that.
     """
     if name.startswith(("/", ".")) and not Path(name).exists():
-        raise ValueError(f"the model {name}: no such directory on {socket.gethostname()}")
+        raise NodeError(f"the model {name}: no such directory on {socket.gethostname()}")
 
 
 def _bind(host: str, port: int, key: str) -> socket.socket:

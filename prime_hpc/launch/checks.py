@@ -46,12 +46,20 @@ _MASTER_AND_MOMENTS = 2 * 3
 """A checkpoint over 16-bit weights: float32 master weights and both of Adam's moments."""
 
 
-def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = False, waits: bool = False) -> None:
+def check(
+    loaded: Loaded,
+    role: str | None = None,
+    *,
+    by_slurm: bool = False,
+    starts_elsewhere: bool = False,
+    waits: bool = False,
+) -> None:
     """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it.
 
     Args:
         loaded: the experiment.
         role: the role alone; None: the whole run.
+        by_slurm: it runs as a job, whose preflight asks for room too.
         starts_elsewhere: the job starts from another Python environment than this one (a container, a pack): one that
             is not installed here is for lint to warn of, and for the job's own check to refuse.
         waits: the job waits for another one (`slurm.dependency`), which may make the model or the data.
@@ -65,7 +73,7 @@ def check(loaded: Loaded, role: str | None = None, *, starts_elsewhere: bool = F
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
-        *_space(experiment),
+        *_space(experiment, by_slurm),
     ]
     if problems:
         once = {(p.key, p.message): p for p in problems}.values()  # trainer and engines load the same model
@@ -341,7 +349,7 @@ def _compression(experiment: Experiment) -> list[Problem]:
     return [Problem("needs pyarrow: pip install 'prime-hpc[export]'", "orchestrator.compress_rollouts")]
 
 
-def _space(experiment: Experiment) -> list[Problem]:
+def _space(experiment: Experiment, by_slurm: bool = False) -> list[Problem]:
     """Check that the output directory is writable and has room for what a run keeps at once."""
     root = experiment.output_dir
     try:
@@ -352,16 +360,16 @@ def _space(experiment: Experiment) -> list[Problem]:
     except OSError as error:
         return [Problem(f"{root} cannot be written: {error.strerror}", "output_dir")]
     kept, free = _bytes_kept(experiment), shutil.disk_usage(root).free
-    if free < max(MIN_FREE_BYTES, kept):
-        wants = f"the run keeps about {kept / 2**30:.2f} GiB of weights and checkpoints at once"
-        if kept < MIN_FREE_BYTES:
-            wants = f"logs and results want {MIN_FREE_BYTES >> 20} MiB"
-        return [
-            Problem(
-                f"{root} has {free / 2**30:.2f} GiB free, but {wants}; free some space or choose another output_dir",
-                "output_dir",
-            )
-        ]
+    preflight = experiment.slurm.preflight
+    asked = preflight.min_free_gib * 2**30 if by_slurm and preflight.enabled else 0
+    needed, wants = max(
+        (kept, f"the run keeps about {kept / 2**30:.2f} GiB of weights and checkpoints at once"),
+        (asked, f"the job's preflight wants {preflight.min_free_gib:g} GiB (slurm.preflight.min_free_gib)"),
+        (MIN_FREE_BYTES, f"logs and results want {MIN_FREE_BYTES >> 20} MiB"),
+    )
+    if free < needed:
+        text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {wants}"
+        return [Problem(f"{text}; free some space or choose another output_dir", "output_dir")]
     lack = _lack_on_osts(experiment)
     return [Problem(f"{lack}; free some space or choose another directory", "output_dir")] if lack else []
 

@@ -147,7 +147,7 @@ def _leave_result(run_dir: Path, code: int) -> None:
 def main() -> None:
     """Entry point of the batch script."""
     from prime_hpc.config.errors import ConfigError
-    from prime_hpc.runtime.home import missing_home
+    from prime_hpc.runtime.failures import missing_home
     from prime_hpc.store.errors import Unreadable
     from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, requeue_blindly
     from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN

@@ -82,7 +82,7 @@ def submit(
         return 0
 
     elsewhere, waits = starts_elsewhere(made.experiment, made.site), bool(made.experiment.slurm.dependency)
-    check(loaded, starts_elsewhere=elsewhere, waits=waits)
+    check(loaded, by_slurm=True, starts_elsewhere=elsewhere, waits=waits)
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
     run_dir, job, adopted = _queue(loaded, made, ranking)

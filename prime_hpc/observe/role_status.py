@@ -16,7 +16,7 @@ from loguru import logger
 
 from prime_hpc.runtime.activity import now_doing
 from prime_hpc.runtime.atomic_write import write_atomic
-from prime_hpc.runtime.home import missing_home
+from prime_hpc.runtime.failures import is_permanent, missing_home
 from prime_hpc.runtime.process_memory import resident_bytes
 from prime_hpc.runtime.role_context import RoleContext
 
@@ -78,6 +78,7 @@ class RoleStatus:
             "incarnation": context.incarnation,
             "info": {},
             "error": None,
+            "permanent": False,
             "count": 0,
         }
 
@@ -115,15 +116,22 @@ class RoleStatus:
         """Keep why the role will end, which `failed` reports whatever comes in between; until then it beats on."""
         self._ends_for = self._ends_for or reason
 
-    def failed(self, error: BaseException | str) -> None:
-        """Report that the role ends for this reason. The first one stands: a SIGTERM that follows is a consequence."""
+    def failed(self, error: BaseException | str, words: str | None = None) -> None:
+        """Report that the role ends for this reason, and whether it would end so again. The first one stands: a SIGTERM
+        that follows is a consequence.
+
+        Args:
+            error: why.
+            words: in place of an exception's own.
+        """
         self._stopped.set()
         if self._row["state"] == "failed":
             return
+        permanent = False
         if isinstance(error, BaseException):
-            error = missing_home(error) or f"{type(error).__name__}: {error}"
-        text = self._ends_for or error
-        self._report(state="failed", error=text)
+            permanent = self._ends_for is None and is_permanent(error)
+            error = words or missing_home(error) or f"{type(error).__name__}: {error}"
+        self._report(state="failed", error=self._ends_for or error, permanent=permanent)
 
     def start_heartbeat(self, interval_s: float = 5.0) -> None:
         """Beat from daemon threads until `done` or `failed`: one publishes and touches no file, one writes the file."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.gpus import build_problem, driver_problem, driver_version, stated_devices, visible_gpus
 
 DEVICE = "PRIMEHPC_DEVICE"
@@ -19,7 +20,7 @@ Stated = Literal["auto", "cuda", "cpu"]
 NONE_SEEN = "no NVIDIA GPU is to be seen here; device: cuda would refuse this"
 
 
-class DeviceError(ValueError):
+class DeviceError(NodeError):
     """GPUs were planned and are not there; says what is and what to do."""
 
 

@@ -60,15 +60,16 @@ class Attempt:
     """Labels of the roles that went on from the attempt before, in the same job."""
     next: str | None = None
     """How the run comes back, see `AttemptRow.next`."""
+    permanent: bool = False
+    """Set where the role that failed says that another attempt would end for the same cause."""
 
 
 class Ended(Exception):
     """The attempt is over; carries the exit code, the cause and the outcome."""
 
-    def __init__(self, code: int, cause: str, outcome: str | None = None) -> None:
+    def __init__(self, code: int, cause: str, outcome: str | None = None, permanent: bool = False) -> None:
         super().__init__(cause)
-        self.code = code
-        self.cause = cause
+        self.code, self.cause, self.permanent = code, cause, permanent
         self.outcome = outcome or ("completed" if code == 0 else "failed")
 
 
@@ -119,7 +120,7 @@ def close_attempt(
         now: epoch seconds.
     """
     attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
-    attempt.saved_step = saved_step
+    attempt.saved_step, attempt.permanent = saved_step, ended.permanent
     attempt.seconds = {name: round(value, 1) for name, value in seconds.items()}
 
 

@@ -60,7 +60,7 @@ def run_role(
             runner.run(until_stopped(found, bus.subscribe, status.done, role, advice))
     except expected as error:
         logger.error(str(error))
-        status.failed(str(error))
+        status.failed(error, str(error))
         return 1
     except BaseException as error:
         logger.exception(f"the process of {role} ends because of a bug")

@@ -56,6 +56,7 @@ class AttemptRow(TypedDict, total=False):
     kept: list[str]
     next: str | None
     """`requeue`, `successor`, `slurm`, `IN_PLACE`; None: it does not come back."""
+    permanent: bool
 
 
 class SubmissionRecord(TypedDict, total=False):

@@ -3,7 +3,6 @@
 The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
 """
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -79,6 +78,8 @@ class Controls:
         self._previous: dict[int, object] = {}
         self._next_look = self._next_look_for_why = 0.0
         self._asked_to_stop: str | None = None
+        self._taken: set[str] = set()
+        """Files that were heeded and are still there."""
         self.num_saves = 0
         """How often SAVE was found."""
         self.is_asked_why = False
@@ -191,8 +192,7 @@ class Controls:
         that takes long."""
         if time.monotonic() >= self._next_look_for_why:  # `poll` moves its own on, with a grace time too
             self._next_look_for_why = time.monotonic() + LOOK_S
-            with contextlib.suppress(StoreError, OSError):  # nothing that a save should end of
-                self._look_for_why(self._names())
+            self._look_for_why(self._names())
         cancel = self.cancelled(request.outcome)
         if cancel is None:
             is_again = self._of_slurm is not None and self._of_slurm.by_slurm
@@ -233,20 +233,34 @@ class Controls:
             logger.warning(f"{self._run_dir} cannot be listed: {error}")
             return set()
 
+    def _take(self, name: str, names: set[str]) -> bool:
+        """Return whether a file asks for something, and remove it; one that cannot be removed asks once."""
+        is_known = name in self._taken
+        if name not in names:
+            if names:  # the directory can be listed
+                self._taken.discard(name)
+            return False
+        self._taken.add(name)
+        try:
+            files.remove_file(self._run_dir / name)
+        except (StoreError, OSError) as error:
+            if not is_known:
+                logger.warning(f"{self._run_dir / name} is heeded, but cannot be removed: {error}")
+        else:
+            self._taken.discard(name)
+        return not is_known
+
     def _look_for_stop(self, names: set[str]) -> None:
-        if STOP in names:
-            files.remove_file(self._run_dir / STOP)
+        if self._take(STOP, names):
             self.ask_to_stop("the file STOP was found")
 
     def _look_for_why(self, names: set[str]) -> None:
-        if WHY in names:
-            files.remove_file(self._run_dir / WHY)
+        if self._take(WHY, names):
             self.is_asked_why = True
 
     def _of_files(self) -> StopRequest | None:
         names = self._names()
-        if SAVE in names:
-            files.remove_file(self._run_dir / SAVE)
+        if self._take(SAVE, names):
             self.num_saves += 1
         self._look_for_why(names)
         self._look_for_stop(names)

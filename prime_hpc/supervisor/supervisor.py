@@ -16,6 +16,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.console import Console
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, Ended, close_attempt, write_attempt
@@ -181,8 +182,8 @@ class Supervisor:
             self._hubs.keep(self._kept.no_servers)
         try:
             self._hub = self._hubs.open(self._environment, incarnation, self._on_message, on_nodes=on_nodes)
-        except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
-            raise Ended(2, str(error)) from error
+        except (ConfigError, StoreError) as error:  # no such network on this node; no port, which another one may have
+            raise Ended(1 if on_nodes and isinstance(error, (NodeError, StoreError)) else 2, str(error)) from error
 
     def _check_nodes(self) -> None:
         """Preflight. Raises Ended where a node is bad, or where somebody wants the attempt to end."""
@@ -206,8 +207,8 @@ class Supervisor:
             inference_urls=self._urls.get("inference", []),
             teacher_urls=self._urls.get("teacher", []),
         )
-        environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
-        environment[FENCE] = str(self._experiment.slurm.restart.fence_s)
+        fence_s = str(self._experiment.slurm.restart.fence_s)
+        environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1", FENCE: fence_s}
         if is_parent(self._experiment):
             run = self._paths.root, self._experiment, self.attempt, self._environment
             self._children = ChildOrchestrators(*run, self._hubs.publish, self._reaper, clock=self._clock.now)
@@ -308,6 +309,7 @@ class Supervisor:
                 self._stop = self._stop[0], self._stop[1] + gap
         stopped, self._missed = missed - self._missed, missed
         if stopped > STOPPED_S:
+            self._fence.look(at_once=True)  # the next STOP or SAVE may be for a newer attempt
             for one in watched:
                 one.forget_silence()
             logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
@@ -333,8 +335,8 @@ class Supervisor:
             request, deadline = self._stop = self._controls.stop_or_cancel(*self._stop, self._clock.now())
             self.attempt.next = "slurm" if request.by_slurm else None
             if self._clock.now() > deadline:
-                outcome = request.outcome if request.outcome in FINAL else "failed"
-                raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", outcome)
+                cause = f"{request.reason}; not saved within {request.budget_s:.0f} s"
+                raise Ended(request.code or 1, cause, request.outcome if request.outcome in FINAL else "failed")
         elif request is not None:
             self.attempt.next = "slurm" if request.by_slurm else None
             self._note_lost(request.lost_nodes)
@@ -353,7 +355,7 @@ class Supervisor:
                 role.state = "done"
                 logger.info(f"{role.spec.label} is done")
                 return
-            self._on_unexpected_exit(role, role.cause_of_death())
+            self._on_unexpected_exit(role, *role.death())
         elif missing := role.missing_hosts():
             self._on_lost_nodes(role, missing, have_spoken=bool(role.agents()))
         elif role.state == "starting":
@@ -364,9 +366,8 @@ class Supervisor:
                 self._on_unexpected_exit(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:
             if self._health.has_failed(role):
-                self._on_unexpected_exit(
-                    role, f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s"
-                )
+                cause = f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s"
+                self._on_unexpected_exit(role, cause)
         elif role.heartbeat_age_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._on_unexpected_exit(role, f"{role.spec.label} gave no sign of life for {role.heartbeat_age_s():.0f} s")
 
@@ -398,7 +399,7 @@ class Supervisor:
     def _note_lost(self, hosts: Sequence[str]) -> None:
         self.attempt.lost_nodes = list(dict.fromkeys([*self.attempt.lost_nodes, *hosts]))
 
-    def _on_unexpected_exit(self, role: Role, cause: str) -> None:
+    def _on_unexpected_exit(self, role: Role, cause: str, permanent: bool = False) -> None:
         """Start a server again that ended and should not have; for other roles end the attempt."""
         if not self._is_done_with(role) and not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
             self._on_lost_nodes(role, lost)
@@ -422,7 +423,7 @@ class Supervisor:
         if self._ready_at is not None and self._children is None:
             needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
             self._save_first.ask(self._roles, role, needs_s, left_s, self._pulse, self._is_over)
-        raise Ended(1, cause)
+        raise Ended(1, cause, permanent=permanent)
 
     def _is_done_with(self, role: Role) -> bool:
         if self._stop is not None and (role.is_server or role.has_reported("done")):
@@ -468,10 +469,9 @@ class Supervisor:
         as returned, cancelled or stopped if somebody asked for that meanwhile."""
         kept, spared = (self.left.roles, self.left.no_servers) if self.left is not None else ([], [])
         self._hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
-        grace = self._experiment.supervisor.grace_s
         over = [role for role in self._roles if role not in kept]
         children = self._children.pids if self._children is not None else []
-        killed = end_roles(over, grace, children, self._pulse.tick)
+        killed = end_roles(over, self._experiment.supervisor.grace_s, children, self._pulse.tick)
         if self._children is not None:
             self._children.end(ended.cause)
         serving = [role.pid for role in kept if role.was_started]

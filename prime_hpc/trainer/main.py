@@ -34,7 +34,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.logs import separate_native_stderr, setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
-from prime_hpc.runtime.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
+from prime_hpc.runtime.device import Device, DeviceError, describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
 from prime_hpc.runtime.process_tree import die_with_parent
@@ -96,20 +96,20 @@ def select_device(experiment: Experiment) -> tuple[torch.device, str]:
     """Return this rank's device and the backend of its process group, as the plan has them; nothing is decided here.
 
     Raises:
-        ValueError: GPUs were planned and are not there, `trainer.backend = nccl` was planned on the CPU, or there are
+        DeviceError: GPUs were planned and are not there, `trainer.backend = nccl` was planned on the CPU, or there are
             more ranks than GPUs on this node.
     """
     backend = experiment.trainer.backend
     device = Device("cpu", why="trainer.backend = gloo") if backend == "gloo" else planned_device(experiment.device)
     if device.type == "cpu":
         if backend == "nccl":
-            raise ValueError(f"trainer.backend = nccl, but the trainer was given no GPU ({device.why}); use auto")
+            raise DeviceError(f"trainer.backend = nccl, but the trainer was given no GPU ({device.why}); use auto")
         logger.log("INFO" if device.is_stated else "WARNING", describe_cpu(device))
         return torch.device("cpu"), "gloo"
     count = require_gpus(device, process="the trainer's ranks on this node")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= count:
-        raise ValueError(
+        raise DeviceError(
             f"local rank {local_rank} has no GPU: {count} visible; lower trainer.num_ranks or check trainer_gpu_ids"
         )
     own = torch.device("cuda", local_rank)
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the process's outermost frame: any reason is written down, then exit 1
         logger.opt(exception=True).error(f"rank {rank} failed")
-        status.failed(f"rank {rank}: {type(error).__name__}: {error}")
+        status.failed(error, f"rank {rank}: {type(error).__name__}: {error}")
         return 1
     finally:
         bus.close()

@@ -3,7 +3,8 @@
 Every rank keeps, in host memory, the values that it wrote last (its share of the published weights), compares, and
 writes one file of its own with what changed (`delta_codec`). Whole versions (as `files` writes them) come first, every
 `weights.whole_interval` versions, after a failure, and as long as so much changes from version to version that changes
-would not be worth it: then nothing is kept and compared but samples, which cost next to nothing.
+would not be worth it: then nothing is kept and compared but samples, which cost next to nothing. So it is where a rank
+finds too little free memory to keep its values, for as long as the attempt lasts.
 
     version  1      2      3      4    ...        first of an attempt: two whole ones, to see how much changes
              whole  whole  delta  delta     whole
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loguru import logger
 
 from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.runtime.host_memory import available_bytes
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.files import FileEntry
@@ -36,6 +39,8 @@ MOST_CHANGED = 0.1
 SAMPLE = 1024
 """Elements of a place that are compared where whole versions are written, from its middle."""
 MOST_THREADS = 8
+HEADROOM = 0.9
+"""Share of a node's free memory that its ranks may take for what they keep."""
 
 
 class DeltaSender:
@@ -46,14 +51,16 @@ class DeltaSender:
         self._whole = FilesSender(files)
         self._names = [file.name for file in files]
         self._index = {name: number for number, name in enumerate(self._names)}
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // local_ranks))
+        self._local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // self._local_ranks))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta") if threads > 1 else None
         self._most_pending = 2 * threads
         self._pending: deque[tuple[Place, int, int, Future[delta_codec.Change]]] = deque()
         """Chunks that are being compared: their place, where in it they begin, and their bytes."""
         self._kept: dict[Place, delta_codec.Bytes] = {}
         """The values that this rank wrote last, where they are kept."""
+        self._room, self._fits = 0.0, True
+        """Bytes that may be kept yet; whether they were enough. On rank 0 whether every rank's were."""
         self._samples: dict[Place, delta_codec.Bytes] = {}
         """Where they are not."""
         self._form, self._stage = VersionForm(), Path()
@@ -77,7 +84,7 @@ class DeltaSender:
         is_worth_it = self._changed is None or self._changed <= MOST_CHANGED
         if last is None or self._changed is None or not is_worth_it or self._num_deltas + 1 >= self._interval:
             self._base = None
-            return VersionForm(keeps_values=is_worth_it)
+            return VersionForm(keeps_values=is_worth_it and self._fits)
         self._base = last
         return VersionForm(is_whole=False, keeps_values=True)
 
@@ -90,6 +97,8 @@ class DeltaSender:
             self._whole.open(form, stage, stack)
         if not form.keeps_values:
             self._kept = {}
+        elif not self._kept:  # before any rank takes some
+            self._room = available_bytes() * HEADROOM / self._local_ranks
 
     def write(self, place: Place, values: Any) -> None:
         """Take a place: write it, or find what changed."""
@@ -120,10 +129,17 @@ class DeltaSender:
     def _keep(self, place: Place, new: delta_codec.Bytes) -> None:
         self._samples.pop(place, None)
         kept = self._kept.get(place)
-        if kept is None:
-            self._kept[place] = new.copy()
-        else:
+        if kept is not None:
             kept[:] = new
+        elif self._fits and len(new) <= self._room:
+            self._room -= len(new)
+            self._kept[place] = new.copy()
+        elif self._fits:
+            self._kept, self._fits = {}, False
+            logger.warning(
+                f"weights.transport = {NAME} keeps each rank's share of a version in host memory, and this node has "
+                f"{available_bytes() / 2**30:.1f} GiB left for {self._local_ranks} rank(s): versions go as whole files"
+            )
 
     def _compare(self, place: Place, new: delta_codec.Bytes) -> None:
         """Find what changed, chunk by chunk; the kept values become the new ones."""
@@ -154,7 +170,7 @@ class DeltaSender:
     def finalize(self) -> tuple[dict[str, FileEntry], dict[str, Any]]:
         """Make this rank's files durable."""
         self._collect(0)
-        facts = {"changed": self._counts[0], "elements": self._counts[1]}
+        facts = {"changed": self._counts[0], "elements": self._counts[1], "fits": self._fits}
         if self._form.is_whole:
             return self._whole.finalize()[0], facts
         if not self._rows:
@@ -168,6 +184,7 @@ class DeltaSender:
     def meta(self, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Say against what the version stands; remember how much changed."""
         elements = sum(fact["elements"] for fact in facts)
+        self._fits = all(fact["fits"] for fact in facts)
         if elements:
             self._changed = sum(fact["changed"] for fact in facts) / elements
         if self._base is None:
@@ -180,7 +197,7 @@ class DeltaSender:
     def sent(self, manifest: Manifest) -> None:
         """Keep this version's values, where the next one may be compared with them."""
         self._num_deltas = self._num_deltas + 1 if self._base is not None else 0
-        self._last = manifest if self._form.keeps_values else None
+        self._last = manifest if self._form.keeps_values and self._fits else None
 
 
 class DeltaTransport:

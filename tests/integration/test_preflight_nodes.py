@@ -40,6 +40,19 @@ from prime_hpc.supervisor.preflight.node import main
 sys.exit(main(sys.argv[2:]))
 """
 
+FULL = """
+import errno, sys
+from prime_hpc.store.io import disk, files
+from prime_hpc.supervisor.preflight.node import main
+
+def write(path, data, **options):
+    with disk.disk_errors(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+files.write_atomic = write
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 class Nodes:
     """Stands for srun: the command once a host, as plain processes; `odd` changes a host's command."""
@@ -195,6 +208,13 @@ def test_too_little_space(tmp_path: Path) -> None:
     assert not report.ok and checkup.nodes_at_fault(report) == {}, "every node sees the same directory"
     report.verdicts[1].problems.append("port 8000 is taken on it")
     assert set(checkup.nodes_at_fault(report)) == {"b"}
+
+
+def test_a_node_that_writes_nothing_for_want_of_room_is_not_at_fault(tmp_path: Path) -> None:
+    odd = {"b": lambda argv: [sys.executable, "-c", FULL, *module_arguments(argv)[1:]]}
+    report = run_preflight(make_plan(tmp_path, ["a", "b"]), Nodes(odd))
+    assert "disk full" in by_host(report)["b"][0]
+    assert Checkup.__new__(Checkup).nodes_at_fault(report) == {}
 
 
 def test_old_files_of_another_attempt_do_not_count(tmp_path: Path) -> None:

@@ -116,6 +116,11 @@ def test_a_failed_role_ends_the_run_and_is_named(run_dir: Path) -> None:
     assert attempt["cause"] == "trainer: disk full at step 3"
 
 
+def test_an_attempt_is_written_down_as_one_that_would_end_so_again(run_dir: Path) -> None:
+    code, attempt = supervise(run_dir, [role("orchestrator", run_dir, "refuse:no such argument", "exit:1")])
+    assert (code, attempt["cause"]) == (1, "orchestrator: ValueError: no such argument") and attempt["permanent"]
+
+
 def test_what_fails_after_a_newer_life_has_begun_is_called_fenced(run_dir: Path) -> None:
     """A newer attempt sweeps up what it finds: that, and not the missing file, is why the older one's roles fail."""
     newer = run_dir / "incarnation" / "000002"

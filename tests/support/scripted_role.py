@@ -90,6 +90,8 @@ def act(action: str, status: RoleStatus, bus: BusClient) -> None:
         status.done()
     elif name == "fail":
         status.failed(value)
+    elif name == "refuse":
+        status.failed(ValueError(value))
     elif name == "exit":
         sys.exit(int(value))
     elif name == "beat":

@@ -239,6 +239,44 @@ def test_another_users_run_is_not_deleted(
     assert run_dir.exists()
 
 
+def test_a_run_whose_weights_another_one_uses_is_not_deleted(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path / "none"))
+    (tmp_path / "alias").symlink_to(run_dir.parent)
+    for name, words in (
+        ("rl", f"model: {{name: {run_dir}/weights/step_000004}}"),
+        ("judged", f"orchestrator: {{teacher: {{model: {tmp_path}/alias/run/weights/step_000004}}}}"),
+        ("evaluated", f"kind: eval\neval: {{weights_dir: {run_dir}}}"),
+        ("unlike", f"model: {{name: {run_dir}-2/weights/step_000004}}"),
+        ("broken", f"model: {{name: {run_dir}"),
+    ):
+        make(run_dir.parent / name)
+        (run_dir.parent / name / "run.yaml").write_text(words + "\n")
+    row = json.loads((run_dir.parent / "evaluated" / "attempts.jsonl").read_text()) | {"outcome": "completed"}
+    (run_dir.parent / "evaluated" / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=2)
+    assert "there/rl (" in told and "there/judged (" in told and "say --force" in told
+    assert not any(f"there/{name} (" in told for name in ("evaluated", "unlike", "broken", "run"))
+    assert run_dir.exists() and not (tmp_path / "a.tar").exists(), "before anything is copied"
+    ask(capsys, run_dir, tmp_path / "a.tar")
+    assert ask(capsys, run_dir, tmp_path / "b.tar", "--delete-source", "--force")["deleted"]
+
+
+def test_a_run_that_another_one_uses_by_the_time_it_is_copied_is_not_deleted(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path / "none"))
+
+    def late(*compared: Any) -> None:
+        (run_dir.parent / "rl").mkdir()
+        (run_dir.parent / "rl" / "run.yaml").write_text(f"model: {{name: {run_dir}/weights/step_000004}}\n")
+
+    monkeypatch.setattr(archive, "compare", late)
+    told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=1)
+    assert "a.tar is whole, but" in told and "there/rl (" in told and run_dir.exists()
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_links_out_of_the_run_are_kept_as_their_files_and_the_archive_comes_back(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, folder: bool

@@ -30,12 +30,13 @@ def test_a_rank_that_lost_another_is_not_the_cause(
     role.start()
     role.reap()
     for rank, text in words.items():
-        RoleStatus(RoleContext(role="trainer", run_dir=tmp_path, index=rank)).failed(f"rank {rank}: {text}")
+        error = ValueError() if text.startswith("ValueError") else RuntimeError()
+        RoleStatus(RoleContext(role="trainer", run_dir=tmp_path, index=rank)).failed(error, f"rank {rank}: {text}")
     code = 1 if torchruns_first in words else -9
     role.log_file.write_text(
         f"Root Cause (first observed failure):\n  rank : {torchruns_first}\n  exitcode  : {code}\n"
     )
-    assert role.cause_of_death() == expected
+    assert role.death() == (expected, "ValueError" in expected)
 
 
 def test_the_only_rank_of_a_trainer_ended_as_it_did_and_not_as_torchrun(tmp_path: Path) -> None:
@@ -43,12 +44,12 @@ def test_the_only_rank_of_a_trainer_ended_as_it_did_and_not_as_torchrun(tmp_path
     role = Role(RoleSpec(name="trainer", command=["false"], start_timeout_s=60.0), log_dir, {"PATH": "/usr/bin:/bin"})
     role.start()
     role.reap()
-    assert role.cause_of_death() == "trainer ended with exit code 1"
+    assert role.death().cause == "trainer ended with exit code 1"
     role.log_file.write_text("Root Cause (first observed failure):\n[0]:\n  rank      : 0\n  exitcode  : -9 (pid: 5)\n")
-    assert role.cause_of_death() == "trainer was killed by signal 9"
+    assert role.death().cause == "trainer was killed by signal 9"
     role.start()  # again, into the same log
     role.reap()
-    assert role.cause_of_death() == "trainer ended with exit code 1"
+    assert role.death().cause == "trainer ended with exit code 1"
 
 
 def test_torchrun_s_own_end_is_not_the_rank_s(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_torchrun_s_own_end_is_not_the_rank_s(tmp_path: Path) -> None:
     role = Role(RoleSpec(name="trainer", command=command, start_timeout_s=60.0), log_dir, {"PATH": "/usr/bin:/bin"})
     role.start()
     role.reap()
-    assert role.cause_of_death() == "trainer was killed by signal 9"
+    assert role.death().cause == "trainer was killed by signal 9"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_server_whose_engine_failed_gives_the_engines_reason(
     ]
     told = [*lines, "MemoryError: 4 GiB wanted", "RuntimeError: lost its peer"]
     role.log_file.write_text(before + "\n".join(prefix + line for line in told) + f"\n{words}\n")
-    assert role.cause_of_death() == f"{role.spec.label}: {became}: MemoryError: 4 GiB wanted"
+    assert role.death().cause == f"{role.spec.label}: {became}: MemoryError: 4 GiB wanted"
     worker = prefix.replace("EngineCore_DP0", "Worker_DP0_TP1").replace("core", "multiproc_executor")
     of_engine = [*lines, "Exception: WorkerProc initialization failed due to an exception in a background process."]
     told = [
@@ -99,9 +100,9 @@ def test_a_server_whose_engine_failed_gives_the_engines_reason(
         *(prefix + line for line in of_engine),
     ]
     role.log_file.write_text(before + "\n".join(told) + f"\n{words}\n")
-    assert role.cause_of_death() == f"{role.spec.label}: {became}: torch.OutOfMemoryError: CUDA out of memory"
+    assert role.death().cause == f"{role.spec.label}: {became}: torch.OutOfMemoryError: CUDA out of memory"
     role.log_file.write_text("nothing of an engine\n")
-    assert role.cause_of_death() == f"{role.spec.label}: {words}"
+    assert role.death().cause == f"{role.spec.label}: {words}"
 
 
 def test_an_engine_that_refused_something_before_it_died_did_not_die_of_that(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_an_engine_that_refused_something_before_it_died_did_not_die_of_that(tmp
         core + "RuntimeError: Worker failed with error 'the adapter's rank is 64'",
     ]
     role.log_file.write_text("\n".join(refused))
-    assert role.cause_of_death() == f"{role.spec.label}: {words}"
+    assert role.death().cause == f"{role.spec.label}: {words}"
     died = [
         core + "Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.",
         core + "EngineCore encountered a fatal error.",
@@ -128,11 +129,11 @@ def test_an_engine_that_refused_something_before_it_died_did_not_die_of_that(tmp
     ]
     role.log_file.write_text("\n".join(refused + died))
     became = "an engine died: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
-    assert role.cause_of_death() == f"{role.spec.label}: {became}"
+    assert role.death().cause == f"{role.spec.label}: {became}"
     rest = "".join(f"(Worker_TP{rank} pid=9) ERROR 11-22 23:26:37 [a.py:1]   frame\n" * 200 for rank in range(8))
     assert len(rest) > 64_000
     role.log_file.write_text("\n".join([*died, rest]))
-    assert role.cause_of_death() == f"{role.spec.label}: {became}"
+    assert role.death().cause == f"{role.spec.label}: {became}"
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -167,7 +168,7 @@ def test_a_program_that_ended_before_it_could_report_is_read_in_its_log(
     told = f"$ trainer\n{TRACEBACK}{TORCHRUNS.format(rank=0, code=1)}"
     role.log_file.write_text("".join(label + line for line in told.splitlines(keepends=True)))
     reason = "ended with exit code 1: ImportError: libxxhash.so.0: cannot open shared object file"
-    assert role.cause_of_death() == f"trainer{' rank 0' if num_processes > 1 else ''} {reason}"
+    assert role.death().cause == f"trainer{' rank 0' if num_processes > 1 else ''} {reason}"
 
 
 def test_a_rank_that_native_code_ended_is_read_in_its_standard_error(tmp_path: Path) -> None:
@@ -181,6 +182,6 @@ def test_a_rank_that_native_code_ended_is_read_in_its_standard_error(tmp_path: P
     role.log_file.write_text("$ trainer\n" + TORCHRUNS.format(rank=1, code=-6))
     stderr = log_dir / "rank_1.stderr.log"
     stderr.write_text(f"[rank1]:[E1126 ProcessGroupNCCL.cpp:683] {WATCHDOG}\nframe #0: c10::Error\n")
-    assert role.cause_of_death() == f"trainer rank 1 was killed by signal 6: {WATCHDOG}"
+    assert role.death().cause == f"trainer rank 1 was killed by signal 6: {WATCHDOG}"
     stderr.write_text("terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: no device\n")
-    assert role.cause_of_death() == "trainer rank 1 was killed by signal 6: CUDA error: no device"
+    assert role.death().cause == "trainer rank 1 was killed by signal 6: CUDA error: no device"

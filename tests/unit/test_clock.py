@@ -70,7 +70,7 @@ def test_a_role_is_ready_and_heard_though_its_clock_is_set(tmp_path: Path, wall:
         assert role.has_reported("ready") and role.statuses()[0]["step"] == 1
         assert role.heartbeat_age_s() < 60.0  # not hours, either way
         words.failed("no memory")
-        assert "no memory" in role.cause_of_death()
+        assert "no memory" in role.death().cause
     finally:
         role.kill()
         role.reap()

@@ -14,10 +14,12 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
+from prime_hpc.config.run_files import STOP
 from prime_hpc.kubernetes.manifests import FINAL_CODES
 from prime_hpc.launch import job
 from prime_hpc.launch.pods import COMES_BACK
 from prime_hpc.launch.submission import submit
+from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
@@ -37,6 +39,7 @@ from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
+from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.submissions import ended, load, run_dir, use_fake_slurm, write_config
 
 AWAY = SlurmError(["scontrol"], None, "timed out: no answer within 30 s")
@@ -384,6 +387,25 @@ def test_a_run_directory_that_is_gone_is_believed_when_it_still_is_a_moment_late
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)  # a role's doing
     end = fence.true_end(done)
     assert end.code == EXIT_GONE and "deleted or moved" in end.cause and fence.is_fenced
+
+
+def test_a_supervisor_that_was_stopped_looks_for_a_newer_attempt_before_it_takes_a_stop(tmp_path: Path) -> None:
+    """Woken, it would for some seconds take away the file STOP that a user puts there for the newer one."""
+    raw = Clock()
+    clock = AwakeClock(lambda: raw.now)
+    claim_incarnation(RunPaths(tmp_path / "run"))
+    fence = Fence(RunPaths(tmp_path / "run"), 1, clock.now)
+    supervisor = Supervisor.__new__(Supervisor)
+    health, pulse = SimpleNamespace(take_asking_s=lambda: 0.0), SimpleNamespace(tick=lambda: None)
+    vars(supervisor).update(_fence=fence, _clock=clock, _health=health, _pulse=pulse, _roles=[], _children=None)
+    vars(supervisor).update(_controls=Controls(tmp_path / "run", None, 60.0), _last_tick=clock.now(), _missed=0.0)
+    fence.look()
+    claim_incarnation(RunPaths(tmp_path / "run"), after=1)
+    (tmp_path / "run" / STOP).touch()
+    raw.now += 600.0
+    with pytest.raises(Ended, match="incarnation 2 has begun"):
+        supervisor._tick()
+    assert (tmp_path / "run" / STOP).exists() and fence.is_fenced
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])

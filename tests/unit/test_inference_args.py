@@ -394,7 +394,7 @@ def test_a_model_that_is_not_on_the_node_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prime_hpc.inference.main", str(made.run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert f"ValueError: the model {tmp_path}/model: no such directory on " in done.stderr
+    assert f"NodeError: the model {tmp_path}/model: no such directory on " in done.stderr
 
 
 def test_a_version_that_a_node_cannot_read_now_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,18 @@ def test_a_full_disk_has_no_room_for_what_is_small(
         check(loaded(tmp_path, model))
 
 
+def test_a_job_needs_the_room_that_its_preflight_will_ask_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 29))
+    check(loaded(tmp_path, model))
+    words = r"file system of .*/out has 0.50 GiB free, but .*preflight wants 1 GiB \(slurm.preflight.min_free_gib\)"
+    with pytest.raises(ConfigError, match=words):
+        check(loaded(tmp_path, model), by_slurm=True)
+    check(loaded(tmp_path, model, slurm={"preflight": {"enabled": False}}), by_slurm=True)
+
+
 def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) -> None:
     one = loaded(tmp_path, model)
     run_dir = prepare_run(one)

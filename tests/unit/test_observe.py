@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.envs.errors import EnvError, EnvNodeError
 from prime_hpc.observe.console import CURVE, Console, Tail, duration, short, sparkline
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
 from prime_hpc.observe.role_status import RoleStatus, read_status
+from prime_hpc.runtime.device import DeviceError
+from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.runtime.role_context import RoleContext, role_environment
+from prime_hpc.store.errors import ArtifactError
+from prime_hpc.store.messaging.sockets import NoFreePort
+from prime_hpc.trainer.data.messages import SFTDataError
 
 
 def test_context_survives_the_environment(tmp_path: Path) -> None:
@@ -71,6 +78,53 @@ def test_status_is_read_back_and_rung(tmp_path: Path) -> None:
     assert (row["state"], row["step"], row["error"], row["info"]) == ("failed", 7, "ValueError: no", {"url": "x"})
     assert [payload["state"] for _, payload in rung] == ["ready", "ready", "failed"]
     assert read_status(context.log_dir, 0) is None
+
+
+def raised(error: Exception, *causes: Exception | None) -> Exception:
+    """`error` as it is caught after its causes, the nearest first; None: what came before is of no account."""
+    for follower, cause in zip([error, *causes], causes, strict=False):
+        if follower is not None:
+            follower.__cause__, follower.__suppress_context__ = cause, True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (ConfigError("model.seed: no integer"), True),
+        (EnvError("orchestrator.env.0: no such argument: max_term"), True),
+        (raised(EnvError("a reward cannot be imported"), NameError("x")), True),
+        (SFTDataError("a.jsonl:20: no JSON object"), True),
+        (raised(ValueError("no number"), None), True),
+        (DeviceError("8 GPUs were planned, 7 are visible"), False),
+        (EnvNodeError("there is no bubblewrap on n3"), False),
+        (NoFreePort("8000-8010"), False),
+        (raised(EnvError("the hub"), ValueError("no rows"), ConnectionResetError()), False),
+        (raised(ValueError("/lustre/m"), OSError(errno.ESTALE, "Stale file handle")), False),
+        (raised(EnvError("importing it fails"), ImportError("no module x")), False),
+        (raised(ConfigError("one that nobody knows"), RuntimeError("whatever")), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ArtifactError(Path("x"), "a", "b"), False),
+    ],
+)
+def test_a_role_says_whether_it_would_fail_so_again(tmp_path: Path, error: Exception, permanent: bool) -> None:
+    context = RoleContext("trainer", tmp_path)
+    RoleStatus(context).failed(error, "in other words")
+    assert (row := read_status(context.log_dir)) is not None
+    assert (row["error"], row["permanent"]) == ("in other words", permanent)
+
+
+def test_what_led_to_an_error_counts_though_nobody_named_it(tmp_path: Path) -> None:
+    try:
+        try:
+            raise TimeoutError
+        except TimeoutError:
+            raise ValueError("nothing came")  # noqa: B904 - as careless code does
+    except ValueError as error:
+        assert not is_permanent(error)
+        error.__context__ = error.__cause__ = ValueError()
+        error.__cause__.__cause__ = error
+        assert not is_permanent(error), "a circle"
 
 
 def test_the_reason_that_is_known_first_stands(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Whether a job comes back, and what its ends are called: from Slurm's own words, recorded on 22.05."""
 
+import errno
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.script import render_job
 from prime_hpc.slurm.termination import JobLog, parse_termination
 from prime_hpc.slurm.time_limit import TimeLimit
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
 from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
 from prime_hpc.supervisor.stop_requests import Controls
 
@@ -118,30 +121,17 @@ def test_a_job_comes_back_while_it_gets_on() -> None:
     assert decide([*crashes, row("failed", 7, before=5)], policy, "requeue").again
 
 
-@pytest.mark.parametrize(
-    ("cause", "ends"),
-    [
-        ("trainer rank 0: SFTDataError: /data/a.jsonl:20: no JSON object", True),
-        ("orchestrator: EnvError: orchestrator.env.0: no such argument: max_term", True),
-        ("trainer: ValueError: trainer.parallel.ep = 2, but the model has no experts", True),
-        ("orchestrator: EnvError: environment x: ConnectTimeout: the hub", False),
-        ("trainer rank 1: ValueError: /lustre/m: [Errno 116] Stale file handle", False),
-        ("trainer rank 0: ValueError: 8 GPUs were planned for the trainer's ranks on this node, 7 are visible", False),
-        ("inference[0]: ValueError: the model /scratch/m: no such directory on n3", False),
-        ("trainer rank 0: RuntimeError: CUDA error: an illegal memory access was encountered", False),
-        ("trainer was killed by signal 9", False),
-        ("the service said so: 12 times", False),
-    ],
-)
-def test_an_error_of_what_a_run_was_given_is_not_tried_a_third_time(cause: str, ends: bool) -> None:
-    failed = {**row("failed", None), "cause": cause}
-    policy = RestartConfig()
-    assert decide([failed], policy, "requeue").again  # it may be a node that lacks something
-    decision = decide([failed, failed], policy, "requeue")
-    assert decision.again is not ends
+def test_an_error_that_its_role_calls_permanent_is_not_tried_a_third_time() -> None:
+    cause, policy = "trainer rank 0: SFTDataError: /data/a.jsonl:20: no JSON object", RestartConfig()
+    failed = {**row("failed", None), "cause": cause, "permanent": True}
+    assert decide([failed], policy, "requeue").again  # it may be a node that sees another file
+    assert not decide([failed, failed], policy, "requeue").again
     assert decide([failed, {**failed, "cause": f"{cause} once more"}], policy, "requeue").again
-    assert decide([failed, {**row("preempted", None), "cause": cause}], policy, "requeue").again
-    assert decide([failed, {**row("failed", 8, before=4), "cause": cause}], policy, "requeue").again
+    assert decide([failed, {**failed, "outcome": "preempted"}], policy, "requeue").again
+    assert decide([failed, {**failed, "saved_before": 4, "saved_step": 8}], policy, "requeue").again
+    assert decide([failed, {**failed, "permanent": False}], policy, "requeue").again
+    of_a_version_before = {key: value for key, value in failed.items() if key != "permanent"}
+    assert decide([of_a_version_before] * 2, policy, "requeue").again, "whatever its words"
 
 
 def test_preemption_never_counts_as_a_crash() -> None:
@@ -282,6 +272,35 @@ def test_files_ask_for_a_save_and_for_the_end(tmp_path: Path) -> None:
     assert (request.outcome, request.code, request.save) == ("stopped", 0, True)
     assert not (tmp_path / STOP).exists()
     assert one.poll() == request, "whoever asks first is not the only one to hear of it"
+
+
+@pytest.mark.parametrize("error", [StoreError("STOP: not writable"), OSError(errno.ESTALE, "Stale file handle")])
+def test_a_file_that_cannot_be_removed_asks_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Another user's in a folder with the sticky bit, or on a file system that is read-only by now: no reason to end as
+    failed, at its end with its roles left behind, or to save at every look."""
+
+    def fails(path: Path) -> None:
+        raise error
+
+    one, remove = controls(tmp_path), files.remove_file
+    monkeypatch.setattr(files, "remove_file", fails)
+    (tmp_path / SAVE).touch()
+    for _ in range(3):
+        one._next_look = 0.0
+        assert one.poll() is None and one.num_saves == 1
+    monkeypatch.setattr(files, "remove_file", remove)
+    one._next_look = 0.0
+    assert one.poll() is None and one.num_saves == 1 and not (tmp_path / SAVE).exists(), "the same request"
+    (tmp_path / SAVE).touch()
+    one._next_look = 0.0
+    assert one.poll() is None and one.num_saves == 2
+    monkeypatch.setattr(files, "remove_file", fails)
+    (tmp_path / STOP).touch()
+    assert (final := one.final_request()) is not None and final.outcome == "stopped"
+    one._next_look = 0.0
+    assert one.poll() == final
 
 
 def test_the_time_limit_is_seen_before_it_strikes(tmp_path: Path) -> None:

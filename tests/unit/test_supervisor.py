@@ -10,7 +10,9 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.runtime.gpus import visible_gpus
-from prime_hpc.store.attempts import begin, is_held, read_attempts, write_attempt
+from prime_hpc.store.attempts import Attempt, Ended, begin, is_held, read_attempts, write_attempt
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.start import begin_attempt
@@ -19,6 +21,7 @@ from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.slurm_step import StepSpec
 from prime_hpc.supervisor.roles.spec import split_gpus
+from prime_hpc.supervisor.supervisor import Supervisor
 
 
 def experiment(tmp_path: Path, **values: object) -> Experiment:
@@ -44,6 +47,30 @@ def test_replicas_and_tensor_parallel_take_their_own_gpus(tmp_path: Path) -> Non
 def test_too_few_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trainer needs 2 GPUs, but gets 0"):
         split_gpus(experiment(tmp_path, inference={}, trainer={"num_ranks": 2}), ["0"])
+
+
+@pytest.mark.parametrize(
+    ("error", "on_nodes", "code"),
+    [
+        (PortRange(20000, 20009, "network.port_range").full(), True, 1),
+        (StoreError("the message bus cannot listen on 10.0.0.1"), True, 1),
+        (ConfigError("ib7: node n1 has no such interface or network"), True, 2),
+        (PortRange(20000, 20009, "network.port_range").full(), False, 2),
+    ],
+)
+def test_a_job_whose_batch_host_has_no_port_for_the_hub_comes_back(error: Exception, on_nodes: bool, code: int) -> None:
+    """2 would say that the config can run nowhere; with the next attempt the ports, or the node, may be others."""
+
+    class NoHubs:
+        def open(self, *arguments: object, **options: object) -> None:
+            raise error
+
+    one = Supervisor.__new__(Supervisor)
+    vars(one).update(_hubs=NoHubs(), _kept=None, _steps=object() if on_nodes else None, _environment={})
+    one.attempt = Attempt(1, 1, 0.0, "first start")
+    with pytest.raises(Ended) as ended:
+        one._open_hub()
+    assert (ended.value.code, ended.value.cause) == (code, str(error))
 
 
 FREE: dict[str, Any] = {"server": {"port": 0}}

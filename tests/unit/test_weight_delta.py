@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.inference import check_version
+from prime_hpc.inference.check_version import receive_version
+from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.launch.checks import _folder
 from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage, stage_dir
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
@@ -26,7 +29,7 @@ from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import link_of, list_versions, prune_weights, read_chain
 from prime_hpc.supervisor.attempt.resume import _weights_of
-from prime_hpc.weight_transport import delta_codec, delta_image
+from prime_hpc.weight_transport import delta, delta_codec, delta_image
 from prime_hpc.weight_transport.delta import DELTA, DeltaSender
 from prime_hpc.weight_transport.delta_image import restore
 from prime_hpc.weight_transport.transport import Place, VersionReader, WholeFile, transport_of
@@ -333,6 +336,49 @@ def test_a_disk_that_takes_a_part_of_a_write_leaves_no_hole(tmp_path: Path, monk
     with pytest.raises(StoreError, match="disk full"):
         restore(paths.weights_step(3), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_node_without_memory_for_the_values_sends_whole_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    trainer, reader = Trainer(paths), VersionReader(tmp_path / "node")
+    size, free = trainer.values[0].nbytes, iter([10**12, 1])  # rank 1's node has too little
+    monkeypatch.setattr(delta, "available_bytes", lambda: next(free, 1))
+    for version in (1, 2, 3, 4):
+        trainer.run([version])
+        assert fetch(reader, paths, version) == trainer.content
+    assert wholes(paths) == [1, 2, 3, 4]
+    assert not any(isinstance(sender, DeltaSender) and sender._kept for sender in trainer.senders)
+    free = iter([size / delta.HEADROOM] * NUM_RANKS)
+    enough = Trainer(RunPaths(tmp_path / "other"))
+    enough.run([1, 2, 3, 4])
+    assert wholes(enough.paths) == [1, 2]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("is_there", [True, False], ids=["changed", "copied"])
+def test_a_node_without_room_for_a_version_is_alone_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_there: bool
+) -> None:
+    """A refusal ends the run; this server plays no episodes until it has the version."""
+    paths, pwrite = RunPaths(tmp_path / "run"), os.pwrite
+    trainer, reader = Trainer(paths), VersionReader(tmp_path / "node")
+    monkeypatch.setattr(check_version, "read_signature", lambda folder: {})
+    trainer.run([1, 2, 3])
+    if is_there:
+        receive_version(reader, paths.weights_step(3), 3, None, tied=False)
+    trainer.run([4])
+
+    def fails(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(UnavailableError, match=r"cannot be had on this node: .*/node/image: "):
+        receive_version(reader, paths.weights_step(4), 4, None, tied=False)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    received = receive_version(reader, paths.weights_step(4), 4, None, tied=False)
+    assert (received.folder / FILE).read_bytes() == trainer.content
 
 
 def test_a_resumed_run_takes_its_checkpoints_version_only_with_its_chain(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
-from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.errors import EnvError, EnvNodeError
 from prime_hpc.envs.sandbox.bubblewrap import ANSWER_S, ONE_THREAD, SHM_MIB, Stage
 from prime_hpc.runtime.slurm_warning import DEAF, is_led
 
@@ -34,7 +34,7 @@ def find_apptainer() -> str:
     """
     path, node = shutil.which("apptainer"), socket.gethostname()
     if path is None:
-        raise EnvError(
+        raise EnvNodeError(
             f"there is no apptainer on {node}: sandbox.runtime = apptainer needs it on every node that plays "
             "environments; bubblewrap needs no image"
         )
@@ -44,10 +44,12 @@ def find_apptainer() -> str:
         raise EnvError(f"{path} on {node} does not answer: {error}") from error
     numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", told.stdout)
     if not numbers:  # as for a user that the node does not know
-        raise EnvError(f"{path} on {node} does not work: {(told.stderr + told.stdout).strip() or 'it says nothing'}")
+        raise EnvNodeError(
+            f"{path} on {node} does not work: {(told.stderr + told.stdout).strip() or 'it says nothing'}"
+        )
     if tuple(map(int, numbers.groups())) < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
-        raise EnvError(f"{path} on {node} is {told.stdout.strip()}; sandboxes need {least} or newer")
+        raise EnvNodeError(f"{path} on {node} is {told.stdout.strip()}; sandboxes need {least} or newer")
     return path
 
 
@@ -61,7 +63,7 @@ def shown_paths(config: SandboxConfig) -> list[str]:
     for key, paths in (("read_only", config.read_only), ("image", [config.image])):
         for path in paths:
             if not Path(path).exists():
-                raise EnvError(f"sandbox.{key}: {path} is not there, or cannot be seen, on {socket.gethostname()}")
+                raise EnvNodeError(f"sandbox.{key}: {path} is not there, or cannot be seen, on {socket.gethostname()}")
             if re.search(r"[,:\\]", path):
                 raise EnvError(f"sandbox.{key}: {path}: apptainer takes no path with a comma, colon or backslash")
     return [*dict.fromkeys(config.read_only), config.image]

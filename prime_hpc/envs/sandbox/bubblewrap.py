@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
-from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.errors import EnvError, EnvNodeError
 from prime_hpc.runtime.slurm_warning import DEAF, is_led
 
 LEAST_VERSION = (0, 8, 0)
@@ -66,7 +66,7 @@ def find_bwrap() -> str:
     """
     path, node = shutil.which("bwrap"), socket.gethostname()
     if path is None:
-        raise EnvError(
+        raise EnvNodeError(
             f"there is no bubblewrap (bwrap) on {node}: install it on every node that plays environments, as root "
             "(apt-get install bubblewrap, dnf install bubblewrap), or put a bwrap into the PATH of the job"
         )
@@ -78,7 +78,7 @@ def find_bwrap() -> str:
     version = tuple(map(int, numbers.groups())) if numbers else ()
     if version < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
-        raise EnvError(
+        raise EnvNodeError(
             f"{path} on {node} is {said.strip() or 'no bubblewrap'}; sandboxes need {least} or newer, where namespaces "
             "cannot be made inside"
         )
@@ -120,7 +120,7 @@ def shown_paths(config: SandboxConfig) -> list[str]:
     """
     for path in config.read_only:
         if not Path(path).exists():
-            raise EnvError(f"sandbox.read_only: {path} is not there, or cannot be seen, on {socket.gethostname()}")
+            raise EnvNodeError(f"sandbox.read_only: {path} is not there, or cannot be seen, on {socket.gethostname()}")
     paths = [sys.base_prefix, str(Path(python_of(config)[0]).resolve().parent.parent)]
     if config.packages:
         paths += [sys.prefix, str(Path(sys.prefix).resolve())]
@@ -192,7 +192,7 @@ class Stage:
         said = self._holder.stdout.readline().decode(errors="replace").strip()
         if said != "ready":
             self.close()
-            raise EnvError(f"root's sandboxes need a mount namespace, which this node refuses: {said}")
+            raise EnvNodeError(f"root's sandboxes need a mount namespace, which this node refuses: {said}")
         self.sources = {path: f"{place}/{number}" for number, path in enumerate(self.sources)}
         place_of = f"--mount=/proc/{self._holder.pid}/ns/mnt"
         self.prefix = ["nsenter", place_of, "--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]

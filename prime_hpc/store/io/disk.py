@@ -29,6 +29,14 @@ def free_bytes(path: Path) -> int:
         probe = probe.parent
 
 
+def is_full(error: BaseException) -> bool:
+    """Return whether a write failed, or led to this error, for want of room or quota, by the system's own number."""
+    link: BaseException | None = error
+    while link is not None and not (isinstance(link, OSError) and link.errno in _FULL):
+        link = link.__cause__
+    return link is not None
+
+
 def disk_error(error: BaseException, path: Path) -> StoreError | None:
     """Return the StoreError that a failed write under `path` means, or None where it was not the disk's fault.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.runtime.failures import NodeError
 
 ALL = "::"
 """Binds every address of both families."""
@@ -24,7 +25,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _reserved: dict[int, socket.socket | None] = {}
 
 
-class NoFreePort(ConfigError):
+class NoFreePort(ConfigError, NodeError):
     """Every port that may be used is taken."""
 
 

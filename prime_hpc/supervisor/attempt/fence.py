@@ -48,10 +48,14 @@ class Fence:
         self.is_gone = False
         """Because its run directory is."""
 
-    def look(self) -> None:
-        """Raise Ended where a newer attempt of the run has begun elsewhere, or the run directory is gone."""
+    def look(self, *, at_once: bool = False) -> None:
+        """Raise Ended where a newer attempt of the run has begun elsewhere, or the run directory is gone.
+
+        Args:
+            at_once: also soon after the last look.
+        """
         now = self._clock()
-        if now < self._next_look:
+        if now < self._next_look and not at_once:
             return
         self._next_look = now + FENCE_LOOK_S
         try:
@@ -79,8 +83,7 @@ class Fence:
         began = self._clock()
         try:
             while True:
-                self._next_look = 0.0
-                self.look()
+                self.look(at_once=True)
                 if self._missing_since is None or self._clock() - began > SURE_S:
                     return ended
                 self._sleep(POLL_S)

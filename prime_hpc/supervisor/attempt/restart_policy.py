@@ -3,7 +3,6 @@
 `decide` is pure; `return_to_queue` asks Slurm, after an attempt has ended and is written down.
 """
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,15 +30,6 @@ LOOK_S = 5.0
 FINAL = ("completed", "stopped", "interrupted")
 SLURMS_DOING = ("preempted",)
 """Outcomes that say nothing about the run itself: they never count as an attempt without progress."""
-_OF_INPUT = re.compile(
-    r"(?:^|: )(?:ConfigError|EnvError|SelfTestError|SFTDataError|TypeError|ValidationError|ValueError): "
-)
-"""A role's reason that lies in what it was given: data, code or keys."""
-_MAY_PASS = re.compile(
-    r"(?i)connect|cuda|driver|errno|gpu|network|no such (file|directory)|node|quota|refused|reset|resolve|space left"
-    r"|stale|tempor|time.?out|timed out|unreachable"
-)
-"""Words of a reason that may be a machine's or a network's all the same."""
 
 
 def mode_of_run(run_dir: Path) -> Mode:
@@ -77,12 +67,11 @@ def attempts_without_progress(rows: Sequence[Mapping[str, Any]], *, is_service: 
 
 
 def _repeats_itself(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the last two attempts saved nothing and ended with one error, word for word, that no other node
-    and no later hour mends."""
-    cause, last = rows[-1].get("cause") or "", rows[-2:]
+    """Return whether the last two attempts saved nothing and ended with one error, word for word, of which the role
+    that failed says that it would come again; versions before said nothing of it."""
+    cause, last = rows[-1].get("cause"), rows[-2:]
     is_same = len(last) == 2 and all(row.get("cause") == cause and row["outcome"] == "failed" for row in last)
-    is_idle = is_same and attempts_without_progress(last) == 2
-    return is_idle and bool(_OF_INPUT.search(cause)) and not _MAY_PASS.search(cause)
+    return is_same and all(row.get("permanent") for row in last) and attempts_without_progress(last) == 2
 
 
 def decide(

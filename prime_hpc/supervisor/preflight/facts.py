@@ -46,6 +46,8 @@ class _Node:
     file_seen: tuple[float, float] | None = None
     """The same for the supervisor seeing this node's file."""
     problems: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    """Those of the run directory; `NodeVerdict.shared`."""
     retried: bool = False
     lost: bool = False
 
@@ -154,6 +156,7 @@ class FactsRound:
         node.seen = result.get("seen", {})
         node.unseen = result.get("unseen", [])
         node.problems += [p for p in result.get("problems", []) if p not in node.problems]
+        node.shared += result.get("shared", [])
 
     def _look(self) -> None:
         """Read the files that are new."""
@@ -256,7 +259,8 @@ class FactsRound:
                 low, high = (round(bound, 4) for bound in bounds[host])
                 facts |= {"clock_offset_s": round(guess, 4), "clock_bounds_s": [low, high]}
             problems += self._late(host, by_host[host], bounds, facts)
-            verdicts.append(NodeVerdict(host, not problems, problems, facts))
+            shared = [*node.shared, *facts.pop("shared", [])]
+            verdicts.append(NodeVerdict(host, not problems, problems, shared, facts))
         self._address_warnings(verdicts)
         return verdicts
 

@@ -30,8 +30,6 @@ FACTS, RESULT = ".facts.json", ".result.json"
 LOST = "lost.json"
 """Written by the supervisor: hosts for which nobody need wait any more."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-NO_ROOM = " GiB are needed (slurm.preflight.min_free_gib): free some space"
-"""Ends what is said of a run directory that is full: all nodes see the same one, and none is to be avoided for it."""
 _GIB = 2**30
 
 
@@ -101,9 +99,11 @@ def node_facts(
         ask_osts: look at Lustre's single OSTs too; one node's word about them is enough.
 
     Returns:
-        facts, with `problems` (the node must not be used) and `warnings`.
+        facts, with `problems` (the node must not be used), those of them that are `shared` (of the run directory, which
+        all nodes see: none is to be avoided for it) and `warnings`.
     """
     problems: list[str] = []
+    shared: list[str] = []
     warnings: list[str] = []
     on_gpus = bool(check.get("on_gpus"))
     gpus = gpu_facts(check["gpus_asked"] if on_gpus else None, used_share=max_gpu_memory_used)
@@ -120,7 +120,8 @@ def node_facts(
     try:
         free_gib = disk.free_bytes(run_dir) / _GIB
         if free_gib < min_free_gib:
-            problems.append(f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g}{NO_ROOM}")
+            wanted = f"{min_free_gib:g} GiB are needed (slurm.preflight.min_free_gib): free some space"
+            shared.append(f"{run_dir} has {free_gib:.2f} GiB free, {wanted}")
     except OSError as error:
         problems.append(f"{run_dir} cannot be asked for its free space: {error.strerror}")
     full = lustre.full_osts(run_dir) if ask_osts else None
@@ -150,7 +151,8 @@ def node_facts(
         "memory": memory_gib(),
         "load": round(load, 2),
         "cpus": cpus,
-        "problems": problems,
+        "problems": problems + shared,
+        "shared": shared,
         "warnings": warnings,
     }
 
@@ -270,9 +272,11 @@ def main(argv: list[str]) -> int:
         files.write_atomic(spec_path.parent / (host + RESULT), json.dumps(result).encode())
         report_phase(host, "result", result={key: result[key] for key in ("times", "seen", "lost", "unseen")})
     except (StoreError, OSError) as error:
-        report_phase(
-            host, "result", result={"times": times, "problems": [f"it cannot write to the run directory: {error}"]}
-        )
+        problem = f"it cannot write to the run directory: {error}"
+        shared = [problem] if disk.is_full(error) else []
+        if "looking" not in times:
+            times.pop("wrote", None)  # that failed: nobody misses its file
+        report_phase(host, "result", result={"times": times, "problems": [problem], "shared": shared})
     return 0
 
 

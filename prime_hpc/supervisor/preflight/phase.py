@@ -13,7 +13,6 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.preflight.images import start_images
 from prime_hpc.supervisor.preflight.launcher import module_arguments
-from prime_hpc.supervisor.preflight.node import NO_ROOM
 from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
 
@@ -87,7 +86,7 @@ class Checkup:
         Slurm 22.05 refuses the steps of a job with GPUs ("Invalid generic resource") in the attempt after one that was
         requeued while a node of it was dead; the attempt after that is well again.
         """
-        full = {v.host for v in report.verdicts if v.problems and all(why.endswith(NO_ROOM) for why in v.problems)}
+        full = {v.host for v in report.verdicts if set(v.problems) <= set(v.shared)}
         return {
             node: why
             for node, why in report.bad.items()

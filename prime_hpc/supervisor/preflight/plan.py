@@ -50,6 +50,8 @@ class NodeVerdict:
     host: str
     ok: bool
     problems: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    """Of the problems those of the run directory, which all nodes see."""
     facts: dict[str, Any] = field(default_factory=dict)
     """GPUs, free space, clock offset, visibility, all-reduce, `warnings`, ..."""
 

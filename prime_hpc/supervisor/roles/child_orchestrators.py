@@ -189,7 +189,7 @@ class ChildOrchestrators:
                 logger.info(f"the orchestrator of {name} is done")
                 self._close(name, None)
             else:
-                self._died(name, role.cause_of_death())
+                self._died(name, role.death().cause)
         elif role.state == "starting":
             if role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import psutil
 
@@ -35,6 +35,14 @@ _COMMAND_LINE = re.compile(r"^(?:\d+: )?(?:\[\S+\] )?\$ ", re.MULTILINE)
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
 """In the words of a rank that only ended because another one did."""
 Spec = TypeVar("Spec", bound=RoleSpec)
+
+
+class Death(NamedTuple):
+    """How a role ended that should not have."""
+
+    cause: str
+    permanent: bool = False
+    """The process whose words these are knows that it would end so again."""
 
 
 def log_tail(path: Path, lines: int = 20, most_bytes: int = 64_000) -> str:
@@ -281,31 +289,32 @@ class Role:
         """Seconds since the server last answered well."""
         return self._clock() - self._healthy_at
 
-    def cause_of_death(self) -> str:
+    def death(self) -> Death:
         """Why the role ended: the first process to fail, in its own words where it left any."""
         rows = {row["index"] - self.spec.index: row for row in self.statuses() if row["state"] == "failed"}
         words = {rank: str(row["error"]) for rank, row in rows.items()}
         first = self._first_failed_rank()
         if self.spec.num_processes > 1:
             if first is not None and first[0] not in words:
-                return f"{self.spec.label} rank {first[0]} {self._end_of(*first)}"
+                return Death(f"{self.spec.label} rank {first[0]} {self._end_of(*first)}")
             # Ranks that lost another end within the same second; torchrun may have seen one of them first.
             own = [rank for rank in words if not _LOST_A_PEER.search(words[rank])]
             if words:
                 rank = first[0] if first is not None else min(words)
                 if own and rank not in own:
                     rank = min(own, key=lambda r: rows[r]["time"])
-                return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
+                told = words[rank].removeprefix(f"rank {rank}: ")
+                return Death(f"{self.spec.label} rank {rank}: {told}", rows[rank].get("permanent", False))
         elif words:
             told = words[0]
             if self.is_server:  # each worker of an engine tells its whole traceback, the first of them the cause
                 last_start = _COMMAND_LINE.split(log_tail(self.log_file, 20_000, 2_000_000))[-1]
                 told = death_reason(self.spec.backend, words[0], last_start)
-            return f"{self.spec.label}: {told}"
+            return Death(f"{self.spec.label}: {told}", rows[0].get("permanent", False))
         code = self.exit_code
         if code == 1 and first is not None:  # torchrun's own, whatever its only rank died of
             code = first[1]
-        return f"{self.spec.label} {self._end_of(0, code)}" if code is not None else f"{self.spec.label} fell silent"
+        return Death(f"{self.spec.label} {self._end_of(0, code) if code is not None else 'fell silent'}")
 
     def _end_of(self, rank: int, code: int) -> str:
         """Say how a process ended that left no word, and why where its log or its standard error knows."""

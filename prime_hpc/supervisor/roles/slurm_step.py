@@ -26,7 +26,7 @@ from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.options import options_with
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import LaunchOrder
-from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.process import Death, Role
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.roles.srun_environment import SET_BY_SBATCH
 
@@ -381,13 +381,13 @@ class StepRole(Role):
         for key in list(self._beats):
             self._beats[key] = self._clock()
 
-    def cause_of_death(self) -> str:
+    def death(self) -> Death:
         """As for `Role`; a step whose agents never spoke is named with its hosts."""
         if self._problems:
-            return f"{self.spec.label}: {next(iter(self._problems.values()))}"
+            return Death(f"{self.spec.label}: {next(iter(self._problems.values()))}")
         if not self._hellos:
-            return f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)"
-        return super().cause_of_death()
+            return Death(f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)")
+        return super().death()
 
     def ask_to_end(self) -> None:
         """Politely: the agents end what they started. Returns at once."""

@@ -23,6 +23,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.moe import replay
 from prime_hpc.moe.routers import use_float32_routers
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
@@ -159,7 +160,7 @@ def resolve_source(name: str) -> Path:
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith("."):
-        raise ValueError(f"model.name = {name}: no such directory")
+        raise NodeError(f"model.name = {name}: no such directory")
     from huggingface_hub import snapshot_download
 
     others = ["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "consolidated*"]

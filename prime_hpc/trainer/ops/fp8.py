@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from prime_hpc.runtime.failures import NodeError
+
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 _MULTIPLE = 16
@@ -88,7 +90,7 @@ def check_device(device: torch.device) -> None:
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"model.fp8 needs a GPU of compute capability 8.9 or above; {name} has none: leave it out")
+        raise NodeError(f"model.fp8 needs a GPU of compute capability 8.9 or above; {name} has none: leave it out")
 
 
 def use_fp8(block: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 Exit codes: 0 written and read back, or restored; 1 broken off: a full disk, a damaged file, a file that changed (the
 same command goes on where it was), or written without damaged files of batches, which are named; 2 there is no such
-run, or the command line is wrong; 3 the run is under way, nothing was copied.
+run, the command line is wrong, or other runs need what is to be deleted; 3 the run is under way, nothing was copied.
 """
 
 import os
@@ -14,6 +14,7 @@ from prime_hpc.cli.common import Given, parse, print_json
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.archive.archive import delete_source, destination, make_archive
 from prime_hpc.launch.archive.contents import choose
+from prime_hpc.launch.archive.dependents import dependents
 from prime_hpc.launch.archive.restore import restore
 from prime_hpc.launch.monitor.run_facts import FINAL
 from prime_hpc.launch.monitor.status import status_of
@@ -50,6 +51,8 @@ def _archive(given: Given, word: str, target: str) -> int:
         )
     if not _is_idle(run_dir):
         return 3
+    if needed := _needed_by_others(given, run_dir):
+        raise ConfigError(f"{needed}: leave --delete-source out, or say --force")
     rollouts, folder = "--rollouts" in given, "--folder" in given
     path = destination(target, run_dir.name, folder=folder)
     done, chosen = make_archive(
@@ -65,6 +68,8 @@ def _archive(given: Given, word: str, target: str) -> int:
     if "--delete-source" in given and not done.damaged:
         if not _is_idle(run_dir):
             return 3
+        if needed := _needed_by_others(given, run_dir):  # by now: copying may have taken hours
+            raise StoreError(f"{path} is whole, but {needed}")
         delete_source(run_dir, chosen, choose(run_dir, wanted, rollouts=rollouts))  # type: ignore[arg-type]
         if named.is_symlink():
             named.unlink()
@@ -81,6 +86,15 @@ def _archive(given: Given, word: str, target: str) -> int:
     return int(bool(done.damaged))
 
 
+def _needed_by_others(given: Given, run_dir: Path) -> str | None:
+    """Say which other runs need what is to be deleted; None: none, or it is to be deleted all the same."""
+    if "--delete-source" not in given or "--force" in given or not (found := dependents(run_dir)):
+        return None
+    others = "; ".join(f"{other} ({word})" for other, word in list(found.items())[:5])
+    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"{run_dir} is not deleted, its files are named by the configs of other runs: {others}{more}"
+
+
 def _is_idle(run_dir: Path) -> bool:
     """Return whether nothing writes to a run, and nothing will by itself; says so where it is not."""
     status = status_of(run_dir, details=False)
@@ -92,7 +106,7 @@ def _is_idle(run_dir: Path) -> bool:
 
 
 def _restore(given: Given, archive: Path, folder: Path) -> int:
-    for flag in ("--checkpoints", "--rollouts", "--folder", "--delete-source"):
+    for flag in ("--checkpoints", "--rollouts", "--folder", "--delete-source", "--force"):
         if flag in given:
             raise ConfigError(f"{flag} says how an archive is made, and goes not with --restore")
     done = restore(archive.expanduser().absolute(), folder.expanduser().absolute())
