@@ -110,6 +110,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("PH124", "error", {"inference": {"vllm": {"api-server-count": 4}}}, {}, "one process holds the policy version"),
     ("PH124", "error", {"inference": {"vllm": {"max_num_seqs": 8}}}, {}, "states this as inference.max_num_seqs"),
+    ("PH124", "error", {"inference": {"vllm": {"max_num_seq": 8}}}, {}, "no such argument"),
     ("PH125", "error", {"inference": {"backend": "nowhere.at.all:X"}}, {}, "cannot import"),
     ("PH125", "error", {"inference": {"backend": "json:dumps"}}, {}, "no inference backend"),
     ("PH106", "error", {"inference": {"kv_offload_gib": 700}}, {}, "of its 1000 GiB of host memory"),
