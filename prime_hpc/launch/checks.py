@@ -22,6 +22,7 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
+from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row
 from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
@@ -326,6 +327,8 @@ def _data(experiment: Experiment, waits: bool) -> list[Problem]:
             columns = first_columns(found := find_data(source))
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
+            elif not waits and (said := wrong_row(found, source, sft.data)):
+                problems.append(Problem(f"{said}; {SKIP_ROWS}", f"{key}.path"))
         except ValueError as error:
             if not (waits and isinstance(error, NothingThereError)):
                 problems.append(Problem(str(error), f"{key}.path"))

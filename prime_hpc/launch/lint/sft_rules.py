@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
+from prime_hpc.launch.first_rows import SKIP_ROWS, unusual_role, wrong_row
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
+from prime_hpc.trainer.data.messages import COMMON_ROLES
 
 
 def data(subject: Subject) -> Iterator[Finding]:
@@ -29,6 +31,16 @@ def data(subject: Subject) -> Iterator[Finding]:
         if columns is not None and not has_columns(columns, source):
             said, to_do = missing_columns(columns, source).split(". ", 1)
             yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
+        elif wrong := wrong_row(found, source, sft.data):
+            yield Finding("PH207", "error", key, wrong, SKIP_ROWS)
+        elif unusual := unusual_role(found, source, sft.data):
+            yield Finding(
+                "PH207",
+                "warning",
+                key,
+                unusual,
+                "a typing error? Few chat templates know others than " + ", ".join(COMMON_ROLES),
+            )
     template = None if subject.is_rl else sft.data.template_file
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"
