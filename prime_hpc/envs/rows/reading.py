@@ -16,6 +16,8 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.store.datafiles import find_data
 
 Row = dict[str, Any]
+PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
+"""Columns that a prompt is looked for in, where none is named."""
 
 
 def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Row]]:

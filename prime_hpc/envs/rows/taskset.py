@@ -14,13 +14,12 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, as_messages, read_files, read_hub
+from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.store.datafiles import prompt_of
 
 __all__ = ["Rows"]
 
-PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target", "output")
 
 
