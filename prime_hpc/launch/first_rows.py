@@ -1,4 +1,4 @@
-"""The first rows of supervised data, read as the trainer reads them: what is wrong is told before the queue."""
+"""The first rows of data, read as the trainer reads them, and how `rows` is told of its own: wrong before the queue."""
 
 import contextlib
 import gzip
@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from prime_hpc.config.env_files import REWARDS, ROWS, short_id
+from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.datafiles import DataFiles, is_compressed
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, SFTDataError, parse_line, parse_row
@@ -43,6 +45,22 @@ def unusual_role(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfi
                 if message["role"] not in (*COMMON_ROLES, *config.loss_roles):
                     return f"{place}: a message of the role {message['role']!r}"
     return None
+
+
+def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
+    """Yield arguments of `rows` and `prompts` with which the environment would not begin, and why."""
+    args, is_rows = env.args, short_id(env.id) == ROWS
+    if bool(args.get("files")) == bool(args.get("dataset")):
+        yield "files", f"name JSONL or Parquet files{', or a data set of the hub as `dataset`: one of them' * is_rows}"
+        return
+    given = args.get("reward", REWARDS[0])
+    rewards = [given] if isinstance(given, str) else given
+    for reward in rewards if is_rows and isinstance(rewards, list) else ():
+        if reward not in REWARDS and ":" not in str(reward):
+            yield (
+                "reward",
+                f"{reward!r} is none of {', '.join(REWARDS)}; your own is FILE.py:function or module:function",
+            )
 
 
 def _lines(found: DataFiles) -> Iterator[tuple[str, bytes, Path]]:

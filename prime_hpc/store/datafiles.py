@@ -51,6 +51,8 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
     if source.name is not None:
         if (Path(source.name) / _SAVED).exists():  # `datasets` loads it by another function
             raise ValueError(f"{source.name} is a folder that `datasets` saved: state it as path, not as name")
+        if Path(source.name).is_file():
+            raise ValueError(f"{source.name} is a file, and name is of the hub: state it as path")
         return DataFiles("hub", [])
     if not source.paths:
         raise ValueError("names no file; set path (or name, of a hub data set), or use data.type = fake")

@@ -188,6 +188,8 @@ def test_what_lint_says_of_rows_before_the_trainer_sees_them(tmp_path: Path) -> 
     ((severity, message),) = said(f"[{GOOD_ROW}]")
     assert severity == "error" and "one JSON array" in message
     assert said(f"{GOOD_ROW}\n" * 60 + "broken") == []  # only so many are read
+    found = [f for f in lint(sft(name=str(path)), GENERIC) if f.code == "PH207"]
+    assert [(f.severity, "is a file, and name is of the hub" in f.message) for f in found] == [("error", True)]
 
 
 def test_epochs_and_steps_are_two_answers(tmp_path: Path) -> None:

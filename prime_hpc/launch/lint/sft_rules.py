@@ -14,14 +14,17 @@ def data(subject: Subject) -> Iterator[Finding]:
     """Check the files of supervised data."""
     sft = subject.experiment.sft
     for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
-        if subject.is_rl or source is None or not source.paths:
+        if subject.is_rl or source is None or not (source.paths or source.name):
             continue
         try:
             found = find_data(source)
         except ValueError as error:
             waits = subject.is_slurm and subject.experiment.slurm.dependency
             remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
-            yield Finding("PH207", "warning", key, str(error), remedy if isinstance(error, NothingThereError) else "")
+            if isinstance(error, NothingThereError):
+                yield Finding("PH207", "warning", key, str(error), remedy)
+            else:
+                yield Finding("PH207", "error", key, str(error), "")
             continue
         try:
             columns = first_columns(found)
