@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 ROWS = "rows"
 """A user's own rows, scored by functions of the user's own."""
-_READERS = ("prompts", ROWS)
+READERS = ("prompts", ROWS)
+REWARDS = ("math", "exact", "contains")
+"""Rewards of `rows` that have a name; others are functions of files and modules."""
 
 
 def short_id(identifier: str) -> str:
@@ -25,7 +27,7 @@ def named_files(identifier: str, args: Mapping[str, Any]) -> Iterator[tuple[str,
         identifier: the environment's.
         args: its arguments.
     """
-    for argument in ("files", "reward") if short_id(identifier) in _READERS else ():
+    for argument in ("files", "reward") if short_id(identifier) in READERS else ():
         for text in _listed(args.get(argument)):
             if place := _place(argument, text):
                 yield argument, place
@@ -35,7 +37,7 @@ def with_whole_paths(identifier: str, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of such an environment with its files named from the root, for a role may start elsewhere;
     others as they are."""
     found = dict(args)
-    for argument in ("files", "reward") if short_id(identifier) in _READERS else ():
+    for argument in ("files", "reward") if short_id(identifier) in READERS else ():
         given = args.get(argument)
         if isinstance(given, str | list) and all(isinstance(text, str) for text in given):
             whole = [_whole(argument, text) for text in _listed(given)]

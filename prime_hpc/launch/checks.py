@@ -11,7 +11,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
-from prime_hpc.config.env_files import ROWS, named_files, short_id
+from prime_hpc.config.env_files import READERS, ROWS, named_files, short_id
 from prime_hpc.config.families import STORED_AS
 from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
@@ -22,6 +22,7 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
+from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
 from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
@@ -299,8 +300,11 @@ def missing_environments(experiment: Experiment) -> list[Problem]:
 
 
 def unknown_arguments(experiment: Experiment) -> Iterator[Problem]:
-    """Yield arguments of bundled environments that they do not have, with the nearest name."""
+    """Yield arguments of bundled environments that they do not have, with the nearest name, and those of `rows` with
+    which it would not begin."""
     for key, env in stated_environments(experiment):
+        for name, message in wrong_rows_arguments(env) if short_id(env.id) in READERS else ():
+            yield Problem(f"{env.id}: {message}", f"{key}.args.{name}")
         if (known := argument_names(short_id(env.id))) is None:
             continue
         for name in env.args:
@@ -334,6 +338,10 @@ def _data(experiment: Experiment, waits: bool) -> list[Problem]:
             columns = first_columns(found := find_data(source))
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
+                continue
+            sees = experiment.model.vision is not None
+            if not waits and (said := wrong_row(found, source, sft.data, sees_images=sees)):
+                problems.append(Problem(f"{said}; {SKIP_ROWS}", f"{key}.path"))
         except ValueError as error:
             if not (waits and isinstance(error, NothingThereError)):
                 problems.append(Problem(str(error), f"{key}.path"))

@@ -1,7 +1,7 @@
 """sbatch options of each role, resolved: `slurm.<role>.X` over `slurm.X` over the site profile's `options.X`."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,7 +93,8 @@ def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOp
         if value is not None and value is not False:
             options[name.replace("_", "-")] = value if value is True else str(value)
     partitions = split_names(str(options.get("partition", ""))) or _by_constraint(options, site)
-    count, request = _gpus(role, levels, partitions, site)
+    unsaid = () if experiment.device == "cpu" else known_partitions(partitions, site)
+    count, request = _gpus(role, levels, unsaid, site)
     options.update(request)
     options.update(_extra(role, levels))
     _by_node(options, count, role)
@@ -133,11 +134,11 @@ def known_partitions(partitions: Iterable[str], site: SiteConfig) -> list[SitePa
 
 
 def _gpus(
-    role: SlurmRole, levels: list[tuple[str, SlurmOptions]], partitions: tuple[str, ...], site: SiteConfig
+    role: SlurmRole, levels: list[tuple[str, SlurmOptions]], partitions: Sequence[SitePartition], site: SiteConfig
 ) -> tuple[int, Options]:
     """GPUs of a node, and how they are asked for. The most specific level that speaks of GPUs decides.
 
-    The orchestrator uses none: only its own section asks for any.
+    Where none does, all that a node of `partitions` has. The orchestrator uses none: only its own section asks for any.
     """
     speaking = [options for name, options in levels if role != "orchestrator" or name == "slurm.orchestrator"]
     gpu_type = next((options.gpu_type for options in speaking if options.gpu_type), None)
@@ -150,7 +151,7 @@ def _gpus(
     if role == "orchestrator":
         return 0, {}
     # a job for several partitions may start in any of them: what the smallest node has
-    count = min((p.gpus_per_node for p in known_partitions(partitions, site)), default=0)
+    count = min((part.gpus_per_node for part in partitions), default=0)
     return count, _gpu_request(count, gpu_type, site)
 
 

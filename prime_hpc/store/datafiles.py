@@ -51,6 +51,8 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
     if source.name is not None:
         if (Path(source.name) / _SAVED).exists():  # `datasets` loads it by another function
             raise ValueError(f"{source.name} is a folder that `datasets` saved: state it as path, not as name")
+        if Path(source.name).is_file():
+            raise ValueError(f"{source.name} is a file, and name is of the hub: state it as path")
         return DataFiles("hub", [])
     if not source.paths:
         raise ValueError("names no file; set path (or name, of a hub data set), or use data.type = fake")
@@ -162,11 +164,13 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     )
 
 
-def other_encoding(path: Path, head: bytes) -> str | None:
-    """Return why a file that begins so holds no JSON lines; None where it is UTF-8, as far as that tells."""
+def no_json_lines(path: Path, head: bytes) -> str | None:
+    """Return why a file that begins so holds no JSON lines: another encoding, one array; None as far as it may."""
     wide = _WIDE.get(head[:2]) or ("UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE" if head[:1] == b"\0" else None)
     if wide is None:
-        return None
+        is_array = head.lstrip()[:1] == b"["
+        array = f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > utf8.jsonl"
+        return array if is_array else None
     from_it = "UTF-16" if head[:2] in _WIDE else wide  # iconv then leaves the mark of the byte order out
     return f"{path} is {wide}, not UTF-8: iconv -f {from_it} -t UTF-8 {path.name} > utf8.jsonl"
 
@@ -175,12 +179,12 @@ def first_row(found: DataFiles) -> dict[str, Any] | None:
     """Return the first row, where that can be had by reading a little: of plain JSON lines; else None.
 
     Raises:
-        ValueError: the file is no UTF-8.
+        ValueError: the file holds no JSON lines.
     """
     if found.kind != "jsonl" or is_compressed(found.files[0]):
         return None
     with contextlib.suppress(OSError), found.files[0].open("rb") as file:
-        if wrong := other_encoding(found.files[0], file.read(2)):
+        if wrong := no_json_lines(found.files[0], file.read(4096)):
             raise ValueError(wrong)
     with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:
         row = json.loads(next((line for line in itertools.islice(file, 100) if line.strip()), b"null"))

@@ -14,11 +14,12 @@ import pytest
 from pyarrow import parquet
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.env_files import REWARDS
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import speaks_of
-from prime_hpc.envs.rows.scoring import Reply, exact_score, find_functions, math_score
+from prime_hpc.envs.rows.scoring import NAMED, Reply, exact_score, find_functions, math_score
 from prime_hpc.envs.rows.taskset import RowData
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import differences, fingerprint
@@ -440,3 +441,7 @@ def test_functions_that_call_math_verify_are_spoken_of(folder: Path) -> None:
         assert speaks_of(made.env.taskset, "math_verify") is speaks
     foreign: Any = SimpleNamespace(functions=["of a package's own"], config=None)
     assert not speaks_of(foreign, "math_verify")
+
+
+def test_lint_knows_the_rewards_that_have_a_name() -> None:
+    assert set(REWARDS) == set(NAMED)

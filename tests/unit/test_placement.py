@@ -366,6 +366,14 @@ def test_how_gpus_are_asked_for() -> None:
     assert asked({"partition": "h100", "gpu_type": "h100"}, unknown_to_slurm) == (8, {})
 
 
+def test_a_run_on_cpus_asks_for_no_gpu_that_nobody_stated() -> None:
+    many = {"inference": {"data_parallel_size": 4}, "trainer": {"num_ranks": 16}, "device": "cpu"}
+    placed = place(**many, slurm=on_h100())
+    assert (placed.num_nodes, placed.components[0].options) == (1, {"partition": "h100"})
+    stated = place(inference={}, device="cpu", slurm=on_h100(gpus_per_node=2))
+    assert stated.components[0].options["gres"] == "gpu:2"  # where a partition starts no job without
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("gpu", 1), ("gpu:8", 8), ("gpu:h100:4", 4), ("lustre:1", 0), ("gres:gpu:2", 2), ("gpu:a(S:0)", 1)],

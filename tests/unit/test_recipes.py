@@ -13,8 +13,9 @@ from prime_hpc.config import Experiment, load_experiment
 from prime_hpc.config.site import GENERIC, parse_site
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
+from prime_hpc.inference.transformers.backend import TRANSFORMERS
 from prime_hpc.launch.estimate.memory import engine_memory, read_model, trainer_gib
-from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.estimate.micro_batch import engine_share, with_micro_batch
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.rehearse import rehearse
 from prime_hpc.slurm.placement import place_slurm
@@ -143,7 +144,12 @@ def test_a_stated_cache_counts_instead_of_the_share(
     facts = read_model(shared.model.name)
     assert facts is not None
     memory = engine_memory(shared.model_copy(update={"inference": stated}), facts, 80.0)
-    assert memory is not None and memory.kv_gib == cache
+    assert memory is not None and memory.kv_gib == cache and memory.step_gib == 0
+    computed = shared.model_copy(update={"inference": stated.model_copy(update={"backend": "transformers"})})
+    beside = engine_memory(computed, facts, 80.0)
+    assert beside is not None and beside.kv_gib == cache and beside.step_gib > 0  # its step is not in the cache
+    used = beside.weights_gib + TRANSFORMERS.overhead_gib + cache + beside.step_gib
+    assert engine_share(computed, facts, 80.0) == pytest.approx(used / 80)
 
 
 def test_the_engine_comes_first_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What SFT's keys accept, and what is refused before anything starts."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,61 @@ def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
     assert str(Path("none.jinja").absolute()) in refusal(
         "--data.path", str(path), *columns, "--data.chat-template", "none.jinja"
     )
+
+
+GOOD_ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"messages": [{"role": "user"', "rows.jsonl:3: not JSON"),
+        ('["a"]', "rows.jsonl:3: expected a JSON object, got list"),
+        ('{"text": "a"}'.encode("utf-16-be"), "rows.jsonl:3: "),
+        ('{"messages": [{"content": "a"}]}', "rows.jsonl:3: expected a string or a list of messages"),
+        ('{"prompt": "a"}', "rows.jsonl:3: needs `messages`"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "rows.jsonl:3: content parts of type image",
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_the_first_rows_are_read_before_anything_starts(
+    tmp_path: Path, row: str | bytes, words: str, suffix: str
+) -> None:
+    path = tmp_path / f"rows.jsonl{suffix}"
+    content = f"{GOOD_ROW}\n\n".encode() + (row if isinstance(row, bytes) else row.encode()) + b"\n"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    words = words.replace("rows.jsonl", path.name)
+    found = [f for f in lint(sft(path=str(path)), GENERIC) if f.code == "PH207"]
+    assert [(f.severity, f.key) for f in found] == [("error", "sft.data.path")]
+    assert words in found[0].message and "bad_rows = skip" in found[0].remedy
+    flags = ["--model.name", "owner/model", "--output-dir", str(tmp_path), "--data.path", str(path)]
+    with pytest.raises(ConfigError, match=words):
+        check(load(flags, "sft"))
+    check(load(flags, "sft"), waits=True)  # another job may still write it
+    check(load([*flags, "--data.bad-rows", "skip"], "sft"))
+    assert not [f for f in lint(sft(path=str(path), bad_rows="skip"), GENERIC) if f.code == "PH207"]
+
+
+def test_what_lint_says_of_rows_before_the_trainer_sees_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def said(text: str, **data: Any) -> list[tuple[str, str]]:
+        path.write_text(text)
+        return [(f.severity, f.message) for f in lint(sft(path=str(path), **data), GENERIC) if f.code == "PH207"]
+
+    assert said(GOOD_ROW) == []
+    assert said(GOOD_ROW.replace("user", "usr")) == [("warning", f"{path}:1: a message of the role 'usr'")]
+    assert said(GOOD_ROW.replace("assistant", "critic"), loss_roles=["critic"]) == []
+    ((severity, message),) = said(GOOD_ROW, chat_template="none")
+    assert severity == "error" and "needs a chat template" in message
+    ((severity, message),) = said(f"[{GOOD_ROW}]")
+    assert severity == "error" and "one JSON array" in message
+    assert said(f"{GOOD_ROW}\n" * 60 + "broken") == []  # only so many are read
+    found = [f for f in lint(sft(name=str(path)), GENERIC) if f.code == "PH207"]
+    assert [(f.severity, "is a file, and name is of the hub" in f.message) for f in found] == [("error", True)]
 
 
 def test_epochs_and_steps_are_two_answers(tmp_path: Path) -> None:

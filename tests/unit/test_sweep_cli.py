@@ -107,6 +107,7 @@ def test_table_of_many_points_is_cut(folder: Path, capsys: pytest.CaptureFixture
     [
         ([], "what is to be done?"),
         (["statsu", "lr"], "sweep knows no 'statsu'; did you mean status"),
+        (["lr.yaml"], "did you mean sweep submit lr.yaml?"),
         (["status"], "name the sweep right after the verb"),
         (["status", "l"], "no sweep 'l'; did you mean lr"),
         (["status", "nothing-like-it"], "out holds lr"),

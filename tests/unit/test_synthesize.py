@@ -223,9 +223,14 @@ def test_prompts_are_tasks_and_what_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text("\n".join(map(json.dumps, good)) + "\n\n")
     tasks = [task.data for task in Prompts(PromptsConfig(files=[str(tmp_path / "good.jsonl")])).load()]
     assert [task.handed_on for task in tasks] == [{"id": 7}, {}] and tasks[0].system_prompt == "s"
+    alpaca = {"instruction": "add", "input": "1 2", "output": "3"}
+    (tmp_path / "alpaca.jsonl").write_text(f'{json.dumps(alpaca)}\n{{"question": "c", "system": null}}\n')
+    tasks = [task.data for task in Prompts(PromptsConfig(files=[str(tmp_path / "alpaca.jsonl")])).load()]
+    assert [task.prompt for task in tasks] == ["add\n\n1 2", "c"]
+    assert [task.handed_on for task in tasks] == [{"input": "1 2", "output": "3"}, {}]
     for bad in (
         '{"prompt": "a", "score": NaN}',
-        '{"question": "a"}',
+        '{"answer": "a"}',
         "[1]",
         '{"prompt": "a"',
         '{"prompt": [{"role": "nobody", "content": "x"}]}',

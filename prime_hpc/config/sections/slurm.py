@@ -41,8 +41,8 @@ class SlurmOptions(Section):
     gres: str | None = None
     """Generic resources a node, verbatim; replaces what is derived from `gpus_per_node`."""
     gpus_per_node: int | None = Field(None, ge=0)
-    """GPUs asked of each node; default: the partition's in the site profile; where neither says how many, `submit`
-    refuses; 0: none, the roles compute on the CPU."""
+    """GPUs asked of each node; default: the partition's in the site profile, or none with `device: cpu`; where neither
+    says how many, `submit` refuses; 0: none, the roles compute on the CPU."""
     gpu_type: str | None = None
     """GPU type as the site names it, e.g. `h100`."""
     mem: str | None = None

@@ -24,8 +24,9 @@ class SynthesizeConfig(EpisodesConfig):
     sampling: TeacherSamplingConfig = TeacherSamplingConfig()
     """Sampling of the replies."""
     prompts: list[str] = []
-    """JSONL files of prompts (or patterns, or directories), beside or instead of environments: rows with `prompt` or
-    `messages`; their other fields are handed on. Each is an environment's task without a score."""
+    """JSONL files of prompts (or patterns, or directories), beside or instead of environments: rows with `prompt`,
+    `messages`, `question` or `instruction`; their other fields are handed on. Each is an environment's task without a
+    score."""
     split: Literal["train", "eval"] = "train"
     """Tasks of the environments; `eval` are those that evaluations play."""
     min_reward: float | None = None

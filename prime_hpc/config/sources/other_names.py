@@ -152,6 +152,14 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "train_files val_files prompt_data prompt_dataset train_dataset eval_dataset dataset train_data_path",
         _TASKS,
     ),
+    (
+        "sampling.stop sampling.stop_strings sampling.stop_sequences stop_strings stop_sequences",
+        "texts that end a reply: <orchestrator.sampling.extra>, {stop: [TEXT]}",
+    ),
+    (
+        "val_split val_size val_ratio validation_split test_size eval_split_ratio",
+        "held-out rows are files of their own: <sft.eval.path>",
+    ),
     ("dataset_name", "a data set of the hub is <sft.data.name>, files are <sft.data.path>"),
     ("dataset_config dataset_config_name", "it is <sft.data.subset>"),
     ("dataset_train_split prompt_split", "it is <sft.data.split>"),
@@ -178,7 +186,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ("use_liger_kernel use_liger use_fused_kernels", "kernels of the head are <model.fused_head>"),
     ("cast_lm_head_to_fp32", "`float32`: <model.head_dtype>"),
     ("use_peft", "adapters are trained with <model.lora>, of <model.lora.rank>"),
-    ("lora_r lora_rank", "it is <model.lora.rank>"),
+    ("lora_r lora_rank lora.r", "it is <model.lora.rank>"),
     ("lora_alpha", "it is <model.lora.alpha>"),
     ("lora_target_modules", "it is <model.lora.target_modules>"),
     ("use_rslora", "it is <model.lora.rslora>"),

@@ -1,7 +1,8 @@
 """prompts: files of prompts as tasks, without a score: a reply is a reply. One turn.
 
-A row of a JSONL or Parquet file holds `prompt` (a string, or a list of messages) or `messages`, and may hold `system`;
-all its other fields are handed on to the row that its reply becomes. Images: `rows/shown.py`.
+A row of a JSONL or Parquet file holds `prompt` (a string, or a list of messages) or `messages`, or `question`,
+`instruction` (with Alpaca's `input`) and their like, and may hold `system`; all its other fields are handed on to the
+row that its reply becomes. Images: `rows/shown.py`.
 """
 
 from collections.abc import Iterable
@@ -12,8 +13,9 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.rows.reading import Row, as_messages, read_files
+from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files
 from prime_hpc.envs.rows.shown import with_images
+from prime_hpc.store.datafiles import prompt_of
 
 __all__ = ["Prompts"]
 
@@ -65,9 +67,9 @@ class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
 
 
 def _data(row: Row, folder: Path | None) -> PromptData:
-    prompt = row.get("prompt") or row.get("messages")
-    if not prompt:
-        raise ValueError(f"it has no `prompt` or `messages`, but {', '.join(row) or 'nothing'}")
-    shown, images = with_images(as_messages(prompt), row, folder)
-    rest = {name: value for name, value in row.items() if name not in (*_OWN, images)}
-    return PromptData(prompt=shown, system_prompt=row.get("system"), handed_on=rest)
+    column = next((name for name in PROMPTS if row.get(name)), None)
+    if column is None:
+        raise ValueError(f"it has none of {', '.join(PROMPTS)}, but {', '.join(row) or 'nothing'}")
+    prompt, images = with_images(as_messages(prompt_of(row, column)), row, folder)
+    rest = {name: value for name, value in row.items() if name not in (*_OWN, column, images)}
+    return PromptData(prompt=prompt, system_prompt=row.get("system"), handed_on=rest)

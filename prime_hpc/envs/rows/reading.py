@@ -17,6 +17,8 @@ from prime_hpc.envs.pictures import encode_image
 from prime_hpc.store.datafiles import find_data
 
 Row = dict[str, Any]
+PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
+"""Columns that a prompt is looked for in, where none is named."""
 
 
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")

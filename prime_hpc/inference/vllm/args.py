@@ -5,7 +5,6 @@ Imports neither torch nor vllm: what is built here can be shown by a plan and te
 
 import json
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,8 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
-from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, Refusal, section
+from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
+from prime_hpc.inference.vllm.arguments import not_passed_through
 
 Device = Literal["cpu", "cuda"]
 
@@ -36,48 +36,6 @@ MAX_VERSIONS_AT_ONCE = 4
 """Of one adapter in one batch of the engine: each costs GPU memory, requests of further ones wait."""
 SPARE_ADAPTERS = 4
 """Versions beyond those that stay loaded in host memory while requests still use them."""
-
-OWNED = {
-    "model": "model.name",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "seed": "seed",
-    "max_model_len": "inference.max_model_len",
-    "host": "inference.server.host",
-    "port": "inference.server.port",
-    "api_key": "inference.api_key",
-    "data_parallel_size": "inference.data_parallel_size",
-    "data_parallel_size_local": "inference.data_parallel_size_local",
-    "data_parallel_address": "inference.data_parallel_address",
-    "data_parallel_rpc_port": "inference.data_parallel_rpc_port",
-    "data_parallel_start_rank": "inference.data_parallel_start_rank",
-    "headless": "inference.headless",
-    "tensor_parallel_size": "inference.tensor_parallel_size",
-    "pipeline_parallel_size": "inference.pipeline_parallel_size",
-    "gpu_memory_utilization": "inference.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "inference.kv_cache_gib (on a CPU inference.cpu_kv_cache_gib)",
-    "kv_offloading_size": "inference.kv_offload_gib",
-    "max_num_seqs": "inference.max_num_seqs",
-    "enforce_eager": "inference.enforce_eager",
-    "enable_sleep_mode": "inference.sleep",
-    "enable_lora": "model.lora",
-    "enable_return_routed_experts": "trainer.router_replay",
-    "max_lora_rank": "model.lora.rank",
-    "weight_transfer_config": "weights.transport",
-}
-"""vLLM arguments that the tree states elsewhere, and where."""
-
-FIXED = {
-    "served_model_name": f"clients ask for {POLICY!r}",
-    "worker_extension_cls": "weight updates need it",
-    "enable_scale_out": "token-in token-out generation needs it",
-    "logprobs_mode": "the trainer's importance ratio needs log-probabilities after temperature",
-    "generation_config": "a model's own defaults would change the sampling silently",
-    "override_generation_config": "it would change the sampling; orchestrator.sampling states it",
-    "logits_processors": "the trainer cannot compute the log-probabilities of what they make of the distribution",
-    "api_server_count": "one process holds the policy version; more HTTP processes are more inference.num_replicas",
-}
-"""vLLM arguments that cannot be chosen, and why."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     # The episodes of a group share their prompt. vLLM's own choice on CPU, 128, is longer than many a whole prompt, and
@@ -106,7 +64,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         port: HTTP port of this server.
 
     Raises:
-        ValueError: `inference.vllm` repeats what the tree states elsewhere or what cannot be chosen.
+        ValueError: `inference.vllm` holds what vLLM does not know, or what is not to be stated there.
     """
     config = section(experiment)
     for refusal in not_passed_through(config.vllm):
@@ -243,16 +201,6 @@ def _adapter_options(experiment: Experiment) -> dict[str, Any]:
         "max_loras": max(2, at_once),
         "max_cpu_loras": max(2, at_once) + num_names + SPARE_ADAPTERS,
     }
-
-
-def not_passed_through(extra: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the arguments of `inference.vllm` that the tree states elsewhere, or that cannot be chosen."""
-    for key in extra:
-        name = key.replace("-", "_")
-        if name in OWNED:
-            yield Refusal(f"inference.vllm.{key}", f"the tree states this as {OWNED[name]}", "set it there")
-        elif name in FIXED:
-            yield Refusal(f"inference.vllm.{key}", f"cannot be chosen: {FIXED[name]}", "leave it out")
 
 
 def _flag(name: str, value: Any) -> list[str]:

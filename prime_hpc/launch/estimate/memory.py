@@ -33,7 +33,7 @@ _NORMED_HEADS = frozenset({
 """Values of `model_type` whose code in transformers norms each head's queries and keys, whatever the config says."""
 _UNGATED_ROOT_NORMED = frozenset({"apertus", "arcee", "nanochat"})
 _UNGATED = _UNGATED_ROOT_NORMED | {
-    "biogpt", "gpt_neox", "gpt_neox_japanese", "jais2", "nemotron", "persimmon", "phi", "starcoder2"
+    "biogpt", "gpt2", "gpt_neox", "gpt_neox_japanese", "jais2", "nemotron", "persimmon", "phi", "starcoder2"
 }  # fmt: skip
 """Values of `model_type` whose feed-forward blocks are two matrices, most of them behind norms that keep no float32."""
 _SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
@@ -64,8 +64,8 @@ class ModelFacts:
     num_experts: int = 0
     """0: a dense model."""
     keeps_scores: bool = False
-    """True if attention keeps all its scores: by code of its own (`config.families`), or of sinks or a cap, which the
-    kernels do not take (`trainer.ops.attention`)."""
+    """True if attention keeps all its scores: by code of its own (`config.families`), or of sinks, which the kernels do
+    not take (`trainer.ops.attention`)."""
     caps_logits: bool = False
     """True if its logits are capped."""
     active_experts: int = 0
@@ -78,6 +78,8 @@ class ModelFacts:
     """True if feed-forward blocks have a gate: three matrices, not two."""
     root_norms: bool = True
     """True if blocks have RMS norms, which compute in float32."""
+    caps_scores: bool = False
+    """True if attention caps its scores, which flash-attn alone can do without keeping them."""
     vision: VisionFacts | None = None
     """What sees images, whose parameters are among `num_params`."""
 
@@ -106,6 +108,8 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
     """
     if isinstance(config.get("text_config"), dict):
         config = {**config, **config["text_config"]}
+    if config.get("model_type") == "gpt2":
+        config = _as_others_name_it(config)
     try:
         hidden, layers, heads = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         vocab = int(config["vocab_size"])
@@ -137,11 +141,19 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
         context if isinstance(context, int) else None, kv_values, tied, experts,
-        family_of(config).custom_attention or kind in _SINKS or bool(config.get("attn_logit_softcapping")),
+        family_of(config).custom_attention or kind in _SINKS,
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")), active if experts else 0,
         kind in _NORMED_HEADS or bool(config.get("use_qk_norm")), shared, kind not in _UNGATED,
-        kind not in _UNGATED - _UNGATED_ROOT_NORMED, vision,
+        kind not in _UNGATED - _UNGATED_ROOT_NORMED, bool(config.get("attn_logit_softcapping")), vision,
     )  # fmt: skip
+
+
+def _as_others_name_it(gpt2: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GPT-2's config by the names that later models have."""
+    found = {"tie_word_embeddings": True, **gpt2}
+    found |= {"hidden_size": gpt2.get("n_embd"), "num_hidden_layers": gpt2.get("n_layer")}
+    found |= {"num_attention_heads": gpt2.get("n_head"), "max_position_embeddings": gpt2.get("n_positions")}
+    return found | {"intermediate_size": gpt2.get("n_inner") or 4 * (gpt2.get("n_embd") or 0)}
 
 
 def stored_params(folder: Path) -> int | None:
@@ -239,7 +251,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "activations": activations,
         "logits": _head_bytes(experiment, facts, tokens, trained=not adapter),
     }
-    if facts.keeps_scores:
+    if facts.keeps_scores or (facts.caps_scores and experiment.model.attn != "flash"):
         kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
         parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)
     if vision is not None and facts.vision is not None:
@@ -361,6 +373,8 @@ class EngineMemory:
     """KV cache of one token on one GPU."""
     max_tokens: int | None
     """Tokens that the KV cache holds."""
+    step_gib: float = 0.0
+    """Memory that a step takes beside the cache."""
 
 
 def engine_overhead_gib(experiment: Experiment) -> float:
@@ -391,9 +405,11 @@ def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | No
         return EngineMemory(weights, None, token_bytes, None)
     # a cache that is stated is taken whatever the share says
     left = inference.kv_cache_gib
+    row = max(1, token_bytes * experiment.max_model_len)
+    beside = _step_bytes(experiment, facts, width)  # which a cache that is stated does not hold
     if left is None:
-        row = token_bytes * experiment.max_model_len
-        beside = _step_bytes(experiment, facts, width)  # which a cache that is stated does not hold
         left = gpu_gib * inference.gpu_memory_utilization - weights - engine_overhead_gib(experiment)
         left *= row / (row + beside) if left > 0 and beside else 1
-    return EngineMemory(weights, left, token_bytes, max(0, int(left * GIB / token_bytes)) if token_bytes else None)
+    rows = min(left * GIB / row, inference.max_num_seqs or math.inf)
+    tokens = max(0, int(left * GIB / token_bytes)) if token_bytes else None
+    return EngineMemory(weights, left, token_bytes, tokens, max(0.0, rows * beside / GIB))

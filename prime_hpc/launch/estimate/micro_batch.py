@@ -141,7 +141,9 @@ def engine_share(view: Experiment, facts: ModelFacts | None, gpu_gib: float | No
     if cache is None or gpu_gib is None or facts is None:
         return share
     memory = engine_memory(view, facts, gpu_gib)
-    return share if memory is None else (memory.weights_gib + engine_overhead_gib(view) + cache) / gpu_gib
+    if memory is None:
+        return share
+    return (memory.weights_gib + engine_overhead_gib(view) + cache + memory.step_gib) / gpu_gib
 
 
 def _last(most: int, fits: Callable[[int], bool]) -> int:

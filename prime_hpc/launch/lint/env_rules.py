@@ -90,7 +90,7 @@ def arguments(subject: Subject) -> Iterator[Finding]:
                 "warning" if elsewhere else "error",
                 problem.key,
                 problem.message,
-                "mend the name, or leave it out",
+                "mend it, or leave it out",
             )
 
 

@@ -4,22 +4,27 @@ from collections.abc import Iterator
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
+from prime_hpc.launch.first_rows import SKIP_ROWS, unusual_role, wrong_row
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
+from prime_hpc.trainer.data.messages import COMMON_ROLES
 
 
 def data(subject: Subject) -> Iterator[Finding]:
     """Check the files of supervised data."""
     sft = subject.experiment.sft
     for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
-        if subject.is_rl or source is None or not source.paths:
+        if subject.is_rl or source is None or not (source.paths or source.name):
             continue
         try:
             found = find_data(source)
         except ValueError as error:
             waits = subject.is_slurm and subject.experiment.slurm.dependency
             remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
-            yield Finding("PH207", "warning", key, str(error), remedy if isinstance(error, NothingThereError) else "")
+            if isinstance(error, NothingThereError):
+                yield Finding("PH207", "warning", key, str(error), remedy)
+            else:
+                yield Finding("PH207", "error", key, str(error), "")
             continue
         try:
             columns = first_columns(found)
@@ -29,6 +34,16 @@ def data(subject: Subject) -> Iterator[Finding]:
         if columns is not None and not has_columns(columns, source):
             said, to_do = missing_columns(columns, source).split(". ", 1)
             yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
+        elif wrong := wrong_row(found, source, sft.data, sees_images=subject.experiment.model.vision is not None):
+            yield Finding("PH207", "error", key, wrong, SKIP_ROWS)
+        elif unusual := unusual_role(found, source, sft.data):
+            yield Finding(
+                "PH207",
+                "warning",
+                key,
+                unusual,
+                "a typing error? Few chat templates know others than " + ", ".join(COMMON_ROLES),
+            )
     template = None if subject.is_rl else sft.data.template_file
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"

@@ -204,9 +204,9 @@ def _refuse_collisions(points: list[Point]) -> None:
     by_name: dict[str, Point] = {}
     by_hash: dict[str, Point] = {}
     for point in points:
-        if (other := by_name.setdefault(point.name, point)) is not point:
-            message = f"two points would be named {point.name!r}: {other.values} and {point.values}"
-            raise ConfigError(Problem(f"{message}; name more axes in it, or {{index}}", "point_name"))
         if point.hash and (other := by_hash.setdefault(point.hash, point)) is not point:
             message = f"points {other.name!r} and {point.name!r} are the same experiment"
             raise ConfigError(Problem(f"{message}: {other.values} and {point.values}", "axes"))
+        if (other := by_name.setdefault(point.name, point)) is not point:
+            message = f"two points would be named {point.name!r}: {other.values} and {point.values}"
+            raise ConfigError(Problem(f"{message}; name more axes in it, or {{index}}", "point_name"))

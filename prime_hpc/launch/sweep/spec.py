@@ -30,6 +30,12 @@ from prime_hpc.config.sources.flags import ALIASES, Entry
 from prime_hpc.config.sources.tree import unknown_key
 
 MAX_POINTS = 100_000
+_FORMS = {
+    "axes.product": "must be a mapping of keys to the lists of their values",
+    "axes.zip": "must be a mapping of keys to lists of values, all of one length",
+    "axes.list": "must be a list of points, each a mapping of keys to values: [{async_level: 0}, {async_level: 2}]",
+}
+"""The form of each kind of axes."""
 _OURS = ("name", "output_dir", "clean", "ckpt.resume_step", "kind", "slurm.shape", "slurm.shapes")
 """Keys of a point that the sweep itself decides, or that no axis may vary."""
 
@@ -194,6 +200,8 @@ def _validate(data: dict[str, Any], document: Document) -> SweepFile:
                 )
             elif detail["type"] == "missing":
                 message = "must be stated: it has no default"
+            else:
+                message = _FORMS.get(".".join(path[:2]), message) if path[0] == "axes" else message
             problems.append(Problem(message, ".".join(path), document.origin(path)))
         raise ConfigError(problems) from error
 

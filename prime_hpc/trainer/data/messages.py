@@ -20,6 +20,7 @@ column `images`.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
@@ -60,6 +61,23 @@ class PlainText:
 
     prompt: str
     completion: str
+
+
+def parse_line(line: bytes, path: Path) -> Any:
+    """Return a line of JSON lines as Python; `path` is its file.
+
+    Raises:
+        SFTDataError: it is no JSON, or no UTF-8.
+    """
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise SFTDataError(
+            f"byte {error.object[error.start]:#04x} at {error.start} of the line is no UTF-8: if the "
+            f"file is Latin-1, iconv -f ISO-8859-1 -t UTF-8 {path.name} > utf8.jsonl"
+        ) from error
+    except ValueError as error:
+        raise SFTDataError(f"not JSON ({error})") from error
 
 
 def parse_row(

@@ -12,7 +12,6 @@ file's path, size and time of change; rank 0 makes it, the others open it.
 
 import gzip
 import io
-import json
 import os
 import shutil
 import zlib
@@ -34,11 +33,11 @@ from prime_hpc.store.datafiles import (
     is_compressed,
     is_text,
     missing_columns,
-    other_encoding,
+    no_json_lines,
 )
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
-from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.messages import SFTDataError, parse_line
 
 _BLOCK = 16 * 2**20
 _ARROW_ROWS = 256
@@ -118,15 +117,7 @@ class JsonLines:
         if self._file is None:
             self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
-        try:
-            return json.loads(os.pread(self._file, end - begin, begin))
-        except UnicodeDecodeError as error:
-            raise SFTDataError(
-                f"byte {error.object[error.start]:#04x} at {error.start} of the line is no UTF-8: if the "
-                f"file is Latin-1, iconv -f ISO-8859-1 -t UTF-8 {self._shown.name} > utf8.jsonl"
-            ) from error
-        except ValueError as error:
-            raise SFTDataError(f"not JSON ({error})") from error
+        return parse_line(os.pread(self._file, end - begin, begin), self._shown)
 
     def where(self, index: int) -> str:
         """file:line; counts the lines before it, which only an error asks for."""
@@ -152,12 +143,8 @@ def _write_index(path: Path, target: Path) -> None:
     starts: list[NDArray[np.int64]] = []
     with path.open("rb") as file:
         head = file.read(4096)
-        if wrong := other_encoding(path, head):
+        if wrong := no_json_lines(path, head):
             raise SFTDataError(wrong)
-        if head.lstrip()[:1] == b"[":
-            raise SFTDataError(
-                f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > utf8.jsonl"
-            )
         file.seek(0)
         offset, pending = 0, 0  # of the block, and of the line that began last
         while block := file.read(_BLOCK):

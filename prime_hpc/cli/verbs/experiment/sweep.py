@@ -43,6 +43,8 @@ def run(argv: list[str], program: str) -> int:
     if argv[0] not in actions:
         near = get_close_matches(argv[0], actions, n=1)
         hint = f"did you mean {near[0]}?" if near else f"usage: {usage}"
+        if Path(argv[0]).is_file():
+            hint = f"did you mean sweep submit {argv[0]}?"
         raise ConfigError(f"sweep knows no {argv[0]!r}; {hint}")
     return actions[argv[0]](argv[1:], f"{program} {argv[0]}")
 

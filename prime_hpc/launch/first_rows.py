@@ -1,0 +1,86 @@
+"""The first rows of data, read as the trainer reads them, and how `rows` is told of its own: wrong before the queue."""
+
+import contextlib
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from prime_hpc.config.env_files import REWARDS, ROWS, short_id
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.store.datafiles import DataFiles, is_compressed
+from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, SFTDataError, parse_line, parse_row
+
+_FILES, _ROWS, _BYTES = 20, 50, 2**20
+"""Files that are looked into, and rows and bytes of each."""
+
+SKIP_ROWS = "mend it, or sft.data.bad_rows = skip"
+
+
+def wrong_row(
+    found: DataFiles, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool = False
+) -> str | None:
+    """Return what is wrong with the first rows of JSON lines, with file and line; None where nothing is.
+
+    Args:
+        found: files of the source.
+        source: its column names.
+        config: how rows are read.
+        sees_images: whether they may hold images (`model.vision`).
+    """
+    if config.bad_rows == "skip":
+        return None
+    for place, line, path in _lines(found):
+        try:
+            parse_row(parse_line(line, path), source, config, config.chat_template != "none", sees_images=sees_images)
+        except SFTDataError as error:
+            return f"{place}: {error}"
+    return None
+
+
+def unusual_role(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfig) -> str | None:
+    """Return the first role that few chat templates know, with file and line: it may be a typing error."""
+    for place, line, path in _lines(found):
+        with contextlib.suppress(SFTDataError):
+            parsed = parse_row(parse_line(line, path), source, config, config.chat_template != "none", sees_images=True)
+            for message in parsed.messages if isinstance(parsed, Conversation) else ():
+                if message["role"] not in (*COMMON_ROLES, *config.loss_roles):
+                    return f"{place}: a message of the role {message['role']!r}"
+    return None
+
+
+def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
+    """Yield arguments of `rows` and `prompts` with which the environment would not begin, and why."""
+    args, is_rows = env.args, short_id(env.id) == ROWS
+    if bool(args.get("files")) == bool(args.get("dataset")):
+        yield "files", f"name JSONL or Parquet files{', or a data set of the hub as `dataset`: one of them' * is_rows}"
+        return
+    given = args.get("reward", REWARDS[0])
+    rewards = [given] if isinstance(given, str) else given
+    for reward in rewards if is_rows and isinstance(rewards, list) else ():
+        if reward not in REWARDS and ":" not in str(reward):
+            yield (
+                "reward",
+                f"{reward!r} is none of {', '.join(REWARDS)}; your own is FILE.py:function or module:function",
+            )
+
+
+def _lines(found: DataFiles) -> Iterator[tuple[str, bytes, Path]]:
+    """Yield the first lines of the files, as far as that is a little reading, each with its place."""
+    for path in found.files[:_FILES] if found.kind == "jsonl" else ():
+        if is_compressed(path) and path.suffix != ".gz":
+            continue
+        left = _BYTES
+        with (
+            contextlib.suppress(OSError, EOFError, zlib.error),  # the trainer's to tell, which tries again
+            path.open("rb") as raw,
+            gzip.open(raw) if path.suffix == ".gz" else raw as file,
+        ):
+            for number in range(1, _ROWS + 1):
+                line = file.readline(left + 1)
+                left -= len(line)
+                if not line or left < 0:
+                    break
+                if line.strip():
+                    yield f"{path}:{number}", line, path
