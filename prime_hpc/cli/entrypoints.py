@@ -111,7 +111,7 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
     except ConfigError as error:
         print(f"{program}: {error.render()}", file=sys.stderr)
         return error.exit_code
-    except (RuntimeError, UnicodeEncodeError) as error:
+    except (RuntimeError, UnicodeEncodeError, PermissionError) as error:
         if not (reason := _of_this_machine(error)):
             raise
         print(f"{program}: error: {reason}", file=sys.stderr)
@@ -129,6 +129,8 @@ def _of_this_machine(error: Exception) -> str:
             f"{around!r} holds bytes that are no text in this locale ({sys.getfilesystemencoding()}): "
             "export LC_ALL=C.UTF-8, or rename the file or folder"
         )
+    if isinstance(error, PermissionError):
+        return f"{error.filename}: {error.strerror}" if error.filename else ""
     from prime_hpc.runtime.failures import missing_home
 
     return missing_home(error)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.store.child_runs import PREFIX
-from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder, run_name
+from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder, refuse_closed, run_name
 
 MOST_RUNS = 200
 
@@ -62,6 +62,7 @@ def _of_word(word: str, may_be_none: bool) -> tuple[Path, list[tuple[Path, str]]
         run = find_run(word)
     except ConfigError:
         if may_be_none and direct.is_dir():
+            refuse_closed(direct)
             return direct, []
         raise
     children = [child for child in run.glob(f"{PREFIX}*") if child.is_dir() and is_run(child)]

@@ -221,6 +221,8 @@ def find_run(word: str, environ: Mapping[str, str] = os.environ) -> Path:
     for candidate in (direct, folder / word):
         if candidate.is_dir() and is_run(candidate):
             return candidate
+    for candidate in (direct, folder / word):
+        refuse_closed(candidate)
     runs = list_runs(folder)
     same = [path for path in runs if path.name == word]
     if not same and _JOB_ID.fullmatch(word):
@@ -233,6 +235,12 @@ def find_run(word: str, environ: Mapping[str, str] = os.environ) -> Path:
     if direct.is_dir():
         raise ConfigError(f"{word} is a directory, but no run: it holds none of {', '.join(MARKS)}")
     raise ConfigError(_not_found(word, [run_name(path, folder) for path in runs], folder))
+
+
+def refuse_closed(path: Path) -> None:
+    """Raise a ConfigError for a directory whose files are not this user's to see: none of them would be found."""
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be read: Permission denied; its owner can open it (chmod, setfacl)")
 
 
 def _by_job(word: str, runs: list[Path]) -> list[Path]:

@@ -185,6 +185,32 @@ def test_a_home_directory_that_nobody_knows(tmp_path: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("status shut", 2, "shut cannot be read: Permission denied"),
+        ("logs shut", 2, "shut cannot be read: Permission denied"),
+        ("usage shut", 2, "shut cannot be read: Permission denied"),
+        ("status shut/run", 2, "shut/run: Permission denied"),
+        ("lint shut/exp.yaml", 2, "shut/exp.yaml: Permission denied"),
+        ("export run", 2, "run/rollouts: Permission denied"),
+        ("status run", 0, "run/logs cannot be read: Permission denied"),
+    ],
+)
+def test_what_others_may_not_read_is_said(tmp_path: Path, words: str, code: int, says: str) -> None:
+    for name in ("shut", "run/logs", "run/rollouts"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).chmod(0)
+    (tmp_path / "run" / "run.yaml").write_text("name: run\n")
+    argv = [sys.executable, "-m", "prime_hpc.cli.entrypoints", *words.split()]
+    if os.geteuid() == 0:  # which may read everything
+        argv = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *argv]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == code and says in done.stdout + done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_locale_without_utf_8(tmp_path: Path) -> None:
     named = (tmp_path / "fr\u00fch").as_posix()
     words = (*ENV, "--inference", "none", "--launch", "local", "--output-dir")

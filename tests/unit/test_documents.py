@@ -17,6 +17,7 @@ from prime_hpc.config.renamed_keys import renamed
 from prime_hpc.config.site import load_site
 from prime_hpc.config.sources import other_names
 from prime_hpc.config.sources.flags import ALIASES
+from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.lint.lint import lint
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -235,6 +236,10 @@ def test_lists_are_whole() -> None:
         assert name in ("README.md", "CHANGELOG.md") or f"]({name})" in text_of("README.md"), (
             f"README.md links no {name}"
         )
+    for name in ("configs/README.md", "prime_hpc/envs/README.md"):
+        texts = (CHECKOUT / name).read_text(encoding="utf-8")
+        missing = [env for env in BUNDLED if env != "prompts" and f"`{env}`" not in texts]  # that one is synthesize's
+        assert not missing, f"{name} does not name {missing}"
 
 
 @pytest.mark.parametrize("name", NAMES)

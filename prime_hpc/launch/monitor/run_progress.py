@@ -122,7 +122,7 @@ def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
     """Return the log files worth opening, by role, that exist."""
     logs = path / "logs"
     found: dict[str, str] = {}
-    if (logs / "supervisor.log").exists():
+    if os.access(logs / "supervisor.log", os.F_OK):  # Path.exists raises where the folder is not ours to read
         found["supervisor"] = str(logs / "supervisor.log")
     outputs = sorted(logs.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime)
     if outputs:

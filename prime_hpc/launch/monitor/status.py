@@ -6,6 +6,7 @@ only about runs whose directory leaves a doubt. Works without accounting, and wi
 """
 
 import errno
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -121,6 +122,8 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
 
 def _unreadable(path: Path) -> Iterator[str]:
     """Say which of a run's files are there and cannot be read: they were taken for absent."""
+    if (logs := path / "logs").is_dir() and not os.access(logs, os.R_OK | os.X_OK):
+        yield f"{logs} cannot be read: Permission denied"
     names = SUBMIT_JSON, ATTEMPTS_JSONL, STATUS_JSON
     for file in [*(path / name for name in names), *(metrics_file(path, role) for role in ("trainer", "orchestrator"))]:
         try:

@@ -19,7 +19,7 @@ from prime_hpc.launch.monitor.status import Ask, PatientAsk, ask_slurm, collect,
 from prime_hpc.observe.console import duration, local_time, sparkline, time_left
 from prime_hpc.observe.table import pad
 from prime_hpc.slurm.hostlist import compress_hosts
-from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder
+from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder, refuse_closed
 
 SHOWN = 50
 REFRESH_S, LONGEST_REFRESH_S = 2.0, 30.0
@@ -63,6 +63,7 @@ def _meant(word: str | None) -> tuple[Path | None, Path]:
         return None, folder
     path = Path(word).expanduser()
     if path.is_dir() and not is_run(path) and not is_run(folder / word):
+        refuse_closed(path)
         return None, path
     one = _one_or_folder(word)
     return (one, folder) if is_run(one) else (None, one)
