@@ -1,4 +1,4 @@
-"""What a model that sees images takes beside a micro-batch's tokens: pixels, grids, and places in three dimensions.
+"""Inputs of a model that sees images beside a micro-batch's tokens: pixels, grids, and places in three dimensions.
 
 An image of t x h x w patches stands in a sample as t * (h / m) * (w / m) tokens, where m x m patches become one
 embedding. Its tokens are placed by frame, row and column from the place that the next token of text would have; what
