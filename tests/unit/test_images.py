@@ -1,99 +1,99 @@
-"""Images of a batch: the table, tokens that name its entries, and both when batches are cut and joined."""
+"""The recipes of images (slurm/images) fit the checkout that they copy: its setup, its versions, its commands."""
 
-from dataclasses import replace
+import os
+import re
+import subprocess
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from prime_hpc.store.batch.images import ImageTable, image_keys, image_runs
-from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank, select_micro_batches
-from prime_hpc.store.batch.shared_prefixes import find_sharing, token_keys
-from prime_hpc.trainer.batching.micro_batches import build_rank_batch, redistribute, refuse_untrainable
-
-FIRST, SECOND, THIRD = b"first image", b"second", b"the third"
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = sorted(path for path in (ROOT / "slurm" / "images").iterdir())
+DEFINITIONS = [path for path in IMAGES if path.suffix == ".def"]
+VERSIONS = re.compile(r"(torch|vLLM) (\d+\.\d+)")
 
 
-def numbers(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
+def section(recipe: Path, name: str) -> str:
+    """Shell of an Apptainer definition's section, or of a Dockerfile's RUN lines."""
+    text = recipe.read_text()
+    if recipe.suffix == ".def":
+        found = re.search(rf"^%{name}\n(.*?)(?=^%|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert found is not None, f"{recipe.name} has no %{name}"
+        return found[1]
+    runs = re.findall(r"^RUN ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    return "\n".join(re.sub(r"^--mount\S+ ", "", run) for run in runs)
 
 
-def batch_of(*samples: tuple[np.ndarray, tuple[bytes, ...]]) -> RankBatch:
-    """A micro-batch for each sample, given by its images; token ids tell samples apart."""
-    ids = [np.arange(len(images), dtype=np.int32) + 100 * i for i, (images, _) in enumerate(samples)]
-    masks = [np.ones(len(i), bool) for i in ids]
-    return build_rank_batch([[i] for i in range(len(ids))], ids, masks, images=list(samples))
+@pytest.mark.parametrize("recipe", IMAGES, ids=lambda path: path.name)
+def test_shell_of_a_recipe_is_whole_and_setup_knows_its_words(recipe: Path) -> None:
+    for name in ("setup", "post", "test") if recipe.suffix == ".def" else ("",):
+        done = subprocess.run(["bash", "-n"], input=section(recipe, name), text=True, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    builds = re.findall(r"tools/setup (\w+)", section(recipe, "post"))
+    usage = (ROOT / "tools" / "setup").read_text().splitlines()[1]
+    assert builds or "rocm" in recipe.name, "AMD's torch comes with the base image, all others with tools/setup"
+    assert all(re.search(rf"[\[|]{build}[\]|]", usage) for build in builds)
 
 
-def shown(batch: RankBatch, micro: int) -> list[bytes]:
-    """The image of every token of a micro-batch; empty for text."""
-    part = batch.micro_batch(micro)
-    return [b"" if part.images is None or not n else part.encoded_image(n) for n in part.values("images").tolist()]
+def test_an_image_has_what_git_knows_of_a_checkout_and_nothing_else() -> None:
+    """No environment of gigabytes of another machine's, no outputs, no keys of git's settings; each file counts, for a
+    run records what of its checkout was changed or gone."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, timeout=60)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    tracked = {name.partition("/")[0] for name in listed.stdout.split()}
+    for recipe in DEFINITIONS:
+        lines = [line.split() for line in section(recipe, "files").splitlines() if line.strip() and "#" not in line]
+        assert {target for _, target in lines} == {"/opt/prime-hpc/"}
+        assert {name for source, _ in lines for name in tracked if fnmatch(name, source)} == tracked, recipe.name
+        assert all(any(fnmatch(name, source) for name in tracked) for source, _ in lines), recipe.name
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert not {name for name in tracked for line in ignored if fnmatch(name, line)}
+    assert {".git/config", ".venv*", "outputs"} <= set(ignored)
 
 
-def test_a_table_holds_each_image_once() -> None:
-    table = ImageTable()
-    assert table.renumber(numbers(0, 2, 2, 0, 1), [FIRST, SECOND]).tolist() == [0, 2, 2, 0, 1]
-    assert table.renumber(numbers(1, 1, 2), [SECOND, THIRD]).tolist() == [2, 2, 3]
-    content, offsets = table.arrays()
-    assert content.tobytes() == FIRST + SECOND + THIRD and offsets.tolist() == [0, 11, 17, 26]
+@pytest.mark.parametrize("recipe", DEFINITIONS, ids=lambda path: path.name)
+def test_the_commit_goes_in_and_keys_of_git_do_not(recipe: Path, tmp_path: Path) -> None:
+    """Run as apptainer does, in a checkout and in what was unpacked from an archive."""
+    plain, cloned, author = tmp_path / "plain", tmp_path / "cloned", ["-c", "user.name=x", "-c", "user.email=x@y.z"]
+    plain.mkdir()
+    for words in (["init", str(cloned)], [*author, "-C", str(cloned), "commit", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    keys = ["config", "http.extraheader", "AUTHORIZATION: basic key"]
+    subprocess.run(["git", "-C", str(cloned), *keys], check=True)
+    for checkout in (plain, cloned):
+        image = tmp_path / "image" / checkout.name
+        environ = {"PATH": os.environ["PATH"], "APPTAINER_ROOTFS": str(image)}
+        words = ["sh", "-ex", "-c", section(recipe, "setup")]
+        done = subprocess.run(words, cwd=checkout, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "image" / "plain" / "opt" / "prime-hpc").iterdir())
+    inside = tmp_path / "image" / "cloned" / "opt" / "prime-hpc"
+    said = [
+        subprocess.run(["git", "-C", str(path), "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+        for path in (cloned, inside)
+    ]
+    assert said[0] == said[1]
+    assert not [path for path in inside.rglob("*") if path.is_file() and b"AUTHORIZATION" in path.read_bytes()]
 
 
-def test_runs_end_where_the_number_changes_or_a_sequence_begins() -> None:
-    found = image_runs(numbers(1, 1, 0, 2, 2, 1, 1), np.array([1, 0, 0, 0, 0, 0, 1], bool))
-    assert found.tolist() == [[0, 2, 1], [3, 5, 2], [5, 6, 1], [6, 7, 1]]
-    assert image_runs(numbers(), None).shape == image_runs(numbers(0, 0)).shape == (0, 3)
+@pytest.mark.parametrize("recipe", DEFINITIONS, ids=lambda path: path.name)
+def test_arguments_of_a_definition_have_defaults_and_are_used(recipe: Path) -> None:
+    """One that has none ends the build, one that is not used as well."""
+    stated = re.findall(r"^ +(\w+)=", section(recipe, "arguments"), re.MULTILINE)
+    assert set(re.findall(r"\{\{ (\w+) \}\}", recipe.read_text())) == set(stated)
+    assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"} < set(stated)
 
 
-def test_a_file_holds_the_images_of_its_tokens(tmp_path: Path) -> None:
-    batch = batch_of((numbers(0, 1, 1), (FIRST,)), (numbers(0, 0), ()), (numbers(2, 0, 1), (FIRST, SECOND)))
-    raw = b"".join(bytes(part) for part in encode_rank(batch))
-    found = decode_rank(np.frombuffer(raw, np.uint8), tmp_path / "file")
-    assert [shown(found, i) for i in range(3)] == [[b"", FIRST, FIRST], [b"", b""], [SECOND, b"", FIRST]]
-    assert raw.count(FIRST) == 1
-    assert batch_of((numbers(0, 0), ())).images is None
-
-
-def test_parts_of_several_batches_come_with_their_images() -> None:
-    one = batch_of((numbers(1, 0), (FIRST,)), (numbers(0, 1), (SECOND,)))
-    other = batch_of((numbers(0, 0, 0), ()), (numbers(2, 1, 0), (SECOND, THIRD)))
-    text = batch_of((numbers(0, 0), ()))
-    found = select_micro_batches([(other, 1), (one, 1), (text, 0), (other, 0)], 5)
-    found.check()
-    want = [[THIRD, SECOND, b""], [b"", SECOND], [b"", b""], [b"", b"", b""]]
-    assert [shown(found, i) for i in range(4)] == want and found.num_micro_batches == 5
-    assert found.image_bytes is not None and found.image_bytes.tobytes() == SECOND + THIRD
-    ranks = [redistribute([one, other], rank, 3) for rank in range(3)]
-    dealt = [image for rank in ranks for i in range(rank.num_micro_batches) for image in shown(rank, i) if image]
-    assert sorted(dealt) == sorted([FIRST, SECOND, SECOND, THIRD])
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"images": numbers(0, 2)}, "images: names image 2 of 1"),
-        ({"images": numbers(0, -1)}, "images: holds values below 0"),
-        ({"image_offsets": np.array([0, 4])}, "image_offsets: must grow from 0 to 11"),
-        ({"image_offsets": np.array([0, 11, 11])}, "image_offsets: must grow from 0 to 11"),
-        ({"image_bytes": None}, "image_bytes: must be there, as image"),
-    ],
-)
-def test_a_table_that_does_not_fit_is_named(change: dict[str, np.ndarray], says: str) -> None:
-    batch = batch_of((numbers(0, 1), (FIRST,)))
-    batch.check()
-    with pytest.raises(ValueError, match=says):
-        replace(batch, **change).check()
-
-
-def test_prompts_are_shared_up_to_the_first_other_image() -> None:
-    ids = np.arange(6, dtype=np.int32)
-    same, other = numbers(0, 1, 1, 0, 0, 0), numbers(0, 1, 1, 0, 0, 0)
-    keys = [token_keys(ids, None, image_keys(n, [image])) for n, image in ((same, FIRST), (other, SECOND))]
-    assert find_sharing([keys[0], keys[0]], [0, 0]).prefixes.tolist() == [6, 6]
-    assert find_sharing(keys, [0, 0]).prefixes.tolist() == [1, 1]
-    assert token_keys(ids, None, np.zeros(6, np.int64)).tolist() == ids.tolist()
-
-
-def test_a_model_of_text_alone_refuses_a_batch_with_images() -> None:
-    with pytest.raises(ValueError, match=r"holds images, and the model takes text alone \(model.vision\)"):
-        refuse_untrainable(batch_of((numbers(0, 1), (FIRST,))), 1000, 64)
+@pytest.mark.parametrize("recipe", IMAGES, ids=lambda path: path.name)
+def test_versions_in_a_recipe_are_those_of_the_package(recipe: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    stated = dict(re.findall(r"(torch|vllm)==(\d+\.\d+)", " ".join(extras["gpu"])))
+    assert set(stated) == {"torch", "vllm"}
+    text = recipe.read_text()
+    named = {(name.lower(), version) for name, version in VERSIONS.findall(text)}
+    named |= {("vllm", version) for version in re.findall(r"vllm-openai-rocm:v(\d+\.\d+)", text)}
+    assert named <= stated.items()
+    assert named or recipe.name == "prime-hpc-cpu.def", "only the CPU's names none: pip resolves it"
