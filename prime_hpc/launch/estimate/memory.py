@@ -79,7 +79,7 @@ class ModelFacts:
     root_norms: bool = True
     """True if blocks have RMS norms, which compute in float32."""
     vision: VisionFacts | None = None
-    """What sees images, whose parameters are among `num_params`."""
+    """Its part that sees images, whose parameters are among `num_params`."""
 
     def trained_params(self, vision: str | None) -> int | None:
         """Return how many parameters train with a `model.vision`, of a model without adapters."""
