@@ -81,7 +81,7 @@ class ModelFacts:
     caps_scores: bool = False
     """True if attention caps its scores, which flash-attn alone can do without keeping them."""
     vision: VisionFacts | None = None
-    """What sees images, whose parameters are among `num_params`."""
+    """Its part that sees images, whose parameters are among `num_params`."""
 
     def trained_params(self, vision: str | None) -> int | None:
         """Return how many parameters train with a `model.vision`, of a model without adapters."""

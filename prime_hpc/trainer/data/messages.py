@@ -46,7 +46,7 @@ class Conversation:
     trained: tuple[bool, ...]
     """Of each message."""
     images: tuple[Any, ...] = ()
-    """Where to read the image of each content part `{"type": "image"}`, in their order."""
+    """Source of the image of each content part `{"type": "image"}`, in their order."""
 
     def up_to(self, stop: int, trained: tuple[bool, ...]) -> "Conversation":
         """Return its beginning of so many messages."""
