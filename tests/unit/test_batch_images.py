@@ -1,12 +1,14 @@
 """Images of a batch: the table, tokens that name its entries, and both when batches are cut and joined."""
 
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from prime_hpc.store.batch.images import ImageTable, image_keys, image_runs
+from prime_hpc.store.batch.images import ImageTable, image_keys, image_runs, open_image
 from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank, select_micro_batches
 from prime_hpc.store.batch.shared_prefixes import find_sharing, token_keys
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, redistribute, refuse_untrainable
@@ -97,3 +99,24 @@ def test_prompts_are_shared_up_to_the_first_other_image() -> None:
 def test_a_model_of_text_alone_refuses_a_batch_with_images() -> None:
     with pytest.raises(ValueError, match=r"holds images, and the model takes text alone \(model.vision\)"):
         refuse_untrainable(batch_of((numbers(0, 1), (FIRST,))), 1000, 64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "orientation"),
+    [("RGBA", "PNG", 0), ("LA", "PNG", 0), ("P", "PNG", 0), ("L", "PNG", 0), ("RGB", "JPEG", 6), ("CMYK", "JPEG", 0)],
+)
+def test_an_image_is_opened_as_the_engine_opens_it(mode: str, kind: str, orientation: int) -> None:
+    """Upright, and on white where it is transparent."""
+    image = pytest.importorskip("vllm.multimodal.image")
+    picture = Image.effect_mandelbrot((48, 32), (-2, -1.5, 1, 1.5), 50).convert(mode)
+    if "A" in mode:
+        picture.putalpha(Image.linear_gradient("L").resize((48, 32)))
+    exif = picture.getexif()
+    if orientation:
+        exif[0x0112] = orientation
+    file = BytesIO()
+    picture.save(file, kind, exif=exif, **({"transparency": 3} if mode == "P" else {}))
+    found = open_image(file.getvalue())
+    wanted = image.convert_image_mode(image.normalize_image(Image.open(file)), "RGB")
+    assert found.mode == "RGB" and found.size == wanted.size == ((32, 48) if orientation else (48, 32))
+    assert found.tobytes() == wanted.tobytes()

@@ -4,8 +4,11 @@ Numbers begin at 1, so that 0 stands for a token of text. What a model sees of a
 processor makes of the bytes; the trainer makes them anew, from the same bytes, so that files stay small.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
+from io import BytesIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +47,24 @@ class ImageTable:
 def images_of(content: Bytes, offsets: Offsets) -> list[bytes]:
     """Return the images of a table's arrays."""
     return [content[a:b].tobytes() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+
+
+def open_image(image: bytes) -> Any:
+    """Return an encoded image in RGB as vLLM sees it, a PIL image: upright, whatever way the camera was held (EXIF),
+    and on white where it is transparent. Raises what Pillow raises."""
+    from PIL import Image, ImageOps
+
+    with Image.open(BytesIO(image)) as opened:
+        picture: Image.Image = opened
+        with contextlib.suppress(Exception):  # a tag that cannot be read: as it lies
+            picture = ImageOps.exif_transpose(opened)
+        picture.load()
+        if picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info:
+            return picture.convert("RGB")
+        picture = picture.convert("RGBA")
+        shown = Image.new("RGB", picture.size, (255, 255, 255))
+        shown.paste(picture, mask=picture.getchannel("A"))
+        return shown
 
 
 def image_key(image: bytes) -> int:

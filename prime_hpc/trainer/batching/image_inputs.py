@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prime_hpc.store.batch.images import image_runs
+from prime_hpc.store.batch.images import image_runs, open_image
 
 CACHE_BYTES = 256 << 20
 """Pixels kept: images come again in other micro-batches, and in later steps."""
@@ -95,9 +95,7 @@ class ImageInputs:
         from PIL import Image
 
         try:
-            with Image.open(BytesIO(image)) as opened:
-                opened.load()
-                picture = opened.convert("RGB")
+            picture = open_image(image)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise ImageError(f"an image of {len(image)} bytes cannot be read ({error})") from error
         made = self.processor(images=[picture], return_tensors="np")

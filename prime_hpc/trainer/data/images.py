@@ -132,6 +132,10 @@ def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
         raise SFTDataError(f"{name}: {why}; relative paths are meant from {folder}") from error
 
 
+_ORIENTATION = 0x0112
+"""EXIF's tag."""
+
+
 def _measures(content: bytes, name: str) -> tuple[int, int]:
     """Return width and height of an image that can be decoded."""
     from PIL import Image
@@ -140,8 +144,10 @@ def _measures(content: bytes, name: str) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(content)) as picture:
             width, height = picture.size
+            if picture.getexif().get(_ORIENTATION) in (5, 6, 7, 8):  # it lies on its side, and is shown upright
+                width, height = height, width
             if width * height <= most:
-                picture.draft("RGB", (max(1, width // 8), max(1, height // 8)))
+                picture.draft("RGB", (max(1, picture.width // 8), max(1, picture.height // 8)))
                 picture.load()
     except Image.DecompressionBombError as error:
         raise SFTDataError(f"{name}: {error}; make it smaller") from error
