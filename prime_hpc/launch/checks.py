@@ -11,7 +11,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
-from prime_hpc.config.env_files import READERS, ROWS, named_files, short_id
+from prime_hpc.config.env_files import READERS, named_files, short_id
 from prime_hpc.config.families import STORED_AS
 from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
 from prime_hpc.config.sections.orchestrator import EnvConfig
@@ -315,16 +315,18 @@ def unknown_arguments(experiment: Experiment) -> Iterator[Problem]:
 
 
 def missing_rows(experiment: Experiment) -> Iterator[Problem]:
-    """Yield what is not there of the files that the environment `rows` is given, rows and reward functions."""
+    """Yield what is not there of the files that `rows` and `prompts` are given, rows and reward functions."""
+    own = f"synthesize.env.{len(experiment.episodes.env)}"  # the environment of `synthesize.prompts`
     for key, env in stated_environments(experiment):
-        for name, path in named_files(env.id, env.args) if short_id(env.id) == ROWS else ():
+        for name, path in named_files(env.id, env.args):
+            where = "synthesize.prompts" if key == own else f"{key}.args.{name}"
             try:
                 if name == "files":
                     find_data(SFTSourceConfig(path=[path]))
                 elif not Path(path).is_file():
-                    yield Problem(f"{path} is no file", f"{key}.args.{name}")
+                    yield Problem(f"{path} is no file", where)
             except ValueError as error:
-                yield Problem(str(error), f"{key}.args.{name}")
+                yield Problem(str(error), where)
 
 
 def _data(experiment: Experiment, waits: bool) -> list[Problem]:

@@ -22,6 +22,8 @@ from prime_hpc.evals.synthesis.report import report, table, words
 from prime_hpc.evals.synthesis.rows import withdraw_rows, write_rows
 from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, is_parsed, sampled
 from prime_hpc.evals.synthesis.select import REASONS, num_passing, select
+from prime_hpc.launch.checks import check
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.datafiles import find_data
@@ -238,6 +240,19 @@ def test_prompts_are_tasks_and_what_is_none_is_named(tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n' + bad + "\n")
         with pytest.raises(EnvError, match="bad.jsonl, line 2"):
             list(Prompts(PromptsConfig(files=[str(tmp_path / "bad.jsonl")])).load())
+
+
+def test_prompts_that_are_not_there_are_said_before_the_queue(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.jsonl")
+    loaded = load_experiment(
+        ["--model.name", "owner/m", "--prompts", gone, "--output-dir", str(tmp_path)], "synthesize", {}
+    )
+    with pytest.raises(ConfigError, match="gone.jsonl does not exist") as caught:
+        check(loaded)
+    assert [problem.key for problem in caught.value.problems] == ["synthesize.prompts"]
+    found = [f.key for f in lint(loaded.experiment, SiteConfig(name="s")) if f.code == "PH207"]
+    assert found == ["synthesize.prompts"]
+    check(loaded, waits=True)  # another job makes them
 
 
 def test_stages_of_a_pipeline_are_gpus(tmp_path: Path) -> None:
