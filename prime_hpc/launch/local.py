@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
@@ -141,9 +142,31 @@ def start_job(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-d
     # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; ours ends it
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return executor.submit(local_job, str(run_dir), changed_by_submitit())
+        with _output_to(run_dir / "logs" / "submitit" / "controller.log"):
+            return executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Have processes that are started meanwhile write into a file.
+
+    With ours they would keep it open: whoever reads this command through a pipe (`| tee`, `$(...)`) waits for the end
+    of all that have it.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    with log.open("ab") as file:
+        ours = {fd: os.dup(fd) for fd in (1, 2)}
+        try:
+            for fd in ours:
+                os.dup2(file.fileno(), fd)
+            yield
+        finally:
+            for fd, copy in ours.items():
+                os.dup2(copy, fd)
+                os.close(copy)
 
 
 def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defined]  # noqa: F821

@@ -14,7 +14,7 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.site import GENERIC
-from prime_hpc.launch import submission
+from prime_hpc.launch import local, submission
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
 from prime_hpc.slurm import client, queue, sbatch_errors, submission_record
@@ -507,3 +507,20 @@ def test_a_job_that_can_never_start_is_pointed_out(
     monkeypatch.setattr(submission, "jobs", late)
     assert submit(load(config)) == 0
     assert "cannot start it as it is (PartitionConfig)" in capsys.readouterr().err
+
+
+def test_who_reads_a_submit_through_a_pipe_does_not_wait_for_the_local_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    original = subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> Any:  # what it starts inherits
+        started.append([str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in (1, 2)])
+        return original(["true"])
+
+    monkeypatch.setattr("submitit.local.local.subprocess.Popen", popen)
+    ours = [Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)]
+    local.start_job(tmp_path)
+    assert started == [[str(tmp_path / "logs" / "submitit" / "controller.log")] * 2]
+    assert [Path(f"/proc/self/fd/{fd}").readlink() for fd in (1, 2)] == ours
