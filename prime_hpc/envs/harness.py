@@ -22,8 +22,8 @@ from verifiers.v1.harness import HarnessSession, ProgramResult
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.types import Message, Request, SystemMessage, Tool, ToolCall, ToolMessage, UserMessage
 
+from prime_hpc.envs.images import ImageError, inlined
 from prime_hpc.envs.interception import TurnRefused, interception_of
-from prime_hpc.envs.pictures import PictureError, inlined
 
 __all__ = ["InProcessHarness"]
 
@@ -127,7 +127,7 @@ class InProcessSession(HarnessSession):
             opening = self._opening(include_prompt=messages is None)
             try:  # an API fetches from an address itself
                 self._messages = await inlined(opening, fetch=interception_of(self.endpoint).is_policy(self.secret))
-            except PictureError as error:
+            except ImageError as error:
                 raise TaskError(str(error)) from error
             await self._connect_tools()
         self._messages += messages or []
@@ -171,7 +171,7 @@ class InProcessSession(HarnessSession):
             content: Any = await self._local[call.name].call(call.arguments)
         elif call.name in self._dispatch:
             content = await self._call_mcp(call)
-            if isinstance(content, list) and not interception_of(self.endpoint).shows_pictures(self.secret):
+            if isinstance(content, list) and not interception_of(self.endpoint).shows_images(self.secret):
                 content = "\n".join(map(_in_words, content))
         else:
             known = ", ".join(tool.name for tool in self._tools) or "none"

@@ -83,7 +83,7 @@ class PolicyInterception(InterceptionServer):
         session = self.sessions.get(secret)
         return session is not None and isinstance(session.client, PolicyClient)
 
-    def shows_pictures(self, secret: str) -> bool:
+    def shows_images(self, secret: str) -> bool:
         """Return whether the model of a rollout may be sent pictures: an API may, a policy where its prompts hold
         images."""
         session = self.sessions.get(secret)

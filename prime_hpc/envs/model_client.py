@@ -26,7 +26,7 @@ from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice, read_tokens
 from prime_hpc.client.versions import VersionSpanError
-from prime_hpc.envs.pictures import image_urls, is_inline, without_images
+from prime_hpc.envs.images import image_urls, is_inline, without_images
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.routing import RoutingError, parse_routing
 from prime_hpc.runtime.event_loops import loop_time

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.client.versions import VersionSpanError
-from prime_hpc.envs.pictures import PictureError, decode_image, image_urls, in_words
+from prime_hpc.envs.images import ImageError, decode_image, image_urls, in_words
 from prime_hpc.envs.routing import RoutingError, RoutingOf, branch_routing
 from prime_hpc.store.batch.images import ImageTable
 
@@ -205,7 +205,7 @@ def trace_samples(
     Raises:
         VersionSpanError: a sampled node's versions are unknown or of the wrong number.
         RoutingError: its recorded experts are of other tokens.
-        PictureError: its tokens do not stand for its images.
+        ImageError: its tokens do not stand for its images.
     """
     if not trace.agent.trainable:
         return []
@@ -280,7 +280,7 @@ def _with_images(sample: Sample, nodes: Sequence[Any], places: Mapping[int, int]
         places: tokens that stand for images (1) or videos.
 
     Raises:
-        PictureError: a message has another number of images than of runs.
+        ImageError: a message has another number of images than of runs.
     """
     if not places:
         return sample
@@ -294,7 +294,7 @@ def _with_images(sample: Sample, nodes: Sequence[Any], places: Mapping[int, int]
         is_place = np.isin(sample.token_ids[offset:end], kinds) & ~np.asarray(node.mask, bool)
         starts = is_place & ~np.append(False, is_place[:-1])
         if int(starts.sum()) != len(urls):
-            raise PictureError(
+            raise ImageError(
                 f"a {node.message.role} message has {len(urls)} images, and its tokens stand for {int(starts.sum())}"
             )
         if urls:
@@ -331,7 +331,7 @@ def episode_result(
         try:
             for number, trace in enumerate(traces):
                 samples += trace_samples(trace, versions_of, number, routing_of)
-        except (VersionSpanError, RoutingError, PictureError) as error:
+        except (VersionSpanError, RoutingError, ImageError) as error:
             problem = Problem(EpisodeState.FAILED, _one_line(str(error)), type(error).__name__)
         else:
             problem = _find_sample_problem(samples)

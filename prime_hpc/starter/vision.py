@@ -44,7 +44,7 @@ def write_tiny_qwen3_vl(directory: Path, seed: int) -> int:
     tokenizer = build_tokenizer(MAX_LEN)
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     tokenizer.chat_template = CHAT_TEMPLATE
-    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    start, end, image, video = (len(tokenizer) - len(VISION_TOKENS) + place for place in range(len(VISION_TOKENS)))
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,

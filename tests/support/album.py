@@ -10,8 +10,8 @@ from typing import Any
 import verifiers.v1 as vf
 from PIL import Image
 
+from prime_hpc.envs.images import encode_image
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.pictures import encode_image
 
 __all__ = ["AlbumEnv", "AlbumTaskset"]
 

@@ -13,7 +13,7 @@ from PIL import Image
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.env_config import resolve_taskset
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.pictures import decode_image
+from prime_hpc.envs.images import decode_image
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets import countdown, shapes, tic_tac_toe, wordle
 from prime_hpc.envs.tasksets.calculator import CalculatorHarness

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from prime_hpc.envs.pictures import PictureError, decode_image, encode_image, in_words, without_images
+from prime_hpc.envs.images import ImageError, decode_image, encode_image, in_words, without_images
 
 
 def encoded(kind: str, size: tuple[int, int] = (48, 32)) -> bytes:
@@ -33,7 +33,7 @@ def test_logs_show_an_image_in_few_words_whatever_it_is() -> None:
 
 @pytest.mark.parametrize("url", ["", "data:image/png,abc", "data:text/plain;base64,abcd", "/a/file.png"])
 def test_what_is_no_image_is_refused(url: str) -> None:
-    with pytest.raises(PictureError, match="is no data: URL"):
+    with pytest.raises(ImageError, match="is no data: URL"):
         decode_image(url)
 
 

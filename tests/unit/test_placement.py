@@ -367,7 +367,7 @@ def test_how_gpus_are_asked_for() -> None:
 
 
 def test_a_run_on_cpus_asks_for_no_gpu_that_nobody_stated() -> None:
-    many = {"inference": {"data_parallel_size": 4}, "trainer": {"num_ranks": 16}, "device": "cpu"}
+    many: dict[str, Any] = {"inference": {"data_parallel_size": 4}, "trainer": {"num_ranks": 16}, "device": "cpu"}
     placed = place(**many, slurm=on_h100())
     assert (placed.num_nodes, placed.components[0].options) == (1, {"partition": "h100"})
     stated = place(inference={}, device="cpu", slurm=on_h100(gpus_per_node=2))

@@ -96,7 +96,7 @@ def test_gaps_and_values_that_are_not_finite() -> None:
 def test_memory_is_bounded_whatever_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "_PENDING", 128)
 
-    ours = [tracemalloc.Filter(True, module.__file__) for module in (series, phases_module)]
+    ours = [tracemalloc.Filter(True, str(module.__file__)) for module in (series, phases_module)]
 
     def held() -> int:  # by these modules alone: other threads of the process allocate too
         return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)

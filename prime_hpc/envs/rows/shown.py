@@ -1,6 +1,6 @@
 """Prompts of rows with images: content parts with addresses, as OpenAI's API takes them.
 
-A file is named here and read before the first turn (`envs.pictures`), so that a million rows hold no pictures.
+A file is named here and read before the first turn (`envs.images`), so that a million rows hold no pictures.
 """
 
 from pathlib import Path

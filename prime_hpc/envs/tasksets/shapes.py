@@ -13,7 +13,7 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from PIL import Image, ImageDraw
 
-from prime_hpc.envs.pictures import encode_image
+from prime_hpc.envs.images import encode_image
 from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
 
 __all__ = ["ShapesTaskset"]

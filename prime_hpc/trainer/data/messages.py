@@ -106,7 +106,7 @@ def parse_row(
         return PlainText("", text)
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "completion", "system")}
     value["prompt"] = prompt_of(row, source.columns.get("prompt", "prompt"))
-    pictures = as_sources(row.get(source.columns.get("images", "images"))) if sees_images else []
+    images_beside = as_sources(row.get(source.columns.get("images", "images"))) if sees_images else []
     system = value["system"] if isinstance(value["system"], str) else ""
     tools = _tools(row.get(source.columns.get("tools", "tools")))
     own_names = config.loss_roles
@@ -115,7 +115,7 @@ def parse_row(
         first = 0
     else:
         prompt, completion = value["prompt"], value["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str) and not has_template and not pictures:
+        if isinstance(prompt, str) and isinstance(completion, str) and not has_template and not images_beside:
             return PlainText(f"{system}\n\n{prompt}" if system.strip() else prompt, completion)
         context, answer = _messages(prompt, "user", own_names), _messages(completion, "assistant", own_names)
         messages, first = [*context, *answer], len(context)
@@ -128,7 +128,7 @@ def parse_row(
     if not sees_images and any(image_parts(plain)):
         raise SFTDataError("content parts of type image: only text can be trained on without model.vision")
     try:
-        placed, images = place_images(plain, pictures)
+        placed, images = place_images(plain, images_beside)
     except ValueError as error:
         raise SFTDataError(str(error)) from error
     return Conversation(placed, tools, trained, images)

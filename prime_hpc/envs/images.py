@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 
-class PictureError(ValueError):
+class ImageError(ValueError):
     """An image cannot be read, or is none."""
 
 
@@ -54,14 +54,14 @@ def decode_image(url: str) -> bytes:
     """Return the encoded image that a `data:` URL holds, byte for byte.
 
     Raises:
-        PictureError: it is no `data:` URL of an image in base64.
+        ImageError: it is no `data:` URL of an image in base64.
     """
     if not is_inline(url):
-        raise PictureError(f"an image is no data: URL of an image in base64, but {_short(url)}")
+        raise ImageError(f"an image is no data: URL of an image in base64, but {_short(url)}")
     try:
         return base64.b64decode(url.partition(",")[2], validate=True)
     except ValueError as error:
-        raise PictureError(f"the base64 text of {_short(url)} is damaged: {error}") from error
+        raise ImageError(f"the base64 text of {_short(url)} is damaged: {error}") from error
 
 
 def encode_image(content: bytes, kind: str | None = None) -> str:
@@ -84,7 +84,7 @@ def in_words(url: str) -> str:
     """Return what logs show of an image, e.g. `[image 48x32 png, 1.2 kB]`: never the megabytes that it holds."""
     try:
         content = decode_image(url)
-    except PictureError:
+    except ImageError:
         return f"[image {_short(url)}]"
     try:
         about = _described(content)
@@ -112,7 +112,7 @@ async def inlined(messages: list[Any], *, fetch: bool) -> list[Any]:
     """Return messages with images that are files as `data:` URLs; with `fetch` those at addresses, too.
 
     Raises:
-        PictureError: one cannot be read; names it.
+        ImageError: one cannot be read; names it.
     """
     found = []
     for message in messages:
@@ -141,7 +141,7 @@ async def _inlined(part: Any) -> Any:
     if encoded.startswith("data:image/unknown"):
         kind = mimetypes.guess_type(urlsplit(url).path)[0] or ""
         if not kind.startswith("image/"):
-            raise PictureError(f"{_short(url)} is no image: it begins with {content[:8]!r}")
+            raise ImageError(f"{_short(url)} is no image: it begins with {content[:8]!r}")
         encoded = encode_image(content, kind)
     return part.model_copy(update={"image_url": part.image_url.model_copy(update={"url": encoded})})
 
@@ -157,9 +157,9 @@ def _read(url: str) -> bytes:
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES + 1)
     except (OSError, ValueError, HTTPException) as error:
-        raise PictureError(f"image {_short(url)} cannot be read: {error}") from error
+        raise ImageError(f"image {_short(url)} cannot be read: {error}") from error
     if len(content) > MOST_BYTES:
-        raise PictureError(f"image {_short(url)} has more than {MOST_BYTES >> 20} MiB")
+        raise ImageError(f"image {_short(url)} has more than {MOST_BYTES >> 20} MiB")
     return content
 
 
