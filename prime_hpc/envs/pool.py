@@ -127,10 +127,8 @@ class EnvPool:
             raise EnvError("no inference server is known: set orchestrator.client.base_url, or let the run start one")
         self._configs = list(envs)
         self._split: Split = split
-        self._seed = seed
-        self._beside = tuple(beside)
-        self._model_name = model_name
-        self._urls = tuple(urls)
+        self._seed, self._beside = seed, tuple(beside)
+        self._model_name, self._urls = model_name, tuple(urls)
         self._moved: dict[int, str] = {}
         self._api_key_var, self._api_key = api_key_var, api_key
         self._sampling, self._samplings = sampling, tuple(samplings)
