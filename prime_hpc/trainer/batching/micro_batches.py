@@ -151,10 +151,7 @@ def make_micro_batch(
             change it in a causal model, whatever its layers are. Not with context parallelism.
         pads: plan how sequences are padded into buckets, for the kernel that needs it.
         stream: CUDA stream of the copy to the device; None: the current one.
-        image_inputs: how the model takes images; None: it takes none.
-
-    Raises:
-        ImageError: the model cannot be shown an image of the batch.
+        image_inputs: how the model takes images (ImageError: it cannot be shown one); None: it takes none.
     """
     part, tokens = batch.micro_batch(index), batch.tokens_of(index)
     lengths, ids, mask, ce = np.diff(part.seq_offsets), part.token_ids.astype(np.int64), part.loss_mask, part.ce_weights
