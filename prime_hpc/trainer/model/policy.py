@@ -317,8 +317,7 @@ def load_policy(
         replay.install(policy.hf)
         policy.replays_routers = True
     policy.pads_rows = kernel is attention.padded_attention
-    policy.exact_logits = config.head_dtype == "float32"
-    policy.fused_head = config.fused_head
+    policy.exact_logits, policy.fused_head = config.head_dtype == "float32", config.fused_head
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
     _load_shards(policy, weights, device)
     if config.lora is not None:
