@@ -114,7 +114,8 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
                 for sample in one.pop("samples"):
                     end = offset + sample.pop("length")
                     parts = {name: values[offset:end].copy() for name, values in arrays.items()}
-                    sample["image_data"] = tuple(images[number - 1] for number in sample["image_data"])
+                    shown = sample.get("image_data", ())  # an older version's have none
+                    sample["image_data"] = tuple(images[number - 1] for number in shown)
                     if not sample["image_data"]:
                         parts.pop("images", None)
                     samples.append(Sample(**sample, **parts))
