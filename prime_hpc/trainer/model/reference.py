@@ -52,4 +52,5 @@ def load_reference(experiment: Experiment, policy: Policy, device: torch.device)
             )
         )
     reference.requires_grad_(False)
+    reference.trains_vision = False
     return reference
