@@ -73,7 +73,7 @@ def two_branches() -> list[Sample]:
     two = [*first, tool, node("assistant", [9], sampled=True)]
     branches = [SimpleNamespace(nodes=nodes, trainable=True) for nodes in (one, two)]
     agent = SimpleNamespace(trainable=True, name="agent")
-    trace = SimpleNamespace(agent=agent, branches=branches, reward=1.0, is_truncated=False)
+    trace = SimpleNamespace(agent=agent, branches=branches, reward=1.0, is_truncated=False, mm_token_type_id_map={})
     return trace_samples(trace, lambda n: n.versions)
 
 

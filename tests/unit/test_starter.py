@@ -99,7 +99,7 @@ def test_a_made_starter_is_left_alone_and_a_broken_or_different_one_is_replaced(
 
 
 def test_unknown_name_is_an_error_that_lists_the_known(tmp_path):
-    with pytest.raises(ValueError, match=r"qwen3-tiny, smollm2-135m"):
+    with pytest.raises(ValueError, match=r"qwen3-tiny, qwen3-vl-tiny, smollm2-135m"):
         make_starter(tmp_path, name="qwen4")
 
 
