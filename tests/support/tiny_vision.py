@@ -81,13 +81,18 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
         "temporal_patch_size": 2,
         "num_position_embeddings": 64,
     }
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0, 1]
     kinds: dict[str, tuple[Any, Any]] = {
         "qwen3_vl": (hf.Qwen3VLConfig, hf.Qwen3VLForConditionalGeneration),
+        "qwen3_vl_moe": (hf.Qwen3VLMoeConfig, hf.Qwen3VLMoeForConditionalGeneration),
         "qwen3_5": (hf.Qwen3_5Config, hf.Qwen3_5ForConditionalGeneration),
+        "qwen3_5_moe": (hf.Qwen3_5MoeConfig, hf.Qwen3_5MoeForConditionalGeneration),
     }
-    if family == "qwen3_5":
+    if family.endswith("moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        text |= {"shared_expert_intermediate_size": 64}
+    if family.startswith("qwen3_5"):
         text |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
         text |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2}
         text["rope_parameters"] = {**_ROPE["rope_parameters"], "partial_rotary_factor": 1.0}
