@@ -93,12 +93,12 @@ def write_tiny_qwen3_vl(directory: Path, seed: int) -> int:
         model = Qwen3VLForConditionalGeneration(config)
     save_readable(model, directory)
     tokenizer.save_pretrained(directory)
-    _write_processors(directory)
+    write_processors(directory)
     return sum(p.numel() for p in model.parameters())
 
 
-def _write_processors(directory: Path) -> None:
-    """Of images, and of videos, without which nobody loads the first."""
+def write_processors(directory: Path) -> None:
+    """Write the processor of images, and that of videos, without which nobody loads the first."""
     stated: dict[str, Any] = {
         "processor_class": "Qwen3VLProcessor",
         "patch_size": PATCH,

@@ -21,13 +21,14 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from prime_hpc.envs.target import ChatOptions
+from prime_hpc.starter.vision import CHAT_TEMPLATE
 from prime_hpc.store.batch.images import image_runs
 from tests.support.album import PICTURES, picture
 from tests.support.env_world import World
 from tests.support.inference_server import ServerProcess
 from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, experts_of, tokens_of
-from tests.support.tiny_vision import TEMPLATE, make_vision_model, make_vision_tokenizer
+from tests.support.tiny_vision import make_vision_model, make_vision_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +123,7 @@ def test_qwen3_5_writes_images_as_its_template_does(tmp_path: Path) -> None:
     """Its think section included."""
     folder = tmp_path / "tokenizer"
     tokenizer = make_vision_tokenizer(folder)
-    tokenizer.chat_template = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n\\n</think>\\n\\n'")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n\\n</think>\\n\\n'")
     tokenizer.save_pretrained(folder)
     world = World(tokenizer, folder)
     world.script = lambda prompt, number: "seen"

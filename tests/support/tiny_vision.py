@@ -1,31 +1,15 @@
 """Tiny models that see images, with tokenizer and image processor beside them: random weights, made on the spot."""
 
 import json
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from prime_hpc.starter.vision import CHAT_TEMPLATE, MERGE, PATCH, VISION_TOKENS, write_processors
+from prime_hpc.trainer.batching.image_inputs import random_image
 from tests.support.tiny_tokenizer import make_tokenizer
 
-VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-TEMPLATE = """
-{%- macro say(content) -%}
-{%- if content is string -%}{{- content -}}{%- else -%}
-{%- for part in content -%}
-{%- if part.type == 'text' -%}{{- part.text -}}
-{%- else -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + say(message.content or '') + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-PATCH, MERGE = 8, 2
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _ROPE: dict[str, Any] = {
     "rope_parameters": {
@@ -41,7 +25,7 @@ def make_vision_tokenizer(folder: Path) -> Any:
     """Save to `folder` and return the tiny tokenizer with Qwen3-VL's tokens of images, and its way to write them."""
     tokenizer = make_tokenizer(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     stated = folder / "tokenizer_config.json"  # Qwen3.5's class would take <|endoftext|> for what is unknown
     stated.write_text(json.dumps(json.loads(stated.read_text()) | {"unk_token": None}))
@@ -105,22 +89,10 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
             if ".visual." in name and parameter.ndim > 1:
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
-    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 1 << 16}
-    processor: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2, "size": size}
-    processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
-    for file, kind in (
-        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
-        ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
-    ):
-        (folder / file).write_text(json.dumps(processor | kind))
+    write_processors(folder)
     return folder
 
 
 def make_image(seed: int, width: int = 48, height: int = 32) -> bytes:
     """Return a PNG of random pixels; of these measures it stands for 6 tokens."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return random_image(seed, width, height)

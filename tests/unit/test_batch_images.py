@@ -96,8 +96,8 @@ def test_prompts_are_shared_up_to_the_first_other_image() -> None:
     assert token_keys(ids, None, np.zeros(6, np.int64)).tolist() == ids.tolist()
 
 
-def test_a_model_of_text_alone_refuses_a_batch_with_images() -> None:
-    with pytest.raises(ValueError, match=r"holds images, and the model takes text alone \(model.vision\)"):
+def test_a_trainer_of_many_runs_refuses_a_batch_with_images() -> None:
+    with pytest.raises(ValueError, match="holds images, and a trainer of many runs takes text alone"):
         refuse_untrainable(batch_of((numbers(0, 1), (FIRST,))), 1000, 64)
 
 

@@ -65,7 +65,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _trains_one_thing(self) -> "ModelConfig":
         if self.lora is not None and self.vision == "trained":
-            raise ValueError("vision: trained beside lora, which trains adapters of the language model alone: frozen")
+            raise ValueError(
+                "vision = trained beside lora, which adapts the language model alone: set vision to frozen"
+            )
         return self
 
 

@@ -117,6 +117,8 @@ class VllmBackend:
             installed.require_plain_paths()
             installed.load_libnuma()
             print(describe_cpu(start.device), flush=True)
+        if experiment.model.vision is not None:
+            installed.require_torchvision()
         port = 0 if start.sock is None else start.sock.getsockname()[1]
         argv = build_argv(experiment, device=device, replica=start.replica, port=port)
         compiled = open_cache(config.compile_cache, argv, os.environ) if config.compile_cache is not None else None

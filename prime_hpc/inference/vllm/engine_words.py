@@ -4,18 +4,16 @@ vLLM starts its processes by two functions. `install` puts `core_main` and `work
 name, so that a spawned process finds them, and installed again in every core, for the workers that it starts. In each
 process the calls that may hang are wrapped: an engine's step, a request of the server's (a weight update), an order to
 a worker. That costs two writes of 56 bytes into memory a call.
-
-A core is also where what a version empties is known (`keep_image_data`).
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm.v1.core.sched import output
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from prime_hpc.inference.vllm import image_data
 from prime_hpc.runtime import activity
 
 Function = Callable[..., Any]
@@ -39,7 +37,7 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
         dp_rank: data-parallel rank of the core, among all nodes.
         more: vLLM's own.
     """
-    keep_image_data()
+    image_data.keep()
     if not server:
         _core_main(*args, dp_rank=dp_rank, **more)
         return
@@ -51,19 +49,6 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
     _wrap(EngineCoreProc, "_process_engine_step", partial(_telling, lambda core: "step"))
     _wrap(EngineCoreProc, "_handle_client_request", partial(_telling, _request_name))
     _core_main(*args, dp_rank=dp_rank, **more)
-
-
-def keep_image_data() -> None:
-    """Have this core's scheduler send the workers every image of a request.
-
-    vLLM leaves out the pixels of images whose keys and values are cached. A new version empties the cache: requests in
-    flight begin anew, and the worker had no pixels to compute them from.
-    """
-
-    def whole(features: Any, *_: Any, **__: Any) -> Any:
-        return features
-
-    _set(output, "strip_covered_mm_data", whole)
 
 
 def worker_main(server: dict[str, Any], dp_rank: int, *args: Any, **more: Any) -> None:

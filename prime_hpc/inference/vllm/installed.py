@@ -104,6 +104,20 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
     )
 
 
+def require_torchvision() -> None:
+    """Refuse a start that would end in vLLM's own import, minutes later.
+
+    Raises:
+        NodeError: there is none.
+    """
+    if find_spec("torchvision") is None:
+        raise NodeError(
+            "model.vision is set: vLLM needs torchvision to see images, and it is not installed here. It comes with "
+            "the gpu extra; for a CPU, install the build for CPUs from PyTorch's index, in the version that belongs to "
+            "torch's"
+        )
+
+
 def _installed(name: str) -> bool:
     try:
         importlib.metadata.distribution(name)

@@ -18,6 +18,10 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
 
+_ORIENTATION = 0x0112
+"""EXIF's tag."""
+
+
 class ImageTable:
     """Distinct encoded images in the order in which they came."""
 
@@ -65,6 +69,15 @@ def open_image(image: bytes) -> Any:
         shown = Image.new("RGB", picture.size, (255, 255, 255))
         shown.paste(picture, mask=picture.getchannel("A"))
         return shown
+
+
+def upright_size(opened: Any) -> tuple[int, int]:
+    """Return width and height of an opened PIL image as `open_image` shows it, without decoding it."""
+    width, height = opened.size
+    with contextlib.suppress(Exception):
+        if opened.getexif().get(_ORIENTATION) in (5, 6, 7, 8):  # it lies on its side
+            return height, width
+    return width, height
 
 
 def image_key(image: bytes) -> int:

@@ -183,11 +183,11 @@ def as_tensors(images: Sequence[Pixels], tokens: NDArray[np.int64] | None = None
     )
 
 
-def random_image(seed: int, side: int = 64) -> bytes:
+def random_image(seed: int, width: int = 64, height: int = 64) -> bytes:
     """Return a PNG of random pixels, the same for the same seed."""
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

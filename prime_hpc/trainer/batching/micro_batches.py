@@ -353,17 +353,16 @@ def read_local_batch(
     return batches[0] if own[0] else redistribute(batches, rank, world_size)
 
 
-def refuse_untrainable(batch: RankBatch, vocab_size: int, budget: int, image_inputs: ImageInputs | None = None) -> None:
+def refuse_untrainable(batch: RankBatch, vocab_size: int, budget: int) -> None:
     """Raise a ValueError for what would end the process, and not only the step, in the forward pass.
 
     Args:
         batch: well-formed (`RankBatch.check`).
         vocab_size: of the model.
         budget: tokens of one micro-batch that the trainer has memory for.
-        image_inputs: how the model takes images; None: it takes none.
     """
-    if image_inputs is None and batch.images is not None and batch.images.any():
-        raise ValueError("it holds images, and the model takes text alone (model.vision)")
+    if batch.images is not None and batch.images.any():
+        raise ValueError("it holds images, and a trainer of many runs takes text alone")
     ids = batch.token_ids
     if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         raise ValueError(f"token ids from {ids.min()} to {ids.max()}: the model has tokens 0 to {vocab_size - 1}")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_hpc.store.batch.images import upright_size
 from prime_hpc.store.batch.row_images import stated
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -132,10 +133,6 @@ def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
         raise SFTDataError(f"{name}: {why}; relative paths are meant from {folder}") from error
 
 
-_ORIENTATION = 0x0112
-"""EXIF's tag."""
-
-
 def _measures(content: bytes, name: str) -> tuple[int, int]:
     """Return width and height of an image that can be decoded."""
     from PIL import Image
@@ -143,9 +140,7 @@ def _measures(content: bytes, name: str) -> tuple[int, int]:
     most = Image.MAX_IMAGE_PIXELS or 0
     try:
         with Image.open(io.BytesIO(content)) as picture:
-            width, height = picture.size
-            if picture.getexif().get(_ORIENTATION) in (5, 6, 7, 8):  # it lies on its side, and is shown upright
-                width, height = height, width
+            width, height = upright_size(picture)
             if width * height <= most:
                 picture.draft("RGB", (max(1, picture.width // 8), max(1, picture.height // 8)))
                 picture.load()
