@@ -87,10 +87,11 @@ def account(
     previous_end: float | None = None
     spans = held_spans(attempts, lives)
     for index, attempt in enumerate(attempts):
-        began = number_of(attempt.get("began")) or 0.0
-        ended = number_of(attempt.get("ended"))
+        began, ended = number_of(attempt.get("began")), number_of(attempt.get("ended"))
         later = attempts[index + 1].get("began") if index + 1 < len(attempts) else until
-        end = ended if ended is not None else max(began, _last_sign(trainer, orchestrator, index, number_of(later)))
+        last = ended if ended is not None else _last_sign(trainer, orchestrator, index, number_of(later))
+        began = last if began is None else began  # nobody says when: it is charged for nothing
+        end = ended if ended is not None else max(began, last)
         began, end = spans[index].widened(began, end)
         if previous_end is None:
             waited = max(0.0, began - submitted) if submitted is not None and submitted <= began else 0.0

@@ -79,7 +79,10 @@ def read_attempts(path: Path) -> list[AttemptRow]:
     Raises:
         OSError: it is there and cannot be read (`run_dirs.read_rows` takes that for none).
     """
-    return parse_attempts(path.read_bytes()) if path.exists() else []
+    try:
+        return parse_attempts(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def saved_claims(rows: Iterable[AttemptRow]) -> list[tuple[int, int]]:

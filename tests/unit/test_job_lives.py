@@ -109,6 +109,13 @@ def test_lives_close_together_and_an_end_before_the_last_word() -> None:
     assert spent["slurm"]["difference"] == pytest.approx(0)
 
 
+def test_an_attempt_of_which_nobody_says_when_it_began_is_charged_for_nothing() -> None:
+    torn = attempt(1, 0.0, 200.0)
+    del torn["began"]
+    rows = hours([torn, attempt(2, 300.0, 400.0)], [])["rows"]
+    assert [(row["began"], row["wall"]) for row in rows] == [(200, 0), (300, 100)]
+
+
 def test_an_attempt_that_wrote_no_end_ends_with_its_job() -> None:
     spent = hours([attempt(1, 105.0, None)], [life(100.0, 350.0)])
     [row] = spent["rows"]

@@ -195,6 +195,20 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_an_absent_one_in_silence(ru
     assert status.state == "running" and status.note.endswith(f"{file} cannot be read: {os.strerror(errno.ELOOP)}")
 
 
+def test_a_run_whose_attempts_cannot_be_read_is_not_called_one_that_never_started(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(outputs / "demo").word()
+    file = run.path / "attempts.jsonl"
+    file.symlink_to(file)
+    why = f"{file} cannot be read: {os.strerror(errno.ELOOP)}"
+    assert (run.status().state, run.status().note) == ("unreadable", why)
+    assert cli.main(["archive", "demo", str(outputs / "demo.tar")]) == 3, "it may be at work"
+    assert "demo is unreadable" in capsys.readouterr().err
+    assert cli.main(["status"]) == 0 and "unreadable" in capsys.readouterr().out
+    assert run.sent().status(job("RUNNING")).state == "starting", "Slurm knows it"
+
+
 def test_a_pending_job_carries_slurms_estimate(run: Run) -> None:
     status = run.sent().status(job("PENDING", start=NOW + 3600, reason="Resources"))
     assert status.starts == NOW + 3600

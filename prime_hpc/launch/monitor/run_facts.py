@@ -1,6 +1,5 @@
 """Facts of a run, read before its state is decided: files of its directory, Slurm's answer, the verdict's form."""
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record, read_rows
+from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 UNDER_WAY = ("submitting", "pending", "starting", "running", "saving", "ending", "requeued")
 """States of a run that was started and has not ended."""
 FINAL = ("completed", "failed", "stopped", "lost")
-"""States in which nothing more happens by itself. Besides these there are `not started` and
-`by hand` (roles without a supervisor, of which nobody can tell more)."""
+"""States in which nothing more happens by itself. Besides these there are `not started`,
+`by hand` (roles without a supervisor, of which nobody can tell more), and `unreadable` (its attempts cannot be read)."""
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Evidence:
     record: SubmissionRecord | None = None
     """`submit.json`."""
     attempts: list[AttemptRow] = field(default_factory=list)
+    unreadable: str | None = None
+    """Why the attempts are not known."""
     word: dict[str, Any] | None = None
     """`status.json`: the supervisor's last word."""
 
@@ -144,13 +146,12 @@ class RunStatus:
 
 def read_evidence(path: Path) -> Evidence:
     """Return the three files of a run."""
-    base = os.fspath(path)
-    return Evidence(
-        path,
-        read_record(base),
-        read_rows(f"{base}/{ATTEMPTS_JSONL}"),
-        read_json(f"{base}/{STATUS_JSON}"),
-    )
+    attempts, unreadable, file = [], None, path / ATTEMPTS_JSONL
+    try:
+        attempts = read_attempts(file)
+    except OSError as error:
+        unreadable = f"{file} cannot be read: {error.strerror}"
+    return Evidence(path, read_record(path), attempts, unreadable, read_json(path / STATUS_JSON))
 
 
 def number(value: Any) -> float | None:

@@ -92,6 +92,8 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     if last is None or _is_newer(one):
         status.nodes, status.roles = {}, {}
         _judge_submission(status, one, queue, now)
+        if one.unreadable is not None and not status.is_under_way:  # by what it wrote it may be anything
+            status.state, status.note = "unreadable", one.unreadable
     elif last.get("ended") is None:
         _judge_open(status, one, queue, now)
     else:

@@ -113,7 +113,7 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
         add_service(status, path)
         status.logs = log_paths(path, status.attempt)
         status.purge = purge_warning(path)
-        status.note = "; ".join(filter(None, [status.note, *_unreadable(path)]))
+        status.note = "; ".join(dict.fromkeys(filter(None, [status.note, *_unreadable(path)])))
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
             with on_cluster(cluster_of(path)):
                 status.note += _from_accounting(status.job_id) if has_accounting(path) else ""

@@ -95,7 +95,7 @@ def why_idle(status: RunStatus) -> str:
         return f"the run is over ({status.state}){note}"
     if status.state in ("pending", "requeued", "submitting"):
         return f"the run waits in the queue, {status.state}{note}"
-    if status.state in ("not started", "by hand"):
+    if status.state in ("not started", "by hand", "unreadable"):
         return f"the run is {status.state}{note}"
     return ""
 

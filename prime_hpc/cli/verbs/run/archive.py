@@ -116,6 +116,8 @@ def _restore(given: Given, archive: Path, folder: Path) -> int:
     print(f"{done.path}: {done.num_files} files, every one as it was archived")
     for note in done.notes:
         print(f"note: {note}")
-    if done.checkpoints:
+    if done.checkpoints and status_of(Path(done.path), details=False).state == "completed":
+        print(f"the run is complete; prime-hpc resume {done.path} --max-steps N goes on to a later step")
+    elif done.checkpoints:
         print(f"prime-hpc resume {done.path} goes on from step {done.checkpoints[0]}")
     return 0
