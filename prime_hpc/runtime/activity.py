@@ -24,7 +24,6 @@ import json
 import mmap
 import os
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -36,7 +35,7 @@ from types import CodeType
 from typing import Any
 
 from prime_hpc.runtime.event_loops import living_loops
-from prime_hpc.runtime.role_context import NODE
+from prime_hpc.runtime.role_context import this_node
 
 DUMP_SIGNAL = signal.SIGRTMIN + 5
 """Real-time, which no library takes for its own. Sent only to processes that catch it."""
@@ -115,7 +114,7 @@ def introduce(role: str, index: int, run_dir: str | os.PathLike[str], **facts: A
     _explanations.clear()  # a parent's
     parents = _page
     now = time.time()
-    row = {"role": role, "index": index, "pid": os.getpid(), "host": _host(), "began": now}
+    row = {"role": role, "index": index, "pid": os.getpid(), "host": this_node(), "began": now}
     row |= {"run_dir": os.fspath(run_dir), "phase": "starting", "awaits": "", "since": now, **facts}
     _page = _Page(row)
     _page.write()
@@ -130,11 +129,6 @@ def introduced() -> dict[str, Any]:
     """Return `role`, `index` and `run_dir` as this process said them, for those that it starts; {}: it said nothing."""
     page = _page
     return {} if page is None else {key: page.row[key] for key in ("role", "index", "run_dir")}
-
-
-def _host() -> str:
-    """Return this node's name, as the run knows it."""
-    return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def doing(phase: str, *, awaits: str = "", **facts: Any) -> None:

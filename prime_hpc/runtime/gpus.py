@@ -122,13 +122,13 @@ def _parse_list(text: str) -> list[str]:
     return [name for slices in found for name in slices]  # CUDA uses no whole GPU beside a slice
 
 
-def driver_version(run: Runner = run_command) -> str | None:
+def driver_version() -> str | None:
     """Version of the NVIDIA kernel driver; None where there is none."""
     with contextlib.suppress(OSError):
         match = re.search(r"(\d+\.\d+(\.\d+)?)", DRIVER_FILE.read_text())
         return match[1] if match else "unknown"
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        code, text = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], SMI_TIMEOUT_S)
+        code, text = run_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], SMI_TIMEOUT_S)
         if code == 0 and (match := re.match(r"\d+\.\d+(\.\d+)?", text.strip())):
             return match[0]
     return None

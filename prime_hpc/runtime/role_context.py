@@ -5,6 +5,7 @@ a role started by hand finds none of them and gets the defaults.
 """
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,11 @@ RANKS_FILE = "PRIMEHPC_RANKS_FILE"
 """Meeting point of a trainer's ranks on one node; absent: as torch's own variables say."""
 RANKS_PREFIX = "prime-hpc-ranks-"
 """Of the names of the folders of such points, in /tmp."""
+
+
+def this_node() -> str:
+    """Return this node's name, as the run knows it."""
+    return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.runtime import slurm_warning
+from prime_hpc.runtime.event_loops import in_loop
 
 STOP_GRACE_S = 4.0
 """From being told to stop to the end of the process, at most; the supervisor kills after its own grace."""
@@ -43,10 +44,8 @@ async def until_stopped(
         stop.set()
 
     def on_bus(message: dict[str, Any]) -> None:
-        if name in message.get("spared", ()):
-            return
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the bus")))
+        if name not in message.get("spared", ()):
+            request_stop(str(message.get("reason", "stop on the bus")))
 
     numbers = [signal.SIGINT]
     if slurm_warning.is_led():
@@ -55,7 +54,7 @@ async def until_stopped(
         numbers.append(signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, request_stop, signal.Signals(number).name)
-    subscribe("stop", on_bus)
+    subscribe("stop", in_loop(loop, on_bus))
     task = asyncio.create_task(work, name=name)
     stopped = asyncio.create_task(stop.wait(), name="stop")
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -97,8 +97,8 @@ def export_batches(
         codec = None if compression == "none" else compression
         with arrow.parquet.ParquetWriter(temporary, schema, compression=codec) as writer:
             for step in steps:
-                for rank, batch, version in _parts(paths, step):
-                    table = _table(arrow, schema, step, version, rank, batch, env_names)
+                for rank, batch in enumerate(_parts(paths, step)):
+                    table = _table(arrow, schema, step, rank, batch, env_names)
                     writer.write_table(table, row_group_size=max(table.num_rows, 1))
                     num_sequences += batch.num_sequences
                     num_tokens += batch.num_tokens
@@ -121,26 +121,16 @@ def _appearing(output: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _parts(paths: RunPaths, step: int) -> Iterator[tuple[int, RankBatch, int]]:
-    """Rank, its part, and the version that batch `step` trains."""
+def _parts(paths: RunPaths, step: int) -> Iterator[RankBatch]:
+    """Yield the parts of a batch in the order of their ranks."""
     batch = PastBatch(paths, step)
     manifest = batch.read(partial(read_manifest, deadline_s=READ_DEADLINE_S))
     for rank in range(int(manifest.meta["num_ranks"])):
-        yield rank, batch.read(partial(read_rank_batch, rank=rank, deadline_s=READ_DEADLINE_S)), step - 1
+        yield batch.read(partial(read_rank_batch, rank=rank, deadline_s=READ_DEADLINE_S))
 
 
-def _table(
-    arrow: Any,
-    schema: Any,
-    step: int,
-    version: int,
-    rank: int,
-    batch: RankBatch,
-    env_names: Sequence[str],
-) -> Any:
-    offsets = batch.seq_offsets
-    lengths = np.diff(offsets)
-    count = batch.num_sequences
+def _table(arrow: Any, schema: Any, step: int, rank: int, batch: RankBatch, env_names: Sequence[str]) -> Any:
+    offsets, count, version = batch.seq_offsets, batch.num_sequences, step - 1
     sampled = batch.versions != NOT_SAMPLED
     oldest = _per_sequence(np.minimum, np.where(sampled, batch.versions, version), offsets, version)
     columns: dict[str, Any] = {
@@ -150,7 +140,7 @@ def _table(
         "micro_batch": np.repeat(np.arange(batch.num_micro_batches, dtype=np.int32), np.diff(batch.micro_offsets)),
         "env": [env_names[i] if 0 <= i < len(env_names) else str(i) for i in batch.env_ids],
         **{column: batch.values(name) for column, name in _PER_SEQUENCE.items()},
-        "num_tokens": lengths.astype(np.int32),
+        "num_tokens": np.diff(offsets).astype(np.int32),
         "num_loss_tokens": _per_sequence(np.add, batch.loss_mask.astype(np.int32), offsets, 0),
         "lag_max": (version - oldest).astype(np.int32),
     }

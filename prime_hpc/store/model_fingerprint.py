@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from prime_hpc.store.model_files import weight_files
+from prime_hpc.store.model_files import read_config, weight_files
 
 _SHAPE = (
     "hidden_size",
@@ -34,12 +34,11 @@ _SAMPLE_BYTES = 1 << 16
 
 def model_identity(folder: Path) -> dict[str, Any]:
     """Architecture, shape and tokenizer sum of a Hugging Face model directory; {} where it has no readable config."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config") or config
-        facts: dict[str, Any] = {"architecture": (config.get("architectures") or [config.get("model_type")])[0]}
-    except (OSError, ValueError, AttributeError):
+    config = read_config(folder)
+    if not config:
         return {}
+    text = config.get("text_config") or config
+    facts: dict[str, Any] = {"architecture": (config.get("architectures") or [config.get("model_type")])[0]}
     facts |= {key: text[key] for key in _SHAPE if text.get(key) is not None}
     tokenizer = _tokenizer_sum(folder)
     return facts | ({"tokenizer": tokenizer} if tokenizer else {})

@@ -116,13 +116,13 @@ def by_hand(path: Path | str) -> list[str]:
     return [role for role in _ROLES if os.path.lexists(f"{os.fspath(path)}/roles/{role}/{RUN_YAML}")]
 
 
-def list_runs(folder: Path, max_depth: int = _MAX_DEPTH) -> list[Path]:
+def list_runs(folder: Path) -> list[Path]:
     """Return runs under a folder in no order, those in folders of it too; [] where it does not exist.
 
     A run's own directory is not searched, hidden ones neither.
     """
     found: list[Path] = []
-    _collect(str(folder), max_depth, found)
+    _collect(str(folder), _MAX_DEPTH, found)
     return found
 
 

@@ -226,6 +226,12 @@ def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
     return below > max((number for number, start in starts.items() if start == step), default=0)
 
 
+def why_late(step: int, incarnation: int, starts: Mapping[int, int]) -> str | None:
+    """Say why an artifact is late; None: it is not. See `is_late`."""
+    words = f"incarnation {incarnation} wrote it after a newer attempt had begun below step {step}"
+    return words if is_late(step, incarnation, starts) else None
+
+
 def refuse_other_owner(run_dir: Path) -> None:
     """Raise a StoreError where a run directory is another user's; nothing in it is read or changed.
 

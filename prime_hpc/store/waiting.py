@@ -76,7 +76,8 @@ def wait_for_artifact(
         WaitCancelled: `cancelled()` became true.
         FencedError: a newer attempt than `min_incarnation` wrote it: this one is over.
     """
-    wait = _Wait(directory, bus, topic, dict(key or {}), names, handover, min_incarnation)
+    heard = bus if topic else None
+    wait = _Wait(directory, heard, topic or "", dict(key or {}), names, handover, min_incarnation)
     start = time.monotonic()
     end = start + deadline_s
     read_pause, pace = 0.01, pace or ListingPace()
@@ -116,7 +117,8 @@ class ArtifactWatch:
         handover: "Handover | None" = None,
         min_incarnation: int = 0,
     ) -> None:
-        self._wait = _Wait(directory, bus, topic, dict(key or {}), names, handover, min_incarnation)
+        heard = bus if topic else None
+        self._wait = _Wait(directory, heard, topic or "", dict(key or {}), names, handover, min_incarnation)
         self._pace = ListingPace()
         self._manifest: Manifest | None = None
         self.found_at: float | None = None
@@ -144,28 +146,19 @@ class ArtifactWatch:
         return self._manifest
 
 
+@dataclass
 class _Wait:
     """The state of one `wait_for_artifact`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        bus: "Bus | None",
-        topic: str | None,
-        key: dict[str, int],
-        names: Collection[str] | None,
-        handover: "Handover | None",
-        incarnation: int,
-    ) -> None:
-        self.directory = directory
-        self.bus = bus if topic is not None else None
-        self.topic = topic or ""
-        self.key = key
-        self.names = names
-        self.handover = handover
-        self.min_incarnation = incarnation
-        self.listed = False
-        self.error: StoreError | None = None
+    directory: Path
+    bus: "Bus | None"
+    topic: str
+    key: dict[str, int]
+    names: Collection[str] | None
+    handover: "Handover | None"
+    min_incarnation: int
+    listed: bool = False
+    error: StoreError | None = None
 
     @property
     def announcement(self) -> dict[str, Any] | None:

@@ -130,7 +130,7 @@ class Controls:
     @property
     def time_left_s(self) -> float | None:
         """Seconds to the time limit; None: unknown or unlimited."""
-        return self._left()
+        return None if self._ends_at is None else self._ends_at - time.time()
 
     def was_stopped(self, seconds: float) -> None:
         """Move the end by the time that the job was suspended, as Slurm has: it did not count."""
@@ -204,7 +204,7 @@ class Controls:
     def _of_signal(self, number: int) -> StopRequest:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
-            left = self._left()
+            left = self.time_left_s
             if left is not None and left > 3 * self._lead_s + 60:
                 reason = f"warned by {name} (a preemption, or scancel -s)"
                 return StopRequest(reason, "preempted", 0, True, self._lead_s)
@@ -297,11 +297,8 @@ class Controls:
         reason = f"{left:.0f} s before the time limit: one more step and a save may not fit"
         return StopRequest(reason, "requeued", 0, True, self._budget())
 
-    def _left(self) -> float | None:
-        return None if self._ends_at is None else self._ends_at - time.time()
-
     def _budget(self) -> float:
-        left = self._left()
+        left = self.time_left_s
         if self._allocation is not None and self._allocation.notice_s is not None:
             return max(5.0, min(SAVE_BUDGET_S, self._allocation.notice_s - LIMIT_MARGIN_S))
         return SAVE_BUDGET_S if left is None else max(5.0, min(SAVE_BUDGET_S, left - LIMIT_MARGIN_S))

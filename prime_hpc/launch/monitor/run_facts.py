@@ -17,7 +17,7 @@ UNDER_WAY = ("submitting", "pending", "starting", "running", "saving", "ending",
 """States of a run that was started and has not ended."""
 FINAL = ("completed", "failed", "stopped", "lost")
 """States in which nothing more happens by itself. Besides these there are `not started`,
-`by hand` (roles without a supervisor, of which nobody can tell more), and `unreadable` (its attempts cannot be read)."""
+`by hand` (roles without a supervisor, of which nobody can tell more), and `unreadable` (its attempts)."""
 
 
 @dataclass

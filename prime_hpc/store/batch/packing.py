@@ -56,7 +56,7 @@ def pack(
     _check(sizes, num_ranks, micro_batch_tokens)
     order = np.argsort(-sizes, kind="stable")
     dense = _best_fit(sizes, order, micro_batch_tokens)
-    fewest = _fewest_bins(sizes, num_ranks, micro_batch_tokens)
+    fewest = fewest_micro_batches(sizes, num_ranks, micro_batch_tokens)
     most = -(-(int(dense.max()) + 1) // num_ranks)
     bins = None
     for num_micro in np.unique(np.linspace(fewest, most, _MAX_CANDIDATES).round().astype(int)).tolist():
@@ -132,7 +132,12 @@ def fill(assignment: Sequence[Sequence[Indices]], lengths: npt.ArrayLike, micro_
 def fewest_micro_batches(lengths: npt.ArrayLike, num_ranks: int, micro_batch_tokens: int) -> int:
     """Return a lower bound of M that no packing can beat: by tokens, and by how many long samples share a
     micro-batch."""
-    return _fewest_bins(np.asarray(lengths, np.int64), num_ranks, micro_batch_tokens)
+    sizes = np.asarray(lengths, np.int64)
+    least = -(-int(sizes.sum()) // micro_batch_tokens)
+    for share in range(1, 9):  # of samples above budget / (share + 1), at most `share` fit together
+        num_long = int((sizes * (share + 1) > micro_batch_tokens).sum())
+        least = max(least, -(-num_long // share))
+    return -(-least // num_ranks)
 
 
 def _check(sizes: Indices, num_ranks: int, budget: int) -> None:
@@ -148,14 +153,6 @@ def _check(sizes: Indices, num_ranks: int, budget: int) -> None:
         )
     if (sizes < 1).any():
         raise ValueError(f"sample {int(np.argmin(sizes))} has no tokens")
-
-
-def _fewest_bins(sizes: Indices, num_ranks: int, budget: int) -> int:
-    least = -(-int(sizes.sum()) // budget)
-    for share in range(1, 9):  # of samples above budget / (share + 1), at most `share` fit together
-        num_long = int((sizes * (share + 1) > budget).sum())
-        least = max(least, -(-num_long // share))
-    return -(-least // num_ranks)
 
 
 def _best_fit(sizes: Indices, order: Indices, budget: int) -> Indices:

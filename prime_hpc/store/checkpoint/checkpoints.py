@@ -129,8 +129,11 @@ def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
         Unreadable, OSError: whether one is whole cannot be told now.
     """
     for step in reversed(list_steps(root, digits=0)):
-        info = _check(root, step, deep)
-        if info is not None:
+        try:
+            info = load_checkpoint(root, step, deep=deep)
+        except ArtifactError as error:
+            logger.warning(f"checkpoint of step {step} is skipped: {error}")
+        else:
             yield info
 
 
@@ -253,14 +256,6 @@ def load_checkpoint(root: Path, step: int, *, deep: bool = False, small: int = 0
         for check in checks:
             check.result()
     return CheckpointInfo(step, path, manifest)
-
-
-def _check(root: Path, step: int, deep: bool) -> CheckpointInfo | None:
-    try:
-        return load_checkpoint(root, step, deep=deep)
-    except ArtifactError as error:
-        logger.warning(f"checkpoint of step {step} is skipped: {error}")
-        return None
 
 
 @dataclass(frozen=True)

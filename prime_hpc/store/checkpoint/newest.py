@@ -16,7 +16,7 @@ from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, load_checkpoi
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
-from prime_hpc.store.run_paths import RunPaths, incarnation_starts, is_late, list_steps, newest_incarnation
+from prime_hpc.store.run_paths import RunPaths, incarnation_starts, list_steps, newest_incarnation, why_late
 
 POINTER = "checkpoints.json"
 """In the run directory: where its checkpoints are, when that is outside."""
@@ -81,10 +81,7 @@ def choose_newest(
     for step in reversed(steps):
         try:
             info = load_checkpoint(paths.checkpoints, step, small=SMALL)
-            incarnation = info.manifest.incarnation
-            why = unfit(info)
-            if is_late(step, incarnation, starts):
-                why = f"incarnation {incarnation} wrote it after a newer attempt had begun below step {step}"
+            why = why_late(step, info.manifest.incarnation, starts) or unfit(info)
             if why is None:
                 failed_reads.read_again(paths, step, info.path, info.manifest)
                 choice.info = info

@@ -22,6 +22,7 @@ ALL = "::"
 """Binds every address of both families."""
 _WILDCARDS = ("", "0.0.0.0", ALL)
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_BACKLOG = 1024
 _reserved: dict[int, socket.socket | None] = {}
 
 
@@ -121,9 +122,7 @@ def reached_at(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else loopback()
 
 
-def listen(
-    host: str, port: int = 0, *, ports: PortRange | None = None, seed: str = "", backlog: int = 1024
-) -> socket.socket:
+def listen(host: str, port: int = 0, *, ports: PortRange | None = None, seed: str = "") -> socket.socket:
     """Return a listening socket.
 
     Args:
@@ -142,7 +141,7 @@ def listen(
         try:
             sock = _bound(host, number, reuse=True)
             try:
-                sock.listen(backlog)
+                sock.listen(_BACKLOG)
             except OSError:
                 sock.close()
                 raise

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_hpc.config.sections.supervisor import AlarmRule, AlarmsConfig
+from prime_hpc.observe.metrics import number_of
 
 TIME_LEFT = "run.time_left_s"
 BUILT_IN = (
@@ -51,7 +52,7 @@ class Watcher:
 
     def take(self, value: Any, step: int | None) -> Alarm | None:
         """Take the metric's next value; returns the alarm where the line was crossed by it."""
-        number = _number(value)
+        number = number_of(value)
         if number is None:
             return None
         if not self._last and self.rule.metric == TIME_LEFT and self._breaks(number):
@@ -93,20 +94,10 @@ class Watcher:
         return f"{rule.title}: {rule.metric} is {number:.4g}{at}, {line}{row}"
 
 
-def _number(value: Any) -> float | None:
-    """Return a figure of a metrics file as a number: NaN and infinities stand there as text."""
-    if isinstance(value, bool) or value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def figures_of(file: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row's figures as alarms name them, with those that are made of others."""
     found = {f"{file}.{name}": value for name, value in row.items() if name not in ("step", "time")}
-    wait, step = _number(row.get("time/wait")), _number(row.get("time/step"))
+    wait, step = number_of(row.get("time/wait")), number_of(row.get("time/step"))
     if file == "trainer" and wait is not None and step:
         found["trainer.idle_share"] = wait / step
     return found

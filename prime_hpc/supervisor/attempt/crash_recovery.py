@@ -14,10 +14,10 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.jobs import history, jobs
 from prime_hpc.slurm.termination import lost_hosts
-from prime_hpc.store.attempts import is_held, read_attempts, rewrite_row, runs_elsewhere
+from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.supervisor.attempt.start import newest_saved_step
+from prime_hpc.supervisor.attempt.start import newest_saved_step, refuse_held
 
 STEPS_TIMEOUT_S = 10.0
 STALE_TRIES = 20
@@ -36,16 +36,12 @@ def close_crashed_attempts(run_dir: Path, paths: RunPaths, allocation: Allocatio
     for row in read_attempts(paths.attempts):
         if row["ended"] is not None:
             continue
-        own = allocation is not None and row.get("job_id") == allocation.job_id
-        if not own and is_held(row):
-            raise ConfigError(
-                f"{run_dir}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
-                "or choose another --name"
-            )
-        if not own and (signs := runs_elsewhere(run_dir, row)) is not None:
-            raise ConfigError(f"{run_dir}: {signs}")
-        if not own and row.get("job_id"):
-            _refuse_if_running(run_dir, row)
+        if allocation is None or row.get("job_id") != allocation.job_id:
+            refuse_held(run_dir, row)
+            if (signs := runs_elsewhere(run_dir, row)) is not None:
+                raise ConfigError(f"{run_dir}: {signs}")
+            if row.get("job_id"):
+                _refuse_if_running(run_dir, row)
         outcome, cause, nodes = _cause(row, allocation, run_dir)
         lost += nodes
         last_word = _last_seen(run_dir, row)

@@ -20,7 +20,7 @@ from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.model_fingerprint import conflicts, model_identity
-from prime_hpc.store.run_paths import RunPaths, incarnation_starts, is_late, list_steps
+from prime_hpc.store.run_paths import RunPaths, incarnation_starts, list_steps, why_late
 from prime_hpc.store.weights import read_chain
 
 KEY = "ckpt.resume_step"
@@ -136,7 +136,7 @@ def _in_this_run(paths: RunPaths, step: int, failed_reads: FailedReads) -> Check
         if isinstance(error.__cause__, ArtifactError):
             failed_reads.confirm(error.__cause__)
         raise
-    why = _is_of_a_fenced_attempt(paths, info)
+    why = why_late(step, info.manifest.incarnation, incarnation_starts(paths))
     if why is not None:
         raise StoreError(f"checkpoint of step {info.step}: {why}")
     return info
@@ -152,14 +152,6 @@ def _latest(
     reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
     reasons = reasons or "none is there: a run without a section `ckpt` saves none"
     raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons})")
-
-
-def _is_of_a_fenced_attempt(paths: RunPaths, info: CheckpointInfo) -> str | None:
-    """Why a checkpoint of this run does not belong to what it has done since; None where it does."""
-    incarnation = info.manifest.incarnation
-    if is_late(info.step, incarnation, incarnation_starts(paths)):
-        return f"incarnation {incarnation} wrote it after a newer attempt had begun below step {info.step}"
-    return None
 
 
 def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:

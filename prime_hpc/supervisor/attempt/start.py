@@ -168,12 +168,17 @@ def _earlier(paths: RunPaths) -> list[AttemptRow]:
     """Return the attempts so far, none of which may still run here."""
     earlier = read_attempts(paths.attempts)
     for row in earlier:
-        if is_held(row):
-            raise ConfigError(
-                f"{paths.root}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
-                "or choose another --name"
-            )
+        refuse_held(paths.root, row)
     return earlier
+
+
+def refuse_held(run_dir: Path, row: AttemptRow) -> None:
+    """Raise a ConfigError where an attempt of the run is still at work on this host."""
+    if is_held(row):
+        raise ConfigError(
+            f"{run_dir}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, or choose "
+            "another --name"
+        )
 
 
 def _claim(paths: RunPaths, earlier: list[AttemptRow]) -> int:

@@ -120,8 +120,8 @@ class Role:
 
     @property
     def running(self) -> bool:
-        """True if the leader lives."""
-        return self._process is not None and self._process.poll() is None
+        """True if the role is at work."""
+        return self.is_alive
 
     @property
     def exit_code(self) -> int | None:
@@ -321,7 +321,7 @@ class Role:
         told = native_reason(log_tail(self._stderr_of(rank), 1000)) if self.spec.name == "trainer" else None
         if told is None and code > 0:
             told = exception_of(_COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1])
-        return _ending(code) + (f": {told}" if told else "")
+        return ending(code) + (f": {told}" if told else "")
 
     def _stderr_of(self, rank: int) -> Path:
         return self.log_dir / f"rank_{rank}.stderr.log"
@@ -363,7 +363,8 @@ class Role:
                 os.kill(self._process.pid, 9)
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
+    """Say how a process ended, by its exit code."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 

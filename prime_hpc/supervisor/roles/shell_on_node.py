@@ -9,7 +9,6 @@ process is here; 126 the command cannot be started; 127 there is none of that na
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from prime_hpc.config.secret import is_secret
 from prime_hpc.runtime import role_context
 from prime_hpc.runtime.look import words_here
+from prime_hpc.runtime.role_context import this_node
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
 
 READ_WITHIN_S = 3.0
@@ -49,7 +49,7 @@ def main() -> int:
         return _say_nothing_here(run_dir, role, rank, here)
     word = max(found, key=lambda one: one.get("began", 0.0))
     pid = int(word["pid"])
-    about = f"{_host()}: {_name(role, rank)}, pid {pid}"
+    about = f"{this_node()}: {_name(role, rank)}, pid {pid}"
     texts = _read(pid)
     environment, hidden = dict(os.environ), list[str]()
     if texts is None:
@@ -164,7 +164,8 @@ def _become(pid: int, entry: list[str], command: list[str], environment: dict[st
 def _say_nothing_here(run_dir: str, role: str, rank: str, here: Sequence[Mapping[str, Any]]) -> int:
     names = sorted({_name(str(word.get("role")), str(word.get("index"))) for word in here})
     there = f"; here are {', '.join(names)}" if names else "; no process of the run is here"
-    print(f"prime-hpc shell: error: no {_name(role, rank)} of {run_dir} runs on {_host()} now{there}", file=sys.stderr)
+    told = f"no {_name(role, rank)} of {run_dir} runs on {this_node()} now{there}"
+    print(f"prime-hpc shell: error: {told}", file=sys.stderr)
     return NOT_THERE
 
 
@@ -172,10 +173,6 @@ def _name(role: str, rank: str) -> str:
     if role == "trainer":
         return f"trainer rank {rank}"
     return f"{role}[{rank}]" if role in ("inference", "teacher", "agent") else role
-
-
-def _host() -> str:
-    return os.environ.get(role_context.NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 if __name__ == "__main__":

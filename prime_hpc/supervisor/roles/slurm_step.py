@@ -26,7 +26,7 @@ from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.options import options_with
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import LaunchOrder
-from prime_hpc.supervisor.roles.process import Death, Role
+from prime_hpc.supervisor.roles.process import Death, Role, ending
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.roles.srun_environment import SET_BY_SBATCH
 
@@ -307,9 +307,8 @@ class StepRole(Role):
         elif event == "warned":
             self.warned = int(message.get("signal", signal.SIGTERM))
         elif event == "replaced":
-            code = int(message["code"])
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            logger.warning(f"the process of {self.spec.label} on {message['host']} {how}: it alone is started again")
+            who = f"the process of {self.spec.label} on {message['host']}"
+            logger.warning(f"{who} {ending(int(message['code']))}: it alone is started again")
         elif event == "exited":
             self._exits[key] = int(message["code"])
             if message.get("problem"):

@@ -6,9 +6,7 @@ The supervisor asks for its own node, its agents for theirs, and `prime-hpc why`
 import base64
 import contextlib
 import json
-import os
 import secrets
-import socket
 import threading
 import time
 import zlib
@@ -19,7 +17,7 @@ from typing import Any
 from prime_hpc.runtime.gpu_use import WITHIN_S as GPUS_WITHIN_S
 from prime_hpc.runtime.gpu_use import GpuUse, gpu_use
 from prime_hpc.runtime.look import look, probe
-from prime_hpc.runtime.role_context import NODE
+from prime_hpc.runtime.role_context import this_node
 from prime_hpc.supervisor.stalls.diagnose import Diagnosis, diagnose
 from prime_hpc.supervisor.stalls.engines import call_text
 from prime_hpc.supervisor.stalls.labels import label, phase
@@ -44,7 +42,7 @@ def look_here(run_dir: Path, *, pids: Collection[int] = (), by_name: bool = Fals
         pids: these processes and what they started.
         by_name: all processes that say to be the run's.
     """
-    found: Seen = {"host": os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()}
+    found: Seen = {"host": this_node()}
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     found["machine"] = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     questions = {
