@@ -18,10 +18,10 @@ from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
 from prime_hpc.evals.versions import Version, find_versions
 from prime_hpc.store.artifact import MANIFEST, read_manifest
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import write_atomic
-from prime_hpc.store.model_fingerprint import weights_fingerprint
+from prime_hpc.store.model.fingerprint import weights_fingerprint
 
 FILE = "settings.json"
 _HERE = ("127.0.0.1", "localhost", "::1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
-from prime_hpc.store.model_files import CHAT_TEMPLATE
+from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.run_paths import list_steps, parse_step
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -14,10 +14,10 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.store import model_files
 from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, verify_artifact
 from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io.files import await_name
+from prime_hpc.store.model import files as model_files
 from prime_hpc.weight_transport.transport import VersionReader, transport_of
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

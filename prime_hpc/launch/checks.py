@@ -23,11 +23,11 @@ from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
-from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.model_config import find_config, is_local_path, read_config
-from prime_hpc.store.model_files import (
+from prime_hpc.store.model.config import find_config, is_local_path, read_config
+from prime_hpc.store.model.files import (
     INDEX,
     other_format,
     other_vocabulary,

@@ -9,7 +9,7 @@ from pathlib import Path
 from prime_hpc.config.env_files import REWARDS, ROWS, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.datafiles import DataFiles, is_compressed
+from prime_hpc.store.dataset.files import DataFiles, is_compressed
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, SFTDataError, parse_line, parse_row
 
 _FILES, _ROWS, _BYTES = 20, 50, 2**20

@@ -28,7 +28,7 @@ from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.model_config import read_config
+from prime_hpc.store.model.config import read_config
 from prime_hpc.store.run_paths import refuse_other_owner
 
 MOST_CHANGES = 20

@@ -71,7 +71,7 @@ from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
-from prime_hpc.store.model_config import rows_of
+from prime_hpc.store.model.config import rows_of
 from prime_hpc.store.run_paths import RunPaths
 
 TICK_S = 1.0

@@ -24,7 +24,7 @@ from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging.bus import Bus
 from prime_hpc.store.messaging.file_transfer import Handover
-from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer

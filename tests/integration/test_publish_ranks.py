@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prime_hpc.inference.check_version import read_signature, receive_version
 from prime_hpc.store.artifact import stage_dir, verify_artifact
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import read_tensors

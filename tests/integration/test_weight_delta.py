@@ -26,7 +26,7 @@ from prime_hpc.inference.transformers.engine import Engine
 from prime_hpc.inference.transformers.model import BatchModel
 from prime_hpc.inference.transformers.weight_updates import BatchPolicy
 from prime_hpc.store.manifest import read_manifest
-from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions
 from prime_hpc.trainer.model.conversions import Piece, WeightMap

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.runtime.role_context import BUS
-from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher

@@ -55,7 +55,7 @@ def life(exp: Experiment) -> int | None:
 
 def train(exp: Experiment, *steps: int, incarnation: int = 1) -> RunPaths:
     """What an attempt that saved after these steps leaves behind."""
-    from prime_hpc.store.model_fingerprint import model_identity
+    from prime_hpc.store.model.fingerprint import model_identity
 
     paths = RunPaths(exp.run_dir, exp.ckpt.path if exp.ckpt else None)
     for step in steps:

@@ -16,7 +16,7 @@ from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
-from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer

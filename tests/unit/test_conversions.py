@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_hpc.inference.check_version import check_adapter, read_signature, receive_version
-from prime_hpc.store.model_files import StoredTensor, stored_tensors
+from prime_hpc.store.model.files import StoredTensor, stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.model.conversions import Piece, Traced, WeightMap, map_weights

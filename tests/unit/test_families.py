@@ -14,7 +14,7 @@ from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.checks import linear_modules
 from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.store.model_config import rows_of
+from prime_hpc.store.model.config import rows_of
 from prime_hpc.trainer.lora import add_lora
 from tests.support.every_family import CannotBuildError, family_names, tiny_config, tiny_model
 

@@ -21,7 +21,7 @@ from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
-from prime_hpc.store.model_fingerprint import model_identity, weights_fingerprint
+from prime_hpc.store.model.fingerprint import model_identity, weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.checkpointing import dcp_state

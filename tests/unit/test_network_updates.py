@@ -28,7 +28,7 @@ from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.messaging import sockets
-from prime_hpc.store.model_files import INDEX, stored_tensors
+from prime_hpc.store.model.files import INDEX, stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher

@@ -14,7 +14,7 @@ import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.batch.images import image_runs
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.samples import RowResult, SFTSample

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
-from prime_hpc.store.datafiles import find_data, first_columns
+from prime_hpc.store.dataset.files import find_data, first_columns
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer import sft
 from prime_hpc.trainer.data.epochs import Lengths, StoppedCountingError, count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.exchange import Exchange

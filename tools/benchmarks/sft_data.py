@@ -88,7 +88,7 @@ def time_per_prefix(path: Path, tokenizer: Any) -> float:
 def recipe_in(folder: Path) -> "Recipe":
     """How the rows of a folder become samples."""
     from prime_hpc.config.sections.sft import SFTDataConfig
-    from prime_hpc.store.datafiles import find_data
+    from prime_hpc.store.dataset.files import find_data
     from prime_hpc.trainer.data.workers import Recipe
 
     config = SFTDataConfig(path=str(folder / "rows.jsonl"), batch_size=BATCH)

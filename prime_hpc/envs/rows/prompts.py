@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files
 from prime_hpc.envs.rows.shown import with_images
-from prime_hpc.store.datafiles import prompt_of
+from prime_hpc.store.dataset.files import prompt_of
 
 __all__ = ["Prompts"]
 

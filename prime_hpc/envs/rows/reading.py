@@ -14,7 +14,7 @@ from uuid import UUID
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.dataset.files import find_data
 
 Row = dict[str, Any]
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")

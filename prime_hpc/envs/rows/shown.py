@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.envs.rows.reading import IMAGES, Row
-from prime_hpc.store.batch.row_images import as_sources, has_marks, image_parts, place_images, stated
+from prime_hpc.store.dataset.row_images import as_sources, has_marks, image_parts, place_images, stated
 
 
 def with_images(prompt: Any, row: Row, folder: Path | None, named: str | None = None) -> tuple[Any, str | None]:

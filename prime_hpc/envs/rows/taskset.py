@@ -18,7 +18,7 @@ from prime_hpc.envs.math_answers import open_comparison
 from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
-from prime_hpc.store.datafiles import prompt_of
+from prime_hpc.store.dataset.files import prompt_of
 
 __all__ = ["Rows"]
 

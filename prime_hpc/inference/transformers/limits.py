@@ -7,7 +7,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.families import family_of
 from prime_hpc.inference.backend import Refusal
 from prime_hpc.inference.transformers.parameters import BadRequestError, parse_params
-from prime_hpc.store.model_config import read_config
+from prime_hpc.store.model.config import read_config
 
 _ROPE = ("dynamic", "longrope")
 """Rotary embeddings that transformers computes anew for each forward pass, from its longest row."""

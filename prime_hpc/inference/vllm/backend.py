@@ -14,7 +14,7 @@ from prime_hpc.inference.vllm import installed
 from prime_hpc.inference.vllm.args import build_argv, build_env, not_passed_through
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
-from prime_hpc.store.model_config import read_config
+from prime_hpc.store.model.config import read_config
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's `CPUAttentionBackend.get_supported_head_sizes`; with others an engine dies as it starts."""

@@ -22,7 +22,7 @@ from prime_hpc.config.site import GENERIC, list_sites, load_site
 from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
 from prime_hpc.runtime.gpus import installed_version, run_command
-from prime_hpc.store.model_config import hub_cache
+from prime_hpc.store.model.config import hub_cache
 from prime_hpc.supervisor.roles.caches import may_execute, node_local
 
 GIB = 2**30

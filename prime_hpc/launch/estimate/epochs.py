@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from prime_hpc.config import Experiment
-from prime_hpc.store.datafiles import DataFiles, find_data, is_compressed
+from prime_hpc.store.dataset.files import DataFiles, find_data, is_compressed
 
 _BLOCK = 16 * 2**20
 _MAX_BYTES = 2**30

@@ -17,8 +17,8 @@ from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.inference.backend import load_backend, section, step_bytes
 from prime_hpc.launch.estimate.vision import VisionFacts, vision_facts
-from prime_hpc.store.model_config import find_config, read_config
-from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.model.config import find_config, read_config
+from prime_hpc.store.model.files import stored_tensors
 
 GIB = 2**30
 CONTEXT_GIB = 1.0

@@ -18,7 +18,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.fetch.needs import Need, needs_of
 from prime_hpc.launch.fetch.presence import Presence, benchmark_file, datasets_cache, job_environ, look, snapshot_of
 from prime_hpc.launch.for_slurm import is_for_slurm
-from prime_hpc.store.model_config import hub_cache
+from prime_hpc.store.model.config import hub_cache
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Variables that keep the hub's clients off the network."""

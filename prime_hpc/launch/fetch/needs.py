@@ -18,7 +18,7 @@ from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module, trained_names
 from prime_hpc.launch.fetch.named_datasets import datasets_named_in
-from prime_hpc.store.model_config import is_local_path
+from prime_hpc.store.model.config import is_local_path
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, fetch_command, file_o
 from prime_hpc.launch.checks import taskset_module
 from prime_hpc.launch.fetch.download import is_loaded
 from prime_hpc.launch.fetch.needs import Need, needs_of
-from prime_hpc.store.datafiles import find_data
-from prime_hpc.store.model_config import hub_cache, hub_folder, hub_home
-from prime_hpc.store.model_files import INDEX
+from prime_hpc.store.dataset.files import find_data
+from prime_hpc.store.model.config import hub_cache, hub_folder, hub_home
+from prime_hpc.store.model.files import INDEX
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 

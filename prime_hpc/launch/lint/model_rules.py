@@ -8,7 +8,7 @@ from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_
 from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.store.model_config import find_config, is_local_path, read_config
+from prime_hpc.store.model.config import find_config, is_local_path, read_config
 
 REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
 OTHER_ROUTERS = frozenset({"deepseek_v4", "phimoe", "zaya"})

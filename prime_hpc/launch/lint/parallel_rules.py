@@ -10,7 +10,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.families import OWN_EXPERTS, count_experts, family_of
 from prime_hpc.launch.checks import trained_names
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.store.model_config import read_config
+from prime_hpc.store.model.config import read_config
 
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:

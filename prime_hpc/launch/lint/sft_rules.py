@@ -6,7 +6,7 @@ from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
 from prime_hpc.launch.first_rows import SKIP_ROWS, unusual_role, wrong_row
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.store.datafiles import NothingThereError, find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.trainer.data.messages import COMMON_ROLES
 
 

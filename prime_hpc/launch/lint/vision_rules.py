@@ -7,9 +7,9 @@ from prime_hpc.config.families import vision_problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.launch.checks import trained_names
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.store.batch.row_images import image_parts
-from prime_hpc.store.datafiles import find_data, first_row
-from prime_hpc.store.model_config import find_config, is_local_path, read_config
+from prime_hpc.store.dataset.files import find_data, first_row
+from prime_hpc.store.dataset.row_images import image_parts
+from prime_hpc.store.model.config import find_config, is_local_path, read_config
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 

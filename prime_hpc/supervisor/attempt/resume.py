@@ -19,7 +19,7 @@ from prime_hpc.store.checkpoint.import_checkpoint import adopt_checkpoint, adopt
 from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
-from prime_hpc.store.model_fingerprint import conflicts, model_identity
+from prime_hpc.store.model.fingerprint import conflicts, model_identity
 from prime_hpc.store.run_paths import RunPaths, incarnation_starts, list_steps, why_late
 from prime_hpc.store.weights import read_chain
 

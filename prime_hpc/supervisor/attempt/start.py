@@ -16,11 +16,11 @@ from prime_hpc.store.checkpoint.import_checkpoint import claim_root, point_to_ro
 from prime_hpc.store.checkpoint.newest import expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.child_runs import list_children
-from prime_hpc.store.datafiles import NothingThereError, find_data
+from prime_hpc.store.dataset.files import NothingThereError, find_data
 from prime_hpc.store.errors import FencedError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.model_config import is_local_path
+from prime_hpc.store.model.config import is_local_path
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import (
     RunPaths,

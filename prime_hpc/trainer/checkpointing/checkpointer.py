@@ -26,7 +26,7 @@ from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, comm
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.model_fingerprint import conflicts
+from prime_hpc.store.model.fingerprint import conflicts
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.agreement import on_all
 from prime_hpc.trainer.checkpointing import dcp_state

@@ -17,7 +17,7 @@ from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.observe.report import left_out
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.datafiles import find_data
+from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.data.epochs import count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.exchange import Exchange

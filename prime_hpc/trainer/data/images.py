@@ -4,7 +4,7 @@ A chat template writes one placeholder for an image. The model is shown as many 
 of it, which follows from the image's measures alone; pixels are made in the trainer, from the same bytes. Each image is
 decoded once here (a JPEG at an eighth of its size), so that a broken one is named with its row before it trains.
 
-Sources: `store.batch.row_images`; paths are meant from the folder of the rows.
+Sources: `store.dataset.row_images`; paths are meant from the folder of the rows.
 """
 
 import base64
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.store.batch.images import upright_size
-from prime_hpc.store.batch.row_images import stated
+from prime_hpc.store.dataset.row_images import stated
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.messages import SFTDataError
 
@@ -62,7 +62,7 @@ class ImageTokens:
         """Return the image of a source.
 
         Args:
-            source: see `store.batch.row_images`.
+            source: see `store.dataset.row_images`.
             folder: of the file of the rows; None: there is none.
 
         Raises:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.batch.row_images import as_sources, image_parts, place_images
-from prime_hpc.store.datafiles import has_columns, is_text, missing_columns, prompt_of
+from prime_hpc.store.dataset.files import has_columns, is_text, missing_columns, prompt_of
+from prime_hpc.store.dataset.row_images import as_sources, image_parts, place_images
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")

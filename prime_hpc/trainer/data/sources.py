@@ -25,7 +25,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store.datafiles import (
+from prime_hpc.store.dataset.files import (
     INPUT,
     INSTRUCTION,
     DataFiles,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.datafiles import DataFiles
+from prime_hpc.store.dataset.files import DataFiles
 from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, RowTokenizer

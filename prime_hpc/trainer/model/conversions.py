@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from prime_hpc.store.model_files import StoredTensor
+from prime_hpc.store.model.files import StoredTensor
 
 Box = tuple[tuple[int, int], ...]
 """Begin and end along each dimension."""
@@ -214,7 +214,7 @@ def map_weights(hf: Any, stored: Mapping[str, StoredTensor]) -> WeightMap:
 
     Args:
         hf: the model, with or without memory for its parameters.
-        stored: from `store.model_files.stored_tensors`.
+        stored: from `store.model.files.stored_tensors`.
 
     Raises:
         ValueError: tensors that are missing, unknown, of another shape, or converted in a way that cannot be followed.

@@ -24,7 +24,7 @@ from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.moe import replay
 from prime_hpc.moe.routers import use_float32_routers
 from prime_hpc.runtime.failures import NodeError
-from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
+from prime_hpc.store.model.files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.lora import Adapters, add_lora

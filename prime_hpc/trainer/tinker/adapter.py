@@ -17,7 +17,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import Bounds
 from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
 from prime_hpc.store.checkpoint.checkpoints import load_checkpoint
-from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, batch_facts
 from prime_hpc.trainer.checkpointing import dcp_state

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.store.artifact import Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.model_files import CHAT_TEMPLATE
-from prime_hpc.store.model_fingerprint import weights_fingerprint
+from prime_hpc.store.model.files import CHAT_TEMPLATE
+from prime_hpc.store.model.fingerprint import weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora.slots import slot_weights
 from prime_hpc.trainer.weights.aux_files import AuxFiles

@@ -22,7 +22,7 @@ import torch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import disk_errors
-from prime_hpc.store.model_files import CHAT_TEMPLATE, INDEX, weight_files
+from prime_hpc.store.model.files import CHAT_TEMPLATE, INDEX, weight_files
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.weights.lora_files import CONFIG_FILE, read_adapter
 from prime_hpc.trainer.weights.safetensors_layout import write_tensors

@@ -23,7 +23,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.model_files import CHAT_TEMPLATE, INDEX
+from prime_hpc.store.model.files import CHAT_TEMPLATE, INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import Policy

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from prime_hpc.store.model_files import SINGLE
+from prime_hpc.store.model.files import SINGLE
 from prime_hpc.trainer.model.conversions import LM_HEAD, Box, Piece, WeightMap
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
 from prime_hpc.trainer.weights.gathering import Gathering, Wanted

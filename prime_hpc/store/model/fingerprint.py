@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from prime_hpc.store.model_files import read_config, weight_files
+from prime_hpc.store.model.files import read_config, weight_files
 
 _SHAPE = (
     "hidden_size",

@@ -1,0 +1,1 @@
+"""Data sets on disk: their files and columns, and where images stand in their rows."""

@@ -1,0 +1,1 @@
+"""Models on disk: where they lie, what their config and tensors say, and what tells one from another."""
