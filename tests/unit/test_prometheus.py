@@ -145,6 +145,7 @@ def test_the_supervisors_word_and_processes() -> None:
     assert value(found, "process_resident_memory_bytes", role="trainer", index="3") == 2048
     assert value(found, "run_attempts_ended_total", outcome="requeued") == 1
     assert value(found, "run_attempts_ended_total", outcome="failed") == 0
+    assert value(found, "run_attempts_ended_total", outcome="preempted") == 0, "the first one is an increase, too"
     assert value(found, "run_alarms_total", rule="kl") == 1
 
 

@@ -82,7 +82,7 @@ class RunStatus:
     cause: str | None = None
     """Why the last attempt that ended did."""
     outcome: str | None = None
-    """How it ended: completed, failed, interrupted, requeued or stopped."""
+    """How it ended: completed, failed, interrupted, node_lost, preempted, requeued or stopped."""
     job_id: str | None = None
     since: float | None = None
     ended: float | None = None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Labels = tuple[str, ...]
 ALREADY_COUNTED = ("env_worker_events_total",)
 """Counters whose rows tell the whole count, not what a step adds."""
-OUTCOMES = ("completed", "failed", "interrupted", "node_lost", "requeued", "stopped")
+OUTCOMES = ("completed", "failed", "interrupted", "node_lost", "preempted", "requeued", "stopped")
 """Ends of an attempt, told from zero on."""
 _STEP_KEY = {"trainer": "time/step", "orchestrator": "reward/mean"}
 """Only a row with this one is that of a step; others are evaluations."""
