@@ -16,6 +16,7 @@ from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.io import files
 from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.run_dirs import AttemptRow, parse_attempts
+from prime_hpc.store.run_paths import RunPaths
 
 ALIVE_S = 120.0
 """An attempt on another host that was silent for longer is over: twice what an NFS client may show of an older
@@ -189,6 +190,17 @@ def _take(log_dir: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def show_latest_logs(paths: RunPaths, attempt: Attempt) -> None:
+    """Let `logs/latest` lead to an attempt's logs.
+
+    Raises:
+        StoreError: disk full, not writable.
+    """
+    latest = paths.root / "logs" / "latest"
+    files.make_dir(latest.parent)
+    files.replace_link(latest, f"attempt_{attempt.attempt}")
 
 
 def is_same_process(row: AttemptRow, attempt: Attempt) -> bool:

@@ -48,3 +48,17 @@ class Pulse:
             if now >= due and now - self._ticked < self._stall_s:
                 due = now + PULSE_S
                 self._publish()
+
+
+class LoopGaps:
+    """Time between the turns of the supervisor's loop."""
+
+    def __init__(self, clock: AwakeClock) -> None:
+        self._clock = clock
+        self._turned, self._missed = clock.now(), clock.missed()
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds since the last call in which the process ran, and those in which it was stopped."""
+        turned, missed = self._turned, self._missed
+        self._turned, self._missed = self._clock.now(), self._clock.missed()
+        return self._turned - turned, self._missed - missed

@@ -19,14 +19,13 @@ from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
-from prime_hpc.store.attempts import Attempt, Ended, close_attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, Ended, close_attempt, show_latest_logs, write_attempt
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.io import files
 from prime_hpc.supervisor.agent import BEAT_S, FENCE
 from prime_hpc.supervisor.attempt.fence import Fence
 from prime_hpc.supervisor.attempt.restart_policy import FINAL
 from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
-from prime_hpc.supervisor.heartbeat import Pulse
+from prime_hpc.supervisor.heartbeat import LoopGaps, Pulse
 from prime_hpc.supervisor.hub import Hubs
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.reaper import Reaper
@@ -102,7 +101,7 @@ class Supervisor:
         self._stop: tuple[StopRequest, float] | None = None
         self._health = HealthChecks(self._clock.now)
         self._fence = Fence(self._paths, attempt.incarnation, self._clock.now, experiment.supervisor.read_timeout_s)
-        self._last_tick, self._missed = self._clock.now(), 0.0
+        self._gaps = LoopGaps(self._clock)
         self._ready_at: float | None = None
         self._children: ChildOrchestrators | None = None
         self._console = Console(run_dir, experiment.num_steps, kind=experiment.kind, clock=self._clock)
@@ -133,7 +132,7 @@ class Supervisor:
             self._check_nodes()
             self._start()
             activity.doing("supervising")
-            self._last_tick, self._missed = self._clock.now(), self._clock.missed()
+            self._gaps.take()
             while True:
                 self._tick()
                 time.sleep(TICK_S)
@@ -212,11 +211,9 @@ class Supervisor:
         if is_parent(self._experiment):
             run = self._paths.root, self._experiment, self.attempt, self._environment
             self._children = ChildOrchestrators(*run, self._hubs.publish, self._reaper, clock=self._clock.now)
-        latest = self._paths.root / "logs" / "latest"
-        files.make_dir(latest.parent)
-        files.replace_link(latest, f"attempt_{self.attempt.attempt}")
+        show_latest_logs(self._paths, self.attempt)
         if self._kept is not None:
-            self._kept.take_into(self.attempt, latest.parent)
+            self._kept.take_into(self.attempt, self._paths)
             self._kept.go_on(self.attempt, self._hub.place)
         here = [role.spec.label for role in self._roles]
         for spec in [spec for spec in self._specs if spec.label not in here]:
@@ -298,16 +295,15 @@ class Supervisor:
 
     def _detect_own_stall(self) -> None:
         """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
-        now, missed = self._clock.now(), self._clock.missed()
         watched: list[Role | ChildOrchestrators] = [*self._roles, *([self._children] if self._children else [])]
-        gap, self._last_tick = now - self._last_tick - self._health.take_asking_s(), now
+        gap, stopped = self._gaps.take()
+        gap -= self._health.take_asking_s()
         if gap > HELD_UP_S:
             logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
             for one in watched:
                 one.extend_deadlines(gap)
             if self._stop is not None:
                 self._stop = self._stop[0], self._stop[1] + gap
-        stopped, self._missed = missed - self._missed, missed
         if stopped > STOPPED_S:
             self._fence.look(at_once=True)  # the next STOP or SAVE may be for a newer attempt
             for one in watched:
@@ -391,8 +387,7 @@ class Supervisor:
             self._kill_and_log(role, cause, hosts)
             raise Ended(1, cause, outcome)
         self._hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
-        role.kill()
-        self._reaper.forget(role.pid)
+        self._kill(role)
         where = self._replicas.mark_lost(role, hosts)
         logger.warning(f"{cause}; the run goes on without it: {where}")
 
@@ -406,15 +401,12 @@ class Supervisor:
         if self._is_done_with(role):  # it may have said so meanwhile
             return
         if self._replicas.awaiting_recovery(role):
-            role.kill()
-            self._reaper.forget(role.pid)
+            self._kill(role)
             logger.warning(f"{cause}; {self._replicas.mark_lost(role, role.hosts)}")
             return
         # one that never served has a reason that a second start does not change
         if role.was_ready and role.restarts < role.spec.max_restarts:
-            role.kill()
-            role.reap()
-            self._reaper.forget(role.pid)
+            self._kill(role, reap=True)
             role.restarts += 1
             logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
             self._begin(role)
@@ -424,6 +416,13 @@ class Supervisor:
             needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
             self._save_first.ask(self._roles, role, needs_s, left_s, self._pulse, self._is_over)
         raise Ended(1, cause, permanent=permanent)
+
+    def _kill(self, role: Role, *, reap: bool = False) -> None:
+        """End a role at once; `reap`: and wait until it has given everything back."""
+        role.kill()
+        if reap:
+            role.reap()
+        self._reaper.forget(role.pid)
 
     def _is_done_with(self, role: Role) -> bool:
         if self._stop is not None and (role.is_server or role.has_reported("done")):
@@ -438,9 +437,7 @@ class Supervisor:
     def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
         """End a role without which the attempt is over. Raises Ended where somebody had asked for its end."""
         tail = role.log_excerpt()
-        role.kill()
-        role.reap()
-        self._reaper.forget(role.pid)
+        self._kill(role, reap=True)
         role.state = "dead"
         self._ended_by = role, list(lost)
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")

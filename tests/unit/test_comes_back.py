@@ -37,6 +37,7 @@ from prime_hpc.supervisor.attempt import in_place, start
 from prime_hpc.supervisor.attempt.fence import EXIT_GONE, Fence
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
+from prime_hpc.supervisor.heartbeat import LoopGaps
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 from prime_hpc.supervisor.supervisor import Supervisor
@@ -398,7 +399,7 @@ def test_a_supervisor_that_was_stopped_looks_for_a_newer_attempt_before_it_takes
     supervisor = Supervisor.__new__(Supervisor)
     health, pulse = SimpleNamespace(take_asking_s=lambda: 0.0), SimpleNamespace(tick=lambda: None)
     vars(supervisor).update(_fence=fence, _clock=clock, _health=health, _pulse=pulse, _roles=[], _children=None)
-    vars(supervisor).update(_controls=Controls(tmp_path / "run", None, 60.0), _last_tick=clock.now(), _missed=0.0)
+    vars(supervisor).update(_controls=Controls(tmp_path / "run", None, 60.0), _gaps=LoopGaps(clock))
     fence.look()
     claim_incarnation(RunPaths(tmp_path / "run"), after=1)
     (tmp_path / "run" / STOP).touch()

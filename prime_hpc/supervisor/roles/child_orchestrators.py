@@ -24,7 +24,7 @@ from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.runtime.process_tree import end_families
 from prime_hpc.runtime.role_context import role_environment
-from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, show_latest_logs, write_attempt
 from prime_hpc.store.child_runs import ChildState, list_children, read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths
@@ -169,9 +169,7 @@ class ChildOrchestrators:
             attempt = Attempt(state.incarnation, state.incarnation, time.time(), f"slot {state.slot} of the trainer")
             attempt.job_id, attempt.resume_step = self._parent.job_id, state.resume_step
             write_attempt(RunPaths(path).attempts, attempt)
-            latest = path / "logs" / "latest"
-            latest.unlink(missing_ok=True)
-            latest.symlink_to(f"attempt_{state.incarnation}")
+            show_latest_logs(RunPaths(path), attempt)
         except (ConfigError, OSError, StoreError) as error:
             if role is not None and role.was_started:
                 self._end_family(role)

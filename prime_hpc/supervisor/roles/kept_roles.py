@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from loguru import logger
@@ -13,6 +12,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.store.attempts import Attempt
 from prime_hpc.store.io import files
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.heartbeat import Pulse
 from prime_hpc.supervisor.hub import Hubs
 from prime_hpc.supervisor.reaper import Reaper
@@ -113,10 +113,10 @@ class KeptRoles:
             step = attempt.resume_step or 0
             self.hubs.publish("go_on", incarnation=attempt.incarnation, step=step, hub=hub)
 
-    def take_into(self, attempt: Attempt, logs: Path) -> None:
+    def take_into(self, attempt: Attempt, paths: RunPaths) -> None:
         """Let the attempt's logs of these roles be those that they write to, and note them as its own."""
         for role in self.roles:
-            own = logs / f"attempt_{attempt.attempt}" / role.spec.name
+            own = paths.logs(attempt.attempt, role.spec.name)
             if not own.exists():
                 files.make_dir(own.parent)
                 files.replace_link(own, os.path.relpath(role.log_dir, own.parent))
