@@ -1,4 +1,4 @@
-"""Event loops whose deadlines forgive a stall: of the process, or of the file system under it (see `awake`)."""
+"""Event loops whose deadlines forgive a stall: of the process, or of the file system under it (see `clock`)."""
 
 import asyncio
 import time

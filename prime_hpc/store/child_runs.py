@@ -19,7 +19,7 @@ from prime_hpc.store.io import files
 
 PREFIX = "run_"
 STATE = "state.json"
-"""In a child's directory: save and end it."""
+"""In a child's directory: the trainer's word on it."""
 _NAME = re.compile(r"run_[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 Phase = Literal["waiting", "training", "done", "stopped", "failed", "removed"]

@@ -15,11 +15,11 @@ USR1`) to the steps alone, and the supervisor, who is told of it, may still want
     thread "gpus"      of a node's first agent whose role has GPUs: samples their use now and then
     threads "output"   hand on what the role prints; "say" what the agent itself has to say
 
-Started by `steps.StepRole`; imports nothing heavy.
+Started by `roles.slurm_step.StepRole`; imports nothing heavy.
 
 Messages, all on the bus:
     agent -> hub   "agent"       {label, start_number, key, event: hello|beat|adopted|exited|looked|gpus, ...}
-    hub -> agents  "launch/<label>"  an LaunchOrder as JSON
+    hub -> agents  "launch/<label>"  a LaunchOrder as JSON
     hub -> agents  "end/<label>" {start_number, grace_s};  "pulse" every few seconds;
                    "adopt/<label>" {start_number, incarnation}: the run's next attempt takes this server over;
                    "look" {asked}: why does the step stand still?

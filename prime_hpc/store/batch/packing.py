@@ -228,7 +228,7 @@ class _Bins:
                 stuck[fullest] = True
 
     def _relieve(self, full: int) -> bool:
-        """Return the one move or swap that leaves the two micro-batches involved at the lowest maximum."""
+        """Make the move or swap that leaves the two micro-batches involved at the lowest maximum; False: none helps."""
         members = np.flatnonzero(self.of_sample == full)
         load = self.loads[full]
         # Move: a member into the emptiest other micro-batch.

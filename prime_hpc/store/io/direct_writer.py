@@ -4,7 +4,7 @@ Unlike `artifact.hash_files` it need not read the file again. Data passes throug
 summed, two threads write the others. A checkpoint is not read again soon: where the file system can, it goes past the
 page cache (O_DIRECT), for gigabytes of dirty pages would hold up the fsyncs of all other files and take the memory
 bandwidth of the step that goes on meanwhile. (Weight versions, which the engines read at once, are written through
-`ranges`.)
+`shared_writer`.)
 """
 
 import contextlib

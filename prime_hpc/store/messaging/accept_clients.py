@@ -43,8 +43,8 @@ class Admission:
         return sock is self._listener or sock in self._challenges
 
     def handle(self, selector: selectors.BaseSelector, sock: socket.socket) -> tuple[socket.socket, bytes] | None:
-        """Return a readable socket. Returns a connection whose client has given its proof, no longer in the
-        selector, and the server's own proof, which must be sent first."""
+        """Take care of a readable socket. Returns a connection whose client has given its proof, no longer in the
+        selector, and the server's own proof, which must be sent first; None: there is none yet."""
         if sock is self._listener:
             self._admit(selector)
             return None

@@ -84,7 +84,7 @@ class Return:
 
 
 def batch_host_state(lines: str, restarts: str) -> BatchHostState:
-    """Ask Slurm about the job whose supervisor is not heard.
+    """Return what Slurm says of the job whose supervisor is not heard.
 
     Args:
         lines: of `scontrol show job --oneliner`; a het job's leader comes first.
@@ -220,7 +220,7 @@ def requeue_orphaned_job(
 
 
 class _Policy:
-    """True if the job comes back, read from the run directory beside the wait for Slurm's verdict."""
+    """The answer to whether the job comes back, read from the run directory beside the wait for Slurm's verdict."""
 
     def __init__(self, run_dir: Path, known: Return) -> None:
         self._run_dir, self._known = run_dir, known

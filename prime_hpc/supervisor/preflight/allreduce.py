@@ -1,6 +1,6 @@
 """Preflight's second round: one process on each trainer node joins an all-reduce; the node that holds it up is named.
 
-The supervisor's side; the nodes run `allreduce`.
+The supervisor's side; the nodes run `allreduce_node`.
 """
 
 import json

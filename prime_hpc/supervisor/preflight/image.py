@@ -2,7 +2,7 @@
 
     python -m prime_hpc.supervisor.preflight.image
 
-Started by `checkup`, one process a node, before anything else runs in the container: a node that has no image yet
+Started by `images`, one process a node, before anything else runs in the container: a node that has no image yet
 fetches it now, within the image's own deadline.
 """
 

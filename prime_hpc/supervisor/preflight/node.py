@@ -1,6 +1,6 @@
 """The process of each node in preflight: `python -m prime_hpc.supervisor.preflight.node SPEC WAIT_S`.
 
-Started by `preflight` through a step, one process a node. It says what it finds twice: as files in the shared directory
+Started by `facts` through a step, one process a node. It says what it finds twice: as files in the shared directory
 (that is the test), and as lines on standard output (so that a node without that directory can still tell). Exit code 0
 whatever was found: a non-zero one would make some launchers end the other nodes. No torch, no pydantic.
 """

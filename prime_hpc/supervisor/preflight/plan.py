@@ -1,6 +1,6 @@
 """Preflight's questions and answers: plan, verdicts, report, and the report's lines for people.
 
-Made by the supervisor, filled by `preflight`, printed by the verb `preflight` from the kept JSON too.
+Made by the supervisor, filled by `run`, printed by the verb `preflight` from the kept JSON too.
 """
 
 import time

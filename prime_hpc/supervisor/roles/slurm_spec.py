@@ -1,6 +1,6 @@
 """Steps of a Slurm job: the placement's role groups on the nodes that Slurm gave.
 
-The counterpart of `roles` (one machine).
+The counterpart of `spec` (one machine).
 """
 
 from collections import Counter

@@ -234,7 +234,7 @@ class StepRole(Role):
         return len(self.hosts) * self.spec.tasks_per_node
 
     def start(self) -> None:
-        """Start the step's agents on its hosts; what they run follows with `lead`."""
+        """Start the step's agents on its hosts; what they run follows with `send_launch_order`."""
         self._cancel_substitute()
         self.start_number += 1
         self._hellos, self._exits, self._beats, self._problems, self._adopted = {}, {}, {}, {}, {}

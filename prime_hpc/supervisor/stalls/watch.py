@@ -33,7 +33,7 @@ USUAL_STEPS = 20
 
 
 class StallWatch:
-    """Watches from `start` to `close`.
+    """Watches from its making to `close`.
 
     Args:
         run_dir: of the run.
