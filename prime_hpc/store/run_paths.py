@@ -20,9 +20,8 @@ _NOBODY = 65534
 _STEP = re.compile(r"step_(\d+)")
 _NUMBER = re.compile(r"\d+")
 _START = re.compile(r"(\d+)\.from_(\d+)")
-_MAX_CLAIMS = (
-    1000  # attempts racing for one number; far above anything real, so that a broken file system ends the loop
-)
+_MAX_CLAIMS = 1000
+"""Attempts racing for one number; far above anything real, so that a broken file system ends the loop."""
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,8 @@ class RunWatch:
 
         self._bus_statuses = bus_statuses
         prometheus = experiment.prometheus
-        self._loads = (
-            ServerLoads(roles, environment)
-            if prometheus is None
-            else ServerLoads(roles, environment, min(EVERY_S, prometheus.every_s), keep_texts=True)
-        )
+        every_s = EVERY_S if prometheus is None else min(EVERY_S, prometheus.every_s)
+        self._loads = ServerLoads(roles, environment, every_s, keep_texts=prometheus is not None)
         self._gpus = GpuWatch(run_dir, attempt)
         host = None if on_nodes or experiment.device == "cpu" else socket.gethostname()
         self._gpus.start(host, lambda: {gpu for role in list(roles) for gpu in role.spec.held_gpus})

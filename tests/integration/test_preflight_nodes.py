@@ -17,7 +17,8 @@ from prime_hpc.runtime.gpus import driver_version
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight.launcher import module_arguments
 from prime_hpc.supervisor.preflight.phase import Checkup
-from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight, summary
+from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan, Report, summary
+from prime_hpc.supervisor.preflight.run import run_preflight
 
 LAUNCH = """
 import json, os, signal, subprocess, sys

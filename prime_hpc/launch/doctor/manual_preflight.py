@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prime_hpc.config.sections.slurm import PreflightConfig
     from prime_hpc.slurm.allocation import Allocation
     from prime_hpc.supervisor.preflight.launcher import RunStep
-    from prime_hpc.supervisor.preflight.run import PreflightPlan, Report
+    from prime_hpc.supervisor.preflight.plan import PreflightPlan, Report
     from prime_hpc.supervisor.roles.slurm_step import StepContext
 
 
@@ -57,7 +57,7 @@ def _plan(
     allocation: "Allocation | None", log_dir: Path, config: "PreflightConfig", environ: Mapping[str, str]
 ) -> "PreflightPlan":
     from prime_hpc.config.site import load_site
-    from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan
+    from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan
 
     if allocation is None:
         gpus = 0 if environ.get("CUDA_VISIBLE_DEVICES") is None else None

@@ -105,8 +105,7 @@ class BusServer:
         except OSError as error:
             where = sockets.join(host, port)
             raise StoreError(f"the message bus cannot listen on {where}: {error.strerror or error}") from error
-        default = socket.gethostname() if sockets.is_wildcard(host) else host
-        where = sockets.join(advertise or default, listener.getsockname()[1])
+        where = sockets.join(advertise or sockets.name_of(host), listener.getsockname()[1])
         self._secret = secret or new_secret()
         self.place, self.address = where, f"{self._secret}@{where}"
         self._admission = Admission(listener, self._secret, _PURPOSE)

@@ -52,8 +52,7 @@ class Network:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Network":
         """Read what the supervisor said; nothing stated where there is none."""
-        stated = json.loads(environ.get(VARIABLE) or "{}")
-        return cls.of(stated)
+        return cls.of(json.loads(environ.get(VARIABLE) or "{}"))
 
     @classmethod
     def of(cls, stated: Mapping[str, str | None]) -> "Network":

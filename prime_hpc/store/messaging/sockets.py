@@ -23,7 +23,7 @@ ALL = "::"
 _WILDCARDS = ("", "0.0.0.0", ALL)
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _BACKLOG = 1024
-_reserved: dict[int, socket.socket | None] = {}
+_reserved: dict[int, socket.socket] = {}
 
 
 class NoFreePort(ConfigError, NodeError):
@@ -95,6 +95,11 @@ def http_url(host: str, port: int, path: str = "/v1") -> str:
 def is_wildcard(host: str) -> bool:
     """Return whether binding it means every address of the machine."""
     return host in _WILDCARDS
+
+
+def name_of(host: str) -> str:
+    """Return what others call the machine on which `host` is bound: by this address, or by its name where all are."""
+    return socket.gethostname() if is_wildcard(host) else host
 
 
 def is_loopback(host: str) -> bool:
@@ -197,9 +202,6 @@ def reserve(port: int) -> bool:
     """Promise the port to this process, or to one that it starts; False where another has the promise already."""
     if port in _reserved:
         return False
-    if not hasattr(socket, "AF_UNIX") or not Path("/proc").is_dir():  # no abstract names: only this process knows
-        _reserved[port] = None
-        return True
     name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         name.bind(f"\0prime-hpc-port-{port}")

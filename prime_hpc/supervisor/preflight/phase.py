@@ -13,7 +13,8 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.preflight.images import start_images
 from prime_hpc.supervisor.preflight.launcher import module_arguments
-from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
+from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan, Report
+from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, run_preflight
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
 
 NO_STEP = ("Unable to create step", "Unable to confirm allocation", "temporarily disabled", "still disabled")

@@ -20,9 +20,7 @@ from prime_hpc.store.io import files
 from prime_hpc.supervisor.preflight.allreduce import check_allreduce
 from prime_hpc.supervisor.preflight.facts import FactsRound
 from prime_hpc.supervisor.preflight.launcher import RunStep
-from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, PreflightPlan, Report, merged, summary
-
-__all__ = ["HostCheck", "NodeVerdict", "PreflightPlan", "Report", "RunStep", "run_preflight", "summary"]
+from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan, Report, merged
 
 FOLDER, REPORT = "preflight", "report.json"
 

@@ -6,7 +6,6 @@ and a file system that hangs are said once in the log.
 
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -134,7 +133,7 @@ class Exporter:
         port = self._config.port
         listener = sockets.listen(host, port, ports=None if port else network.ports, seed=f"{self._run_dir} metrics")
         self._endpoint = Endpoint(listener, token, self._run, lambda: self._text)
-        self._address = sockets.join(advertised or _name(host), listener.getsockname()[1])
+        self._address = sockets.join(advertised or sockets.name_of(host), listener.getsockname()[1])
         write_target(self._folder, self._run, self._address)
         logger.info(f"prometheus: http://{self._address}/metrics, for who sends the token in {self._folder}")
 
@@ -168,7 +167,3 @@ def take_files(figures: Figures, run_dir: Path, kind: str) -> None:
     about = os.statvfs(run_dir)
     figures.put("filesystem_free_bytes", float(about.f_bavail * about.f_frsize))
     figures.put("filesystem_size_bytes", float(about.f_blocks * about.f_frsize))
-
-
-def _name(host: str) -> str:
-    return socket.gethostname() if sockets.is_wildcard(host) else host

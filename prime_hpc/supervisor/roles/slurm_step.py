@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -347,12 +347,8 @@ class StepRole(Role):
     def lost_hosts(self, silence_s: float) -> list[str]:
         """Hosts whose agents spoke once and have been silent for longer than `silence_s`."""
         now = self._clock()
-        silent = {
-            key.split("/")[0]
-            for key, at in list(self._beats.items())
-            if key not in self._exits and now - at > silence_s
-        }
-        return [host for host in self.hosts if host in silent]
+        beats = list(self._beats.items())
+        return self._hosts_of(key for key, at in beats if key not in self._exits and now - at > silence_s)
 
     def silent_hosts(self, wait_s: float) -> list[str]:
         """Hosts whose agents neither beat nor report their end within `wait_s`. Waits for so long at most.
@@ -361,18 +357,23 @@ class StepRole(Role):
         """
         began = self._clock()
         while True:
-            beats = dict(self._beats)
-            quiet = {key.split("/")[0] for key, at in beats.items() if at <= began and key not in self._exits}
+            beats = list(self._beats.items())
+            quiet = self._hosts_of(key for key, at in beats if at <= began and key not in self._exits)
             if not quiet or self._clock() - began > wait_s:
-                return [host for host in self.hosts if host in quiet]
+                return quiet
             time.sleep(0.1)
 
     def missing_hosts(self) -> list[str]:
         """Hosts whose agents have not said hello though the deadline is over."""
         if self._clock() - self.started < self._context.hello_timeout_s:
             return []
-        spoken = {key.split("/")[0] for key in list(self._hellos)}
+        spoken = self._hosts_of(list(self._hellos))
         return [host for host in self.hosts if host not in spoken]
+
+    def _hosts_of(self, keys: Iterable[str]) -> list[str]:
+        """Return the hosts of some agents, in order."""
+        found = {key.split("/")[0] for key in keys}
+        return [host for host in self.hosts if host in found]
 
     def forget_silence(self) -> None:
         """As for `Role`; of the agents as well."""

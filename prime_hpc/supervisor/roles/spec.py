@@ -170,21 +170,16 @@ def role_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
         if i < len(gpus)
     }
     need = _server_gpus(experiment, "inference") if role == "inference" else experiment.trainer.num_ranks
-    if own is None:
-        own = [gpu for gpu in gpus if gpu not in others][:need]
-        if len(own) < need:
-            raise ConfigError(
-                f"{role} needs {need} GPUs, but {len(own)} of the {len(gpus)} visible ({', '.join(gpus)}) are left: "
-                f"lower {'trainer.num_ranks' if role == 'trainer' else 'inference.data_parallel_size'}, or name them "
-                f"with {role}_gpu_ids"
-            )
-        return own
-    if len(own) < need:
-        raise ConfigError(
-            f"{role}_gpu_ids names {len(own)} GPUs, but {role} needs {need}: name more, or lower "
-            + ("trainer.num_ranks" if role == "trainer" else "inference.data_parallel_size")
-        )
-    return own[:need]
+    found = [gpu for gpu in gpus if gpu not in others] if own is None else own
+    if len(found) >= need:
+        return found[:need]
+    count = "trainer.num_ranks" if role == "trainer" else "inference.data_parallel_size"
+    if own is not None:
+        raise ConfigError(f"{role}_gpu_ids names {len(own)} GPUs, but {role} needs {need}: name more, or lower {count}")
+    raise ConfigError(
+        f"{role} needs {need} GPUs, but {len(found)} of the {len(gpus)} visible ({', '.join(gpus)}) are left: lower "
+        f"{count}, or name them with {role}_gpu_ids"
+    )
 
 
 def trainer_spec(

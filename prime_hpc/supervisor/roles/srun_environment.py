@@ -18,22 +18,11 @@ SRUN_INPUTS = frozenset(
         *("MEM_BIND_PREFER", "MEM_BIND_TYPE", "MEM_BIND_VERBOSE", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE"),
         *("MPI_TYPE", "NCORES_PER_SOCKET", "NO_KILL", "NPROCS", "NSOCKETS_PER_NODE", "NTASKS", "NTASKS_PER_CORE"),
         *("NTASKS_PER_GPU", "NTASKS_PER_NODE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES", "OOMKILLSTEP", "OPEN_MODE"),
-        *(
-            "OOM_KILL_STEP",
-            "OVERCOMMIT",
-            "OVERLAP",
-            "PARTITION",
-            "POWER",
-            "PROFILE",
-            "PROLOG",
-            "QOS",
-            "REMOTE_CWD",
-            "REQ_SWITCH",
-        ),
+        *("OOM_KILL_STEP", "OVERCOMMIT", "OVERLAP", "PARTITION", "POWER", "PROFILE", "PROLOG", "QOS", "REMOTE_CWD"),
         *("RESERVATION", "RESV_PORTS", "SEND_LIBS", "SIGNAL", "SPREAD_JOB", "SPREAD_SEGMENTS", "SRUN_MULTI"),
         *("STDERRMODE", "STDINMODE", "STDOUTMODE", "STEP_GRES", "TEST_EXEC", "THREADS", "THREADS_PER_CORE"),
         *("THREAD_SPEC", "TIMELIMIT", "TRES_BIND", "TRES_PER_TASK", "UNBUFFEREDIO", "USE_MIN_NODES", "WAIT"),
-        *("WAIT4SWITCH", "WCKEY", "WORKING_DIR"),
+        *("REQ_SWITCH", "WAIT4SWITCH", "WCKEY", "WORKING_DIR"),
     )
 ) | frozenset(
     f"SRUN_{name}"

@@ -3,21 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_PLUMBING = frozenset(
-    {
-        "prime_hpc",
-        "verifiers",
-        "aiohttp",
-        "anyio",
-        "httpx",
-        "httpcore",
-        "openai",
-        "uvloop",
-        "loguru",
-        "pydantic",
-        "torch",
-    }
-)
+_PLUMBING = {"prime_hpc", "verifiers", "aiohttp", "anyio", "httpx", "httpcore", "openai"}
+_PLUMBING |= {"uvloop", "loguru", "pydantic", "torch"}
 """Packages that carry an episode, and are none of its own code."""
 _OF_USERS = ("/prime_hpc/envs/tasksets/", "/prime_hpc/envs/benchmarks/")
 Stack = Sequence[Sequence[Any]]

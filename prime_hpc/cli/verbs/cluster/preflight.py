@@ -11,7 +11,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.slurm import PreflightConfig
 from prime_hpc.launch.doctor.manual_preflight import check_here, newest_report
 from prime_hpc.store.run_dirs import find_run
-from prime_hpc.supervisor.preflight.run import summary
+from prime_hpc.supervisor.preflight.plan import summary
 
 
 def run(argv: list[str], program: str) -> int:
