@@ -29,6 +29,7 @@ from prime_hpc.store.artifact import (
     read_manifest,
 )
 from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank
+from prime_hpc.store.errors import failed_read
 from prime_hpc.store.io import files, zstd
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps, parse_step
@@ -181,19 +182,29 @@ def _map(directory: Path, name: str, manifest: Manifest) -> RankBatch:
 
 
 def read_state(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> dict[str, Any]:
-    """Return the orchestrator's state after this batch.
+    """Return the orchestrator's state after this batch. Raises as `read_state_bytes`."""
+    return json.loads(read_state_bytes(directory, deadline_s=deadline_s))
+
+
+def read_state_bytes(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> bytes:
+    """Return the same as it is in its file.
 
     Raises:
         ArtifactError: names the file, what was expected and what was found.
     """
+    path = directory / STATE
 
-    def read() -> dict[str, Any]:
-        manifest = read_manifest(directory)
-        entry = manifest.files.get(STATE)
+    def read() -> bytes:
+        entry = read_manifest(directory).files.get(STATE)
         if entry is None:
             raise ArtifactError(directory / MANIFEST, f"an entry {STATE}", "none")
-        check_file(directory / STATE, entry, deep=True)
-        return json.loads((directory / STATE).read_bytes())
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise failed_read(error, path, f"{entry.size} bytes") from error
+        if (found := files.hash_bytes(content)) != entry:
+            raise ArtifactError(path, f"xxh3 {entry.xxh3}", f"xxh3 {found.xxh3} ({found.size} bytes)")
+        return content
 
     files.await_name(directory, deadline_s=deadline_s)
     return files.retry_read(read, deadline_s=deadline_s, parent=directory.parent)

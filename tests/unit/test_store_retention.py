@@ -1,8 +1,10 @@
 """Leases, pruning of weight versions, checkpoints: nothing that is still needed is deleted."""
 
 import errno
+import itertools
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, hash_files, prepare_stage
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batches import STATE, write_batch
 from prime_hpc.store.checkpoint.checkpoints import (
     commit_checkpoint,
     list_checkpoints,
@@ -177,6 +179,23 @@ def test_checkpoint_holds_both_halves(paths):
     assert resolve_resume(paths.checkpoints, "latest").orchestrator_state is None
     assert [c.step for c in list_checkpoints(paths.checkpoints)] == [10, 20]
     assert [path.name.split("-")[2] for path in move_checkpoints_aside(paths, 10)] == ["step_20"]
+
+
+def test_the_state_that_a_checkpoint_holds_is_the_one_that_was_verified(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may give a file well once, and badly the next time."""
+    read, count = Path.read_bytes, itertools.count()
+
+    def read_bytes(path: Path) -> bytes:
+        content = read(path)
+        return content.replace(b":", b" ") if path.name == STATE and next(count) % 2 else content
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    checkpoint(paths, 1)
+    monkeypatch.undo()
+    saved = resolve_resume(paths.checkpoints, 1).orchestrator_state
+    assert saved is not None and saved.read_bytes() == (paths.rollouts_step(1) / STATE).read_bytes()
 
 
 def test_checkpoint_without_trainer_files_is_refused(paths):

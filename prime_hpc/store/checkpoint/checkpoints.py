@@ -98,9 +98,8 @@ def commit_checkpoint(
         raise StoreError(f"{stage}: holds no files under {TRAINER}/, nothing to resume from would be saved")
     entries = dict(trainer_files)
     if batch_dir is not None:
-        batches.read_state(batch_dir)  # verified before it is copied
+        content = batches.read_state_bytes(batch_dir)
         files.make_dir((stage / ORCHESTRATOR_STATE).parent)
-        content = (batch_dir / batches.STATE).read_bytes()
         entries[ORCHESTRATOR_STATE] = files.write_file(stage / ORCHESTRATOR_STATE, [content])
     manifest = Manifest(
         kind=KIND,
