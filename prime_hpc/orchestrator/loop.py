@@ -132,10 +132,8 @@ class Orchestrator:
             self.totals = dict(state["totals"])
             load_scorers(self.scorers, state.get("algorithm", {}))
         self.book = GroupBook(
-            group_size=config.rollouts_per_example,
             num_prompts=exp.num_prompts,
             **gate_of(exp),
-            min_usable=self.scorers[0].min_group,
             sizes=[config.group_size(source) for source in range(len(config.env))],
             minima=[scorer.min_group for scorer in self.scorers],
             next_batch=start_step + 1,
