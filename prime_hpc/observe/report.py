@@ -7,6 +7,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.observe.metrics import read_metrics
 
 _LEFT_OUT = {
@@ -33,8 +34,8 @@ def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[f
 def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Held-out mean reward of each environment by policy version."""
     rows = read_metrics(metrics_file(run_dir, "orchestrator"))
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and k.endswith("/mean_reward")})
-    return {key.split("/")[1]: _series(rows, key) for key in keys}
+    keys = sorted({key for row in rows for key in row if evaluated(key)})
+    return {evaluated(key): _series(rows, key) for key in keys}
 
 
 def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "synthesize"]) -> list[str]:

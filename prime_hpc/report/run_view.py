@@ -10,6 +10,7 @@ from prime_hpc.config.secret import MASK, Secret
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.report.accounting import charged_hours, suggest_split
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
@@ -184,8 +185,8 @@ def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any], *, share
         "entropy (last step)": last.get("entropy"),
     }
     for key, points in sorted((trained.points | served.points).items()):
-        if points and key.endswith("/mean_reward"):
-            found[f"held-out {key.split('/')[1]} (last)"] = points[max(points)]
+        if points and (env := evaluated(key)):
+            found[f"held-out {env} (last)"] = points[max(points)]
         elif points and key == "eval/loss":
             found["held-out loss (last)"] = points[max(points)]
     trained_s = total["trainer"]["train"]
