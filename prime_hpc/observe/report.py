@@ -8,7 +8,7 @@ from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated
-from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.metrics import STEP_KEYS, read_metrics
 
 _LEFT_OUT = {
     "overlong": "longer than seq_len and dropped (sft.data.overlong)",
@@ -17,15 +17,13 @@ _LEFT_OUT = {
     "bad": "refused and skipped (sft.data.bad_rows)",
     "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
-_STEP_KEYS = ("time/step", "reward/mean")
-"""A row with one of these is that of a step."""
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return steps and values of a metric; a later attempt's row for the same step replaces the earlier one, whose rows
     beyond the newest step's are of no run any more. Evaluations alone come in any order."""
-    last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(_STEP_KEYS)), None)
+    last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(STEP_KEYS)), None)
     values = {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
     steps = sorted(step for step in values if last is None or step <= last)
     return steps, [values[s] for s in steps]
