@@ -248,12 +248,12 @@ class EnvPool:
             IndexError: no such source, task or server.
         """
         source = self.sources[source_index]
-        task = source.task(task_index)
+        number = source.number(task_index)
         if not 0 <= url_index < len(self._urls):
             raise IndexError(f"url_index is {url_index}; there are {len(self._urls)} servers")
         assert self._closed is not None, "enter the pool first"
         if source_index in self._fleets:
-            return await self._fleets[source_index].run(source.number(task_index), url_index)
+            return await self._fleets[source_index].run(number, url_index)  # the task is made there alone
         started = loop_time()
         timeout_s = source.config.timeout_s
         label = f"{source.name} task {task_index}"
@@ -264,6 +264,11 @@ class EnvPool:
         worker, lost = self._worker, self._lost
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
+        try:
+            task = source.task_number(number)
+        except Exception as error:  # noqa: BLE001 - an endless taskset's code, which raises anything
+            reason = f"{label} cannot be made: {type(error).__name__}: {error}"
+            return _unfinished(EpisodeState.FAILED, reason, type(error).__name__, started)
         runner, traces = self._runner, list[str]()
         job = worker.start(runner.run(source_index, task, url_index, traces), label)
         self._awaited.add(job)

@@ -48,7 +48,10 @@ class EndlessTasks:
         if number < self._made - len(self._kept):
             self._start()
         while self._made <= number:
-            self._kept.append(next(self._more))
+            task = next(self._more, None)
+            if task is None:  # no StopIteration: on a thread nobody would hear of it
+                raise EnvError(f"the taskset says that it is endless, and ends after {self._made} tasks")
+            self._kept.append(task)
             self._made += 1
         return self._kept[number - self._made]
 

@@ -23,6 +23,7 @@ from prime_hpc.envs.task_sources import Split
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version, version_template
+from prime_hpc.runtime.event_loops import in_loop
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
 
@@ -39,6 +40,12 @@ class Connected:
     servers: Servers
     urls: list[str]
     is_api: bool
+
+    def log_start(self, num: int, left: int, of: str = "") -> None:
+        """Say how many episodes are asked for and `left` to play, and who answers."""
+        there = f", {num - left} of them there already" if left < num else ""
+        kind = "API" if self.is_api else "inference server(s)"
+        logger.info(f"{num} episodes{of}{there}; {len(self.urls)} {kind}: {', '.join(self.urls)}")
 
 
 async def connect(
@@ -198,7 +205,6 @@ async def _make_pool(
 
 def _subscribe_to_servers(bus: BusClient, servers: Servers) -> None:
     """Follow what the supervisor says of servers: a node is lost, or one is started at another address."""
-    loop = asyncio.get_running_loop()
 
     def act(news: dict[str, Any]) -> None:
         if news.get("role") != "inference":
@@ -208,8 +214,4 @@ def _subscribe_to_servers(bus: BusClient, servers: Servers) -> None:
         elif news.get("url"):
             servers.move(news["index"], news["url"])
 
-    def on_message(news: dict[str, Any]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(act, news)
-
-    bus.subscribe("server", on_message)
+    bus.subscribe("server", in_loop(asyncio.get_running_loop(), act))

@@ -41,6 +41,10 @@ class Source(Protocol):
 class Pool(Protocol):
     """The part of `envs.pool.EnvPool` that is needed here."""
 
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The environments."""
+
     async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
         """Play one episode on one server."""
 
@@ -83,7 +87,6 @@ class Player:
     def __init__(
         self,
         pool: Pool,
-        sources: Sequence[Source],
         servers: Servers,
         log: EpisodeLog,
         *,
@@ -91,10 +94,10 @@ class Player:
         is_api: bool,
         kind: str = "eval",
         on_end: Callable[[Record], None] = lambda record: None,
-        make_record: "RecordMaker" = lambda record, result, task: record,
+        make_record: RecordMaker = lambda record, result, task: record,
     ) -> None:
         self._pool, self._servers, self._log = pool, servers, log
-        self._sources = {source.name: (index, source) for index, source in enumerate(sources)}
+        self._sources = {source.name: (index, source) for index, source in enumerate(pool.sources)}
         self._max_concurrent = max_concurrent
         self._is_api = is_api
         self._kind = kind

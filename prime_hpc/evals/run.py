@@ -40,36 +40,34 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
         log = EpisodeLog(paths, context.incarnation)
         stack.callback(log.close)
         found = await connect(stack, experiment, context, bus, versions)
-        pool, servers, urls, is_api = found.pool, found.servers, found.urls, found.is_api
-        status.ready(servers=urls, versions=len(versions))
+        status.ready(servers=found.urls, versions=len(versions))
         metrics = MetricsWriter(paths.metrics("eval"))
         stack.callback(metrics.close)
-        keys = {version: wanted_keys(version.step, pool.sources, config) for version in versions}
+        keys = {version: wanted_keys(version.step, found.pool.sources, config) for version in versions}
         todo = {v: log.missing(wanted, retry_failed=config.retry_failed) for v, wanted in keys.items()}
         freeze_gc()  # environments and their packages are alive now, and stay
-        _log_start(versions, keys, todo, urls, is_api)
-        total = sum(map(len, keys.values()))
-        progress = Progress(metrics, total, total - sum(map(len, todo.values())))
+        total, left = sum(map(len, keys.values())), sum(map(len, todo.values()))
+        found.log_start(total, left, f" of {', '.join(version.label for version in versions)}")
+        progress = Progress(metrics, total, total - left)
         player = Player(
-            pool,
-            pool.sources,
-            servers,
+            found.pool,
+            found.servers,
             log,
             max_concurrent=config.max_concurrent,
-            is_api=is_api,
+            is_api=found.is_api,
             on_end=progress.ended,
         )
         done: list[tuple[Version, Sequence[Key]]] = []
         for version in versions:
             if todo[version]:
-                await servers.load(version)
+                await found.servers.load(version)
                 progress.begin(version.label, [log.records[k] for k in keys[version] if k in log.records])
                 await player.play(version, todo[version])
                 progress.ended_all()
             done.append((version, keys[version]))
             log.sync()
             summary = summarize(done, log.records, config, settings, experiment.model.name)
-            write_summary(context.run_dir, summary)
+            write_summary(context.run_dir, summary, table(summary))
             status.beat(step=progress.done)
         progress.begin(versions[-1].label, [log.records[k] for k in keys[versions[-1]]])
     _conclude(context, summary)
@@ -83,17 +81,3 @@ def _conclude(context: RoleContext, summary: dict[str, Any]) -> None:
         logger.warning(f"the picture could not be drawn: {error}")
     for what in summary["too_many_failed"]:
         logger.error(f"too many episodes failed (eval.max_failed_share): {what}; --retry-failed plays them again")
-
-
-def _log_start(
-    versions: Sequence[Version],
-    keys: dict[Version, list[Key]],
-    todo: dict[Version, list[Key]],
-    urls: list[str],
-    api: bool,
-) -> None:
-    num, left = sum(map(len, keys.values())), sum(map(len, todo.values()))
-    there = f", {num - left} of them there already" if left < num else ""
-    kind = "API" if api else "inference server(s)"
-    names = ", ".join(version.label for version in versions)
-    logger.info(f"{num} episodes of {names}{there}; {len(urls)} {kind}: {', '.join(urls)}")

@@ -5,8 +5,8 @@ Counting: a timeout is reward 0 (the model did not come to an end), a truncated 
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfi
         "num_failed": sum(record.state == FAILED for record in records),
         "num_timeout": sum(record.state == TIMEOUT for record in records),
         "num_truncated": sum(record.truncated for record in scored),
-        "failures": dict(sorted(_count(record.error for record in records if record.has_failed).items())),
+        "failures": failures_of(records),
     }
     if not scored:
         return found
@@ -73,11 +73,9 @@ def _task_pass(rewards: Sequence[float], k: int, threshold: float) -> float:
     return pass_at_k(len(rewards), sum(reward >= threshold - _ROUNDING for reward in rewards), k)
 
 
-def _count(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = defaultdict(int)
-    for name in names:
-        counts[name or "unknown"] += 1
-    return counts
+def failures_of(records: Sequence[Record]) -> dict[str, int]:
+    """Count the episodes that have failed, by the class of the failure."""
+    return dict(sorted(Counter(record.error or "unknown" for record in records if record.has_failed).items()))
 
 
 def _lengths(values: Sequence[float]) -> dict[str, float]:
@@ -153,11 +151,11 @@ def _scores(env: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """`summary.json` and `table.txt`. Raises StoreError where they cannot be written."""
+def write_summary(run_dir: Path, summary: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """`summary.json`, and `table.txt` with these lines. Raises StoreError where they cannot be written."""
     folder = run_dir / RESULTS
     write_atomic(folder / SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
-    write_atomic(folder / TABLE, "\n".join([*table(summary), ""]).encode())
+    write_atomic(folder / TABLE, "\n".join([*lines, ""]).encode())
 
 
 def draw(run_dir: Path, summary: Mapping[str, Any]) -> Path:

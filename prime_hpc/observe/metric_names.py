@@ -32,6 +32,13 @@ def is_known(metric: str) -> bool:
     return name in NAMES.get(file, ()) or is_open
 
 
+def evaluated(key: str) -> str:
+    """Return the environment, slashes in its name and all, whose held-out mean reward a key of the rows is; "" of any
+    other key."""
+    name = key.removeprefix("eval/").removesuffix("/mean_reward")
+    return name if key == f"eval/{name}/mean_reward" else ""
+
+
 def near(metric: str) -> list[str]:
     """Return up to three names that are meant where this one is unknown, the likeliest first."""
     every = {f"{file}.{name}": f"{file}.{name}" for file, names in NAMES.items() for name in names}

@@ -14,6 +14,8 @@ from loguru import logger
 
 from prime_hpc.observe.mlflow_run import MlflowRun
 
+STEP_KEYS = ("time/step", "reward/mean")
+"""A row with one of these is that of a step; others are evaluations, which may speak of an earlier version."""
 _TAIL_BYTES = 16_384
 """More than any row is long."""
 

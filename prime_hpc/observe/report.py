@@ -7,7 +7,8 @@ from typing import Any, Literal
 from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.metric_names import evaluated
+from prime_hpc.observe.metrics import STEP_KEYS, read_metrics
 
 _LEFT_OUT = {
     "overlong": "longer than seq_len and dropped (sft.data.overlong)",
@@ -16,15 +17,13 @@ _LEFT_OUT = {
     "bad": "refused and skipped (sft.data.bad_rows)",
     "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
-_STEP_KEYS = ("time/step", "reward/mean")
-"""A row with one of these is that of a step."""
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return steps and values of a metric; a later attempt's row for the same step replaces the earlier one, whose rows
     beyond the newest step's are of no run any more. Evaluations alone come in any order."""
-    last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(_STEP_KEYS)), None)
+    last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(STEP_KEYS)), None)
     values = {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
     steps = sorted(step for step in values if last is None or step <= last)
     return steps, [values[s] for s in steps]
@@ -33,8 +32,8 @@ def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[f
 def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Held-out mean reward of each environment by policy version."""
     rows = read_metrics(metrics_file(run_dir, "orchestrator"))
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and k.endswith("/mean_reward")})
-    return {key.split("/")[1]: _series(rows, key) for key in keys}
+    keys = sorted({key for row in rows for key in row if evaluated(key)})
+    return {evaluated(key): _series(rows, key) for key in keys}
 
 
 def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "synthesize"]) -> list[str]:

@@ -136,14 +136,14 @@ class RoleStatus:
     def start_heartbeat(self, interval_s: float = 5.0) -> None:
         """Beat from daemon threads until `done` or `failed`: one publishes and touches no file, one writes the file."""
 
-        def every(act: Callable[[], None]) -> Callable[[], None]:
+        def every(act: Callable[[], object]) -> Callable[[], None]:
             def run() -> None:
                 while not self._stopped.wait(interval_s):
                     act()
 
             return run
 
-        for name, act in (("heartbeat", self._beat_by_bus), ("heartbeat-file", self._beat_by_file)):
+        for name, act in (("heartbeat", self._say), ("heartbeat-file", self._beat_by_file)):
             threading.Thread(target=every(act), name=name, daemon=True).start()
 
     def heartbeat(self) -> None:
@@ -152,11 +152,8 @@ class RoleStatus:
         Over the bus where it is up: the files of hundreds of ranks every few seconds would be most of what a run
         asks of the file system. The file follows once a minute.
         """
-        self._beat_by_bus()
-        self._beat_by_file()
-
-    def _beat_by_bus(self) -> None:
         self._say()
+        self._beat_by_file()
 
     def _beat_by_file(self) -> None:
         if not self._may_skip_file():

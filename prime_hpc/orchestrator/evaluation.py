@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner, Job, Lane
 
 
@@ -242,8 +243,7 @@ def rewards_text(row: Mapping[str, Any]) -> str:
     """Of an evaluation's metrics each environment's mean reward, for the log, with what failed of it."""
     parts = []
     for key, reward in row.items():
-        if key.endswith("/mean_reward"):
-            name = key.removeprefix("eval/").removesuffix("/mean_reward")
+        if name := evaluated(key):
             failed, episodes = row[f"eval/{name}/num_failed"], row[f"eval/{name}/num_episodes"]
             parts.append(f"{name} {reward:.3f}" + (f" ({failed} of {episodes} failed or timed out)" if failed else ""))
     return ", ".join(parts)

@@ -21,6 +21,7 @@ from loguru import logger
 from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.observe.metrics import MetricsWriter, read_metrics
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.algorithms.echo import Echo
@@ -65,7 +66,7 @@ from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.setup import gate_of
 from prime_hpc.orchestrator.trace_log import TraceLog
-from prime_hpc.orchestrator.weight_sync import WeightSync
+from prime_hpc.orchestrator.weight_sync import WeightSync, wait_for_event
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
@@ -103,6 +104,14 @@ class Parts:
     teacher: Teacher | None = None
     """The scorer of the policy's tokens, where the algorithm asks for it."""
 
+    def report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        """Tell files, status and log of an evaluation that has ended."""
+        self.metrics.log(version, **row)
+        self.samples.write(version, samples)
+        rewards = {name: reward for key, reward in row.items() if (name := evaluated(key))}
+        self.status.beat(eval_version=version, eval_reward=rewards)
+        logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
+
 
 class Orchestrator:
     """One attempt of the loop, from step `start_step` + 1 to the last one."""
@@ -132,10 +141,8 @@ class Orchestrator:
             self.totals = dict(state["totals"])
             load_scorers(self.scorers, state.get("algorithm", {}))
         self.book = GroupBook(
-            group_size=config.rollouts_per_example,
             num_prompts=exp.num_prompts,
             **gate_of(exp),
-            min_usable=self.scorers[0].min_group,
             sizes=[config.group_size(source) for source in range(len(config.env))],
             minima=[scorer.min_group for scorer in self.scorers],
             next_batch=start_step + 1,
@@ -448,11 +455,7 @@ class Orchestrator:
         reason = self._wait_reason(version)
         activity.doing(f"collect {what}", awaits=reason)
         start = loop_time()
-        try:
-            async with asyncio.timeout(TICK_S):
-                await self.changed.wait()
-        except TimeoutError:
-            pass  # time to look at the deadlines
+        await wait_for_event(self.changed, TICK_S)
         self.changed.clear()
         if self.broken is not None:
             raise self.broken
@@ -483,11 +486,7 @@ class Orchestrator:
         )
 
     def _report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        self.parts.metrics.log(version, **row)
-        self.parts.samples.write(version, samples)
-        rewards = {k.split("/")[1]: v for k, v in row.items() if k.endswith("/mean_reward")}
-        self.parts.status.beat(eval_version=version, eval_reward=rewards)
-        logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
+        self.parts.report_evaluation(version, row, samples)
         assert self.evaluator is not None
         self.evaluator.served(self.table.served_version)
         self.changed.set()

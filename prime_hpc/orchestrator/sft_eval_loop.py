@@ -16,12 +16,12 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluation import Evaluator, plans, rewards_text
+from prime_hpc.orchestrator.evaluation import Evaluator, plans
 from prime_hpc.orchestrator.loop import Parts
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_news import ServerNews
-from prime_hpc.orchestrator.weight_sync import READER, WeightSync
+from prime_hpc.orchestrator.weight_sync import READER, WeightSync, wait_for_event
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
 from prime_hpc.store.errors import ArtifactTimeout
@@ -32,20 +32,17 @@ ROLE = "orchestrator"
 LOOK_S = 2.0
 
 
-def due_versions(
-    intervals: int | Sequence[int], last: int, start: int, on_disk: Sequence[int], done: set[int]
-) -> list[int]:
+def due_versions(intervals: Sequence[int], last: int, start: int, on_disk: Sequence[int], done: set[int]) -> list[int]:
     """Versions to evaluate, in order, by an attempt that begins after step `start`.
 
     Args:
-        intervals: every so many steps, of each source where they differ; the base model and the last version too.
+        intervals: every so many steps, of each source; the base model and the last version too.
         last: steps of the run.
         start: steps done.
         on_disk: versions that are there.
         done: versions that have been evaluated.
     """
-    every = [intervals] if isinstance(intervals, int) else intervals
-    due = sorted({last, *(version for interval in every for version in range(0, last, interval))})
+    due = sorted({last, *(version for interval in intervals for version in range(0, last, interval))})
     return [v for v in due if v not in done and (v > start or v == 0 or v in on_disk)]
 
 
@@ -169,11 +166,7 @@ class EvalLoop:
         ended = asyncio.Event()
 
         def report(version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-            self._parts.metrics.log(version, **row)
-            self._parts.samples.write(version, samples)
-            rewards = {k.split("/")[1]: v for k, v in row.items() if k.endswith("/mean_reward")}
-            self._parts.status.beat(eval_version=version, eval_reward=rewards)
-            logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
+            self._parts.report_evaluation(version, row, samples)
             ended.set()
 
         evaluator = Evaluator(
@@ -194,11 +187,7 @@ class EvalLoop:
                     keep.result()
                 self._dispatcher.pump()
                 self._check_servers(began)
-                try:
-                    async with asyncio.timeout(0.5):
-                        await ended.wait()
-                except TimeoutError:
-                    continue
+                await wait_for_event(ended, 0.5)
         finally:
             keep.cancel()
             await asyncio.gather(keep, return_exceptions=True)

@@ -346,7 +346,7 @@ class WeightSync:
             listed = await asyncio.to_thread(newest_of_attempt, self._paths, self.current, self._incarnation)
             if listed is not None:
                 return listed
-            await _wait_for_event(self._news, pause)
+            await wait_for_event(self._news, pause)
             pause = min(pause * 1.5, LISTING_PAUSE_S[1])
 
     async def _load(self, index: int) -> None:
@@ -406,7 +406,7 @@ class WeightSync:
     async def _restore_forever(self, index: int) -> None:
         server, warned = self._table.servers[index], loop_time()
         while True:
-            await _wait_for_event(self._trouble[index], PROBE_PAUSE_S)
+            await wait_for_event(self._trouble[index], PROBE_PAUSE_S)
             self._trouble[index].clear()
             if server.ready:
                 warned = loop_time()
@@ -472,7 +472,7 @@ class WeightSync:
             self.report_error(index)
 
 
-async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
     """Until the event is set or the time is over."""
     try:
         async with asyncio.timeout(timeout_s):

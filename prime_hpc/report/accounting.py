@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_hpc.report.phases import AttemptSums
-from prime_hpc.report.series import number_of
+from prime_hpc.report.series import number_of, section_of
 from prime_hpc.report.spans import Held, held_spans
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.supervisor.attempt.device_split import best_split
@@ -33,24 +33,19 @@ class Devices:
 
 def devices_of(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> Devices:
     """Count ranks and the engines' devices in a resolved config, of this version or an older one."""
-    trainer = _whole(_section(config, "trainer").get("num_ranks")) if config.get("kind") in ("rl", "sft") else 0
+    trainer = _whole(section_of(config, "trainer").get("num_ranks")) if config.get("kind") in ("rl", "sft") else 0
     engines = 0
     for name in ("inference", "teacher_inference"):
-        section = _section(config, name)
+        section = section_of(config, name)
         if section and config.get("kind") != "sft":
             widths = ("num_replicas", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
             count = 1
             for width in widths:
                 count *= _whole(section.get(width)) or 1
             engines += count
-    held = [_section(row, "allocated").get("gpus") for row in attempts]
+    held = [section_of(row, "allocated").get("gpus") for row in attempts]
     is_gpu = any(_whole(gpus) for gpus in held) or config.get("device") == "cuda"
     return Devices("GPU" if is_gpu else "process", trainer, engines)
-
-
-def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = tree.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _whole(value: Any) -> int:
@@ -165,7 +160,7 @@ def _row(
     span: Held,
 ) -> dict[str, Any]:
     wall = max(0.0, end - began)
-    start = number_of(_section(attempt, "seconds").get("start"))
+    start = number_of(section_of(attempt, "seconds").get("start"))
     if start is not None:
         start += (number_of(attempt.get("began")) or began) - began
     first = sums.first - began if sums.first is not None else wall
@@ -190,7 +185,7 @@ def _row(
     rest = min(rest, max(0.0, wall - started - load - idle - tail))
     engines = {"start": started, "load": load, "tail": tail, "idle": idle, "end": rest}
     engines["sample"] = max(0.0, wall - sum(engines.values()))
-    allocated = _section(attempt, "allocated")
+    allocated = section_of(attempt, "allocated")
     held = number_of(allocated.get("gpus" if devices.kind == "GPU" else "cpus"))
     if held is None and span.life is not None:  # the environment of a heterogeneous job does not tell its GPUs
         held = span.life.gpus if devices.kind == "GPU" else span.life.cpus
@@ -205,7 +200,7 @@ def _row(
         "resume_step": attempt.get("resume_step"),
         "saved_step": attempt.get("saved_step"),
         "next": attempt.get("next"),
-        "nodes": sorted({host for hosts in _section(attempt, "nodes").values() for host in hosts})
+        "nodes": sorted({host for hosts in section_of(attempt, "nodes").values() for host in hosts})
         or ([attempt["host"]] if attempt.get("host") else []),
         "lost_nodes": attempt.get("lost_nodes") or [],
         "began": began,
@@ -289,8 +284,7 @@ def suggest_split(config: Mapping[str, Any], spent: Mapping[str, Any]) -> dict[s
     if not total["steps"] or running <= 0 or serving <= 0:
         return None
     level = number_of(config.get("async_level"))
-    inference = config.get("inference")
-    widths = inference if isinstance(inference, Mapping) else {}
+    widths = section_of(config, "inference")
     unit = 1
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         unit *= int(number_of(widths.get(key)) or 1)

@@ -4,14 +4,12 @@ Scripts and styles are in `assets/`, inlined; curves are drawn by uPlot (MIT, `a
 so that the page needs no network. Data is JSON in which `<` is escaped: no text of a rollout can end its element.
 """
 
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
-
-from prime_hpc.runtime.atomic_write import write_atomic
 
 SCRIPTS = ("uPlot.iife.min.js", "basics.js", "charts.js", "timeline.js", "rollouts.js", "compare.js", "views.js")
 STYLES = ("uPlot.min.css", "page.css")
@@ -28,7 +26,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], *, title: str, made: str) -> 
     data = {"title": title, "made": made, **_shared_config(runs)}
     page = _asset("page.html")
     parts = {
-        "TITLE": _escaped(title),
+        "TITLE": html.escape(title, quote=False),
         "STYLE": "\n".join(_asset(name) for name in STYLES),
         "DATA": _json(data),
         # each in an element of its own: a browser that cannot read uPlot's syntax of 2020 reads the others
@@ -71,16 +69,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return value
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the file; one of that name is replaced in one rename.
-
-    Raises:
-        OSError: the directory does not exist or is not writable, or the disk is full.
-    """
-    write_atomic(path, text)

@@ -159,17 +159,14 @@ class Phases:
             "phases": list(self._names),
             "steps": list(self._steps),
             "merged": self._merged,
-            "start": [_millis(value - origin) for value in self._starts],
-            "end": [_millis(value - origin) for value in self._ends],
+            "start": [round(value - origin, 3) for value in self._starts],
+            "end": [round(value - origin, 3) for value in self._ends],
             "parts": [[short(value) for value in part] for part in self._parts],
-            "spans": self._span_lists(origin),
+            "spans": {
+                name: [[round(begin - origin, 3), round(end - origin, 3)] for begin, end in found]
+                for name, found in self.spans.items()
+            },
             "placed": self.has_spans or self._names == TRAINER,
-        }
-
-    def _span_lists(self, origin: float) -> dict[str, list[list[float]]]:
-        return {
-            name: [[_millis(begin - origin), _millis(end - origin)] for begin, end in found]
-            for name, found in self.spans.items()
         }
 
 
@@ -184,10 +181,6 @@ def together(some: Sequence[AttemptSums]) -> AttemptSums:
     names = {name for one, _, _ in known for name in one.seconds}
     seconds = {name: share * sum(one.seconds.get(name, 0.0) for one, _, _ in known) for name in names}
     return AttemptSums(seconds, first=first, last=last)
-
-
-def _millis(seconds: float) -> float:
-    return round(seconds, 3)
 
 
 def empty_seats(row: Mapping[str, Any]) -> dict[str, float]:

@@ -10,11 +10,12 @@ from prime_hpc.config.secret import MASK, Secret
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.report.accounting import charged_hours, suggest_split
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
 from prime_hpc.report.run_hours import read_config, read_hours
-from prime_hpc.report.series import Curves
+from prime_hpc.report.series import Curves, section_of
 from prime_hpc.report.timeline import job_lanes, role_lanes
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.child_runs import parent_of
@@ -86,7 +87,8 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
     origin = _origin(spent, hours.submitted, trainer)
     chosen = Chosen()
     if limits.rollout_bytes and config.get("kind") != "sft":
-        chosen = choose_rollouts(RunPaths(path), _env_names(config), _model(config), limits.rollout_bytes)
+        model = str(section_of(config, "model").get("name") or "")
+        chosen = choose_rollouts(RunPaths(path), _env_names(config), model, limits.rollout_bytes)
         notes += chosen.problems
     parent = parent_of(path)
     tables = {"trainer": trained.table(limits.points), "orchestrator": served.table(limits.points)}
@@ -137,23 +139,15 @@ def _plain(value: Any) -> Any:
 
 
 def _env_names(config: Mapping[str, Any]) -> list[str]:
-    section = config.get("orchestrator")
-    envs = section.get("env") if isinstance(section, Mapping) else None
+    envs = section_of(config, "orchestrator").get("env")
     listed = envs if isinstance(envs, list) else []
     return [str(env.get("name") or env.get("id")) for env in listed if isinstance(env, Mapping)]
-
-
-def _model(config: Mapping[str, Any]) -> str:
-    section = config.get("model")
-    return str(section.get("name") or "") if isinstance(section, Mapping) else ""
 
 
 def _made(path: Path) -> dict[str, Any]:
     """Code, packages and command of the run."""
     lock = read_json(path / LOCK_JSON) or {}
-    git = lock.get("git")
-    git = git if isinstance(git, dict) else {}
-    packages = lock.get("packages")
+    git = section_of(lock, "git")
     command = lock.get("command")
     return {
         "sha": git.get("sha"),
@@ -162,7 +156,7 @@ def _made(path: Path) -> dict[str, Any]:
         "host": lock.get("host"),
         "time": lock.get("time"),
         "command": " ".join(map(str, command)) if isinstance(command, list) else None,
-        "packages": packages if isinstance(packages, dict) else {},
+        "packages": section_of(lock, "packages"),
     }
 
 
@@ -184,8 +178,8 @@ def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any], *, share
         "entropy (last step)": last.get("entropy"),
     }
     for key, points in sorted((trained.points | served.points).items()):
-        if points and key.endswith("/mean_reward"):
-            found[f"held-out {key.split('/')[1]} (last)"] = points[max(points)]
+        if points and (env := evaluated(key)):
+            found[f"held-out {env} (last)"] = points[max(points)]
         elif points and key == "eval/loss":
             found["held-out loss (last)"] = points[max(points)]
     trained_s = total["trainer"]["train"]

@@ -6,7 +6,7 @@ As long as the steps fit, a cell is one step.
 
 import errno
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.observe.metrics import number_of, parse_row
+from prime_hpc.observe.metrics import STEP_KEYS, number_of, parse_row
 
 MAX_CELLS = 1 << 14
 """Of a curve while it is read."""
@@ -22,8 +22,6 @@ MAX_CURVES = 400
 """Of one file: metrics by environment can be many."""
 _PENDING = 4096
 _LONGEST_LINE = 4 << 20
-STEP_KEYS = ("time/step", "reward/mean")
-"""A row with one of these is that of a step; others are evaluations, which may speak of an earlier version."""
 
 
 @dataclass
@@ -53,6 +51,12 @@ def read_lines(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             faults.unreadable = error.strerror or str(error)
+
+
+def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a resolved config or of a row; empty where it is none."""
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 class _Cells:
@@ -166,11 +170,6 @@ class Curves:
         self._flush()
         for cells in self._cells.values():
             cells.forget(-(-step // self._width))
-
-    def names(self) -> list[str]:
-        """The metrics' names."""
-        self._flush()
-        return list(self._cells)
 
     def last_values(self) -> dict[str, float]:
         """Return each metric's newest cell's mean."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.config.site import cluster_name, has_accounting
-from prime_hpc.report.series import number_of
+from prime_hpc.report.series import number_of, section_of
 from prime_hpc.slurm.client import on_cluster
 from prime_hpc.slurm.queue_facts.job_lives import JobLife, job_lives
 from prime_hpc.store.run_dirs import IN_PLACE, read_record, read_rows
@@ -47,9 +47,7 @@ def held_spans(attempts: Sequence[Mapping[str, Any]], lives: Sequence[JobLife]) 
     for index, (attempt, life) in enumerate(zip(attempts, found, strict=True)):
         follows = index > 0 and attempts[index - 1].get("next") == IN_PLACE
         if life is None:
-            allocated = attempt.get("allocated")
-            since = number_of(allocated.get("since")) if isinstance(allocated, Mapping) else None
-            spans.append(Held(None if follows else since))
+            spans.append(Held(None if follows else number_of(section_of(attempt, "allocated").get("since"))))
             continue
         later = next((i for i in range(index + 1, len(attempts)) if found[i] is life), None)
         until = life.end if later is None else number_of(attempts[later].get("began"))

@@ -117,11 +117,11 @@ class Simulation:
         self.max_concurrent = max(1, round(setting.max_concurrent / self.part))
         self.servers = [_Server() for _ in range(num_servers)]
         self.book = GroupBook(
-            group_size=setting.group_size,
             num_prompts=self.num_prompts,
             async_level=setting.async_level,
             last_batch=NEVER,
-            min_usable=1,
+            sizes=[setting.group_size],
+            minima=[1],
             masks_stale=setting.masks_stale,
         )
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

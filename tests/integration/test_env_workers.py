@@ -202,6 +202,30 @@ def test_a_worker_that_finds_other_files_plays_nothing(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_task_is_made_where_it_is_played_and_fails_its_episode_where_it_cannot_be(
+    world: World, tmp_path: Path, workers: int
+) -> None:
+    log, world.script = tmp_path / "made", lambda prompt, number: "fine"
+    log.touch()
+    env = EnvConfig(id="tests.support.running_dry", args={"log": str(log)}, workers=workers)
+
+    def made_here() -> int:
+        return log.read_text().split().count(str(os.getpid()))
+
+    async def run() -> None:
+        async with world.pool(env) as pool:
+            before = made_here()  # some, to compare them with a worker's
+            (good, bad, far) = [await pool.run_episode(0, number) for number in (18, 20, 400)]
+            assert made_here() - before == (0 if workers else 20)
+        assert good.usable
+        for result in (bad, far):
+            assert result.state is EpisodeState.FAILED and "cannot be made" in result.reason, result.reason
+        assert "the well is dry" in bad.reason
+
+    asyncio.run(run())
+
+
 ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path

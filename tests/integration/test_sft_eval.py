@@ -40,9 +40,9 @@ def test_every_due_version_is_evaluated_by_itself_and_kept_until_then(
 
 
 def test_a_later_life_catches_up_on_what_is_on_disk_and_not_evaluated() -> None:
-    assert due_versions(10, 25, 0, [], set()) == [0, 10, 20, 25]
-    assert due_versions(10, 20, 0, [], set()) == [0, 10, 20]
-    assert due_versions(10, 25, 12, [10], {0}) == [10, 20, 25]
-    assert due_versions(10, 25, 12, [], {0}) == [20, 25]
-    assert due_versions(10, 25, 20, [10, 20], {0, 10, 20}) == [25]
-    assert due_versions(10, 25, 25, [25], {0, 10, 20}) == [25]
+    assert due_versions([10], 25, 0, [], set()) == [0, 10, 20, 25]
+    assert due_versions([10], 20, 0, [], set()) == [0, 10, 20]
+    assert due_versions([10], 25, 12, [10], {0}) == [10, 20, 25]
+    assert due_versions([10], 25, 12, [], {0}) == [20, 25]
+    assert due_versions([10], 25, 20, [10, 20], {0, 10, 20}) == [25]
+    assert due_versions([10], 25, 25, [25], {0, 10, 20}) == [25]

@@ -345,6 +345,7 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
         {"step": 1, "reward/mean": 0.4, "lag/mean": 0.0},
         {"step": 2, "reward/mean": 0.6, "lag/mean": 1.0},
         {"step": 2, "eval/rev/mean_reward": 0.9},
+        {"step": 2, "eval/lab/one/mean_reward": 0.1, "eval/lab/two/mean_reward": 0.2},
     ]
     write_rows(tmp_path / "metrics" / "orchestrator.jsonl", rows)
     samples = [
@@ -354,6 +355,8 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     write_rows(tmp_path / "metrics" / "samples.jsonl", samples)
     text = "\n".join(write_report(tmp_path, "x", "rl"))
     assert "held-out mean reward of rev: 0.400 (version 0) -> 0.900 (version 2), gain +0.500" in text
+    for name, reward in (("lab/one", "0.100"), ("lab/two", "0.200")):  # an environment may be named as on a hub
+        assert f"held-out mean reward of {name}: {reward} (version 2)" in text
     assert "before (reward 0.50): 'ab'" in text
     assert "after  (reward 1.00): 'ba'" in text
     assert (tmp_path / "reward.png").stat().st_size > 5000

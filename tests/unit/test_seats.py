@@ -61,7 +61,7 @@ def test_a_step_without_any_time_or_episode() -> None:
 
 
 def book(async_level: int, last_batch: int = 9) -> GroupBook:
-    return GroupBook(group_size=1, num_prompts=2, async_level=async_level, last_batch=last_batch, min_usable=1)
+    return GroupBook(sizes=[1], num_prompts=2, async_level=async_level, last_batch=last_batch, minima=[1])
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -87,7 +87,7 @@ def test_why_no_more_groups_begin(level: int) -> None:
 
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_bench_is_gated_as_a_run_whose_trainer_takes_no_time(level: int) -> None:
-    groups = GroupBook(group_size=1, num_prompts=2, async_level=1 << 30, ahead=level, last_batch=9, min_usable=1)
+    groups = GroupBook(sizes=[1], num_prompts=2, async_level=1 << 30, ahead=level, last_batch=9, minima=[1])
     positions = itertools.count()
     for batch in range(1, 10):
         while groups.may_open(0):  # version 0 is served to the end

@@ -70,11 +70,9 @@ def test_groups_of_their_own_size_are_scored_by_their_own_algorithm() -> None:
     o = experiment({"id": "a"}, OWN).orchestrator
     scorers = make_scorers(o)
     book = GroupBook(
-        group_size=4,
         num_prompts=2,
         async_level=2,
         last_batch=9,
-        min_usable=2,
         sizes=[o.group_size(0), o.group_size(1)],
         minima=[scorer.min_group for scorer in scorers],
     )

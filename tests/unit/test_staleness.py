@@ -20,7 +20,7 @@ def prompt(position: int) -> Prompt:
 
 def make_book(async_level: int, *, group_size: int = 2, num_prompts: int = 2, last_batch: int = 50) -> GroupBook:
     return GroupBook(
-        group_size=group_size, num_prompts=num_prompts, async_level=async_level, last_batch=last_batch, min_usable=2
+        sizes=[group_size], num_prompts=num_prompts, async_level=async_level, last_batch=last_batch, minima=[2]
     )
 
 

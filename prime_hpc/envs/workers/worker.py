@@ -15,6 +15,7 @@ workers; the main thread listens and says every second how it is, whatever the e
 """
 
 import asyncio
+import contextlib
 import mmap
 import os
 import socket
@@ -155,7 +156,8 @@ class Worker:
         if source.is_far(number):  # a run that was resumed: its deadline does not begin before its task is there
             self._send("making", id=key[0], attempt=key[1])
             async with self._making:
-                await asyncio.to_thread(source.task_number, number)
+                with contextlib.suppress(Exception):  # the episode says why
+                    await asyncio.to_thread(source.task_number, number)
             self._send("begun", id=key[0], attempt=key[1])
         try:
             result = await self._pool.run_episode(0, number, server)

@@ -1,18 +1,15 @@
 """Counts of what became rows and what did not, and why: as JSON and as a table."""
 
-import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
-from prime_hpc.evals.episodes import FAILED, RESULTS
-from prime_hpc.evals.summary import SUMMARY, TABLE, too_many_failed
+from prime_hpc.evals.episodes import FAILED
+from prime_hpc.evals.summary import failures_of, too_many_failed
 from prime_hpc.evals.synthesis.sampled import Sampled
 from prime_hpc.evals.synthesis.select import REASONS, Selection
 from prime_hpc.observe.table import align
-from prime_hpc.store.io.files import write_atomic
 
 SCHEMA = 1
 FILTERS = (
@@ -37,17 +34,13 @@ def report(
     for env in (env.name or env.id for env in config.environments):
         own = [record for record in records if record.env == env]
         scored = [float(record.reward or 0.0) for record in own if record.is_scored]
-        failures: dict[str, int] = defaultdict(int)
-        for record in own:
-            if record.has_failed:
-                failures[record.error or "unknown"] += 1
         dropped = found.dropped[env]
         environments[env] = {
             "num_tasks": len({record.task for record in own}),
             "num_tasks_with_rows": len({key.task for key, _ in found.kept if key.env == env}),
             "num_episodes": len(own),
             "num_failed": sum(record.state == FAILED for record in own),
-            "failures": dict(sorted(failures.items())),
+            "failures": failures_of(own),
             "num_conversations": found.kept_of[env] + sum(dropped.values()),
             "num_rows": found.kept_of[env],
             "dropped": {reason: dropped[reason] for reason in REASONS if dropped.get(reason)},
@@ -84,17 +77,9 @@ def table(summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write_report(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """`summary.json` and `table.txt`. Raises StoreError where they cannot be written."""
-    folder = run_dir / RESULTS
-    write_atomic(folder / SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
-    write_atomic(folder / TABLE, "\n".join([*table(summary), *summary.get("against", []), ""]).encode())
-
-
 def words(summary: Mapping[str, Any]) -> str:
     """Why there is no row, in one line."""
-    total: dict[str, int] = defaultdict(int)
+    total: Counter[str] = Counter()
     for env in summary["environments"].values():
-        for reason, count in env["dropped"].items():
-            total[reason] += count
+        total.update(env["dropped"])
     return "; ".join(f"{total[reason]} {REASONS[reason]}" for reason in REASONS if reason in total) or "nothing came"

@@ -14,7 +14,8 @@ from prime_hpc.evals.play import Player, wanted_keys
 from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
 from prime_hpc.evals.settings import refuse_others
-from prime_hpc.evals.synthesis.report import report, table, words, write_report
+from prime_hpc.evals.summary import write_summary
+from prime_hpc.evals.synthesis.report import report, table, words
 from prime_hpc.evals.synthesis.rows import DATA, withdraw_rows, write_rows
 from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, sampled
 from prime_hpc.evals.synthesis.select import num_passing, select
@@ -53,9 +54,7 @@ async def synthesize(experiment: Experiment, context: RoleContext, bus: BusClien
         status.ready(servers=found.urls, versions=1)
         keys = wanted_keys(base.step, found.pool.sources, config)
         todo = log.missing(keys, retry_failed=config.retry_failed)
-        there = f", {len(keys) - len(todo)} of them there already" if len(todo) < len(keys) else ""
-        kind = "API" if found.is_api else "inference server(s)"
-        logger.info(f"{len(keys)} episodes{there}; {len(found.urls)} {kind}: {', '.join(found.urls)}")
+        found.log_start(len(keys), len(todo))
         freeze_gc()  # environments and their packages are alive now, and stay
         progress = Progress(metrics, len(keys), len(keys) - len(todo))
         try:
@@ -100,7 +99,6 @@ async def _play(
 
     player = Player(
         found.pool,
-        found.pool.sources,
         found.servers,
         log,
         max_concurrent=config.max_concurrent,
@@ -141,8 +139,9 @@ def _conclude(
     else:
         withdraw_rows(paths, context.incarnation)
         summary["against"] = [f"none of {len(records)} episodes gave a row: {words(summary)}"]
-    write_report(context.run_dir, summary)
-    logger.info("\n" + "\n".join(table(summary)))
+    lines = table(summary)
+    write_summary(context.run_dir, summary, [*lines, *summary.get("against", [])])
+    logger.info("\n" + "\n".join(lines))
     for what in summary["too_many_failed"]:
         said = "too many episodes failed (synthesize.max_failed_share)"
         logger.error(f"{said}: {what}; --retry-failed plays them again")

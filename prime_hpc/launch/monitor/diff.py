@@ -14,6 +14,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
 from prime_hpc.observe.bench import read_figures
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.store.run_dirs import read_json, read_rows
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
@@ -151,8 +152,8 @@ def _evaluations(run: Path, last: int | None) -> dict[str, float | None]:
         if last is not None and int(line.get("step") or 0) > last:
             continue
         for key, value in line.items():
-            if key.startswith("eval/") and key.endswith("/mean_reward") and _is_number(value):
-                rows.setdefault(key.split("/")[1], {})[int(line.get("step") or 0)] = float(value)
+            if (env := evaluated(key)) and _is_number(value):
+                rows.setdefault(env, {})[int(line.get("step") or 0)] = float(value)
     return {f"held-out reward of {env} (last)": values[max(values)] for env, values in sorted(rows.items())}
 
 

@@ -9,11 +9,9 @@ from typing import Any
 from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metrics import number_of, parse_row
+from prime_hpc.observe.metrics import STEP_KEYS, number_of, parse_row
 
 _TAIL_BYTES = 96_000
-_STEP_KEYS = ("time/step", "reward/mean")
-"""A row with one of these is that of a step."""
 
 
 def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> None:
@@ -73,7 +71,7 @@ def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """Return the last rows of a metrics file, oldest first; those of an earlier attempt that were done again are left
     out."""
     # an evaluation of an earlier version may come after a later batch: it is no step's row
-    rows = [row for row in tail_json(path, num_bytes) if not row.keys().isdisjoint(_STEP_KEYS)]
+    rows = [row for row in tail_json(path, num_bytes) if not row.keys().isdisjoint(STEP_KEYS)]
     newest = {row["step"]: row for row in rows}
     last = rows[-1]["step"] if rows else 0
     return [newest[step] for step in sorted(newest) if step <= last]

@@ -16,11 +16,10 @@ from prime_hpc.launch.monitor.run_facts import FINAL
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
+from prime_hpc.observe.metrics import STEP_KEYS
 
 _FILES = ("orchestrator", "trainer")
 """Metrics files, in the order in which a metric is looked for."""
-_STEP_KEYS = ("time/step", "reward/mean")
-"""A row with one of these is that of a step; others are evaluations."""
 _TAIL_BYTES = 256_000
 _THREADS = 16
 
@@ -172,7 +171,7 @@ def read_series(
             rows = _rows(path, limit)
             if seen is not None:
                 seen.update(key for row in rows[-50:] for key in row if key not in ("step", "time"))
-            last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(_STEP_KEYS)), None)
+            last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(STEP_KEYS)), None)
             values = {row["step"]: row[metric] for row in rows if _is_number(row.get(metric))}
             # steps above the newest row's belong to an earlier attempt that went back to a checkpoint
             steps = sorted(step for step in values if last is None or step <= last)

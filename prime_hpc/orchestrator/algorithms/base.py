@@ -124,7 +124,8 @@ def has_roles(group: RewardGroup) -> bool:
 
 
 class Algorithm(Protocol):
-    """Scores groups; stateless ones are made by `register`."""
+    """Scores groups. One that remembers anything has `state_dict()`, plain JSON that is stored with every batch, and
+    `load_state_dict(state)`."""
 
     def score_group(self, group: RewardGroup) -> FloatArray:
         """Advantages float64[G].
@@ -133,12 +134,6 @@ class Algorithm(Protocol):
         what this returned, -> for every rollout, for each of its samples, float64[L], read where tokens train; None
         where they do not differ in this group.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain JSON, stored with every batch; {} where nothing is remembered."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +155,6 @@ class _Stateless:
 
     def score_group(self, group: RewardGroup) -> FloatArray:
         return self._function(group, *self._arguments, **self._named)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class _ByRole(_Stateless):

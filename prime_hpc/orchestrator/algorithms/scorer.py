@@ -60,7 +60,7 @@ class Scorer:
         registered = get_algorithm(config.type)
         self.min_group, self.teacher = registered.min_group, registered.teacher
         self._config, self._max_tokens = config, max_tokens
-        self._algorithm = registered.build(config)
+        self._algorithm: Any = registered.build(config)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the algorithm's state as plain JSON."""

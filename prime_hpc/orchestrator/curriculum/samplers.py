@@ -10,13 +10,12 @@ from prime_hpc.config.named_code import import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import SamplerConfig
 from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, make_object
-from prime_hpc.orchestrator.rollouts.prompts import Draw
+from prime_hpc.orchestrator.rollouts.prompts import Draw, mixed
 
 MAX_SKIPS = 1000
 """Tasks passed over for one draw at most; the next one is taken whatever its pool is."""
 
 KEY = "orchestrator.curriculum.sampler.type"
-_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass
@@ -124,12 +123,5 @@ def make_sampler(config: SamplerConfig, env_names: Sequence[str]) -> TaskSampler
 
 
 def unit_hash(*words: int) -> float:
-    """Return a number in [0, 1) that depends on all words, the same on every machine (splitmix64, Steele et al.
-    2014)."""
-    key = 0x5EED
-    for word in words:
-        key = (key + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD
-        key ^= key >> 31
-    return (key >> 11) / 2**53
+    """Return a number in [0, 1) that depends on all words, the same on every machine."""
+    return (int(mixed(0x5EED, *words)[0]) >> 11) / 2**53

@@ -99,20 +99,18 @@ def admit_all(group: Group) -> str:
 class GroupBook:
     """Every open group, in exactly one of: in flight, complete (waiting for a batch), gone."""
 
-    group_size: int
     num_prompts: int
     async_level: int
     last_batch: int
-    min_usable: int
+    sizes: Sequence[int]
+    """Rollouts of a group, of each source."""
+    minima: Sequence[int]
+    """Of these, those that must be usable, of each source."""
     next_batch: int = 1
     ahead: int | None = None
     """Of a bench: `async_level` of the run that it stands for, whose trainer makes each version at once."""
     masks_stale: bool = False
     """Tokens that are too old are masked: see the module."""
-    sizes: Sequence[int] = ()
-    """Group size of each source, where they differ; empty: `group_size` of all."""
-    minima: Sequence[int] = ()
-    """`min_usable` of each source, likewise."""
     gate: Callable[[Group], str] = admit_all
     """Names what rejects a complete group that is not stale; empty: it is admitted. Called once a completion."""
     in_flight: dict[int, Group] = field(default_factory=dict)
@@ -168,7 +166,8 @@ class GroupBook:
     def open(self, prompt: Prompt, served_version: int) -> Group:
         """Start a group. The caller dispatches an episode for each of its slots."""
         assert prompt.position not in self.in_flight, f"prompt {prompt.position} is already in flight"
-        group = Group(prompt, served_version, self._attempts.get(prompt.position, 0), [None] * self._size(prompt))
+        attempt = self._attempts.get(prompt.position, 0)
+        group = Group(prompt, served_version, attempt, [None] * self.sizes[prompt.source])
         self.in_flight[prompt.position] = group
         self.counts.opened += 1
         return group
@@ -183,8 +182,7 @@ class GroupBook:
         if group.num_ended < len(group.slots):
             return
         del self.in_flight[group.prompt.position]
-        least = self.minima[group.prompt.source] if self.minima else self.min_usable
-        if len(group.usable) < least or not group.has_tokens:
+        if len(group.usable) < self.minima[group.prompt.source] or not group.has_tokens:
             self.counts.dropped += 1
             self._consume(group)
         elif self._is_stale(group):
@@ -242,9 +240,6 @@ class GroupBook:
         """Return the counts since the last call."""
         counts, self.counts = self.counts, GroupCounts()
         return counts
-
-    def _size(self, prompt: Prompt) -> int:
-        return self.sizes[prompt.source] if self.sizes else self.group_size
 
     def _late_returners(self) -> bool:
         """Return a prompt that came back once is still in flight, and the batch after the next would find it stale

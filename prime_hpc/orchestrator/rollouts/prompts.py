@@ -65,11 +65,16 @@ class Draw:
 
 def shuffled_tasks(num_tasks: int, seed: int, source: int, epoch: int) -> NDArray[np.int64]:
     """Permutation int64[num_tasks] of one epoch, by sorting hashes: the same on every machine and numpy version."""
-    key = np.zeros(1, dtype=np.uint64)
-    for word in (seed, source, epoch):
-        key = _mix(key + np.uint64(word & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x9E3779B97F4A7C15))
-    hashes = _mix(np.arange(num_tasks, dtype=np.uint64) + key)
+    hashes = _mix(np.arange(num_tasks, dtype=np.uint64) + mixed(0, seed, source, epoch))
     return np.argsort(hashes, kind="stable").astype(np.int64)
+
+
+def mixed(start: int, *words: int) -> NDArray[np.uint64]:
+    """Hash of whole numbers, uint64[1], the same on every machine."""
+    key = np.full(1, start, dtype=np.uint64)
+    for word in words:
+        key = _mix(key + np.uint64(word & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x9E3779B97F4A7C15))
+    return key
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -12,9 +12,10 @@ from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.chosen_runs import choose_runs, refuse_no_directory
-from prime_hpc.report.page import render_page, write_page
+from prime_hpc.report.page import render_page
 from prime_hpc.report.run_view import limits_for, view_run
 from prime_hpc.report.spans import ask_lives
+from prime_hpc.runtime.atomic_write import write_atomic
 
 NAME = "report.html"
 MOST = 1000
@@ -47,7 +48,7 @@ def run(argv: list[str], program: str) -> int:
         raise ConfigError(f"none of {', '.join(words)} can be read: {next(iter(unread.values()))}")
     made = time.strftime("%Y-%m-%d %H:%M %Z")
     try:
-        write_page(output, render_page(runs, title=chosen.title, made=made))
+        write_atomic(output, render_page(runs, title=chosen.title, made=made))
     except OSError as error:
         print(f"{program}: error: {output}: {error.strerror}; choose another place with --output", file=sys.stderr)
         return 1

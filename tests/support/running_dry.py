@@ -1,0 +1,38 @@
+"""An endless taskset that fails at its task 20, and counts in a file what is made of it."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import verifiers.v1 as vf
+
+__all__ = ["DryTaskset"]
+
+
+class DryConfig(vf.TasksetConfig):
+    """Where it counts."""
+
+    log: str = ""
+
+
+class DryTask(vf.Task[vf.TaskData]):
+    """A reward for any reply."""
+
+    @vf.reward
+    async def replied(self, trace: vf.Trace) -> float:
+        """1.0"""
+        return 1.0
+
+
+class DryTaskset(vf.Taskset[DryTask, DryConfig]):
+    """Endless, or so it says."""
+
+    INFINITE = True
+
+    def load(self) -> Iterable[DryTask]:
+        """Twenty tasks."""
+        for number in range(20):
+            with Path(self.config.log).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            yield DryTask(vf.TaskData(prompt=f"task {number}"), self.config.task)
+        raise ValueError("the well is dry")
