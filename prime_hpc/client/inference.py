@@ -19,7 +19,7 @@ from prime_hpc.runtime.event_loops import loop_time
 POLICY = "policy"
 READY_POLL_S = 0.25
 NO_LOGPROB = -9999.0
-"""vLLM's stand-in for a log-probability that it does not have."""
+"""Stands for a log-probability that a server does not have, or that is none: JSON has no infinity."""
 BARE_LOGPROBS = ("X-Logprobs", "bare")
 """A header of a request for tokens: a server that knows it answers log-probabilities as `logprobs.values`, one number a
 token, where no others than those of the sampled tokens are asked for. A third of the answer's bytes."""

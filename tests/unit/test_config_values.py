@@ -1,6 +1,7 @@
 """A value means the same wherever it is stated, and what cannot be meant is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,11 @@ def test_a_list_whose_quotes_the_shell_took_is_refused() -> None:
     refused(["--orchestrator.client.base-url", "[http://a/v1,http://b/v1]"], "neither JSON nor Python")
     for text in ("[q_proj,v_proj]", '["q_proj","v_proj"'):
         refused(["--model.lora.target-modules", text], "neither JSON nor Python")
+
+
+@pytest.mark.parametrize("text", ["(0)", "(None)"])
+def test_a_value_in_brackets_alone_is_no_list(text: str) -> None:
+    refused(["--trainer-gpu-ids", text], re.escape(f"expected a list (an integer) or null, but {text!r} is none"))
 
 
 def test_elements_of_a_list_may_be_references(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,19 @@ def test_a_later_node_finds_what_the_first_compiled(root: Path, python: str, mon
     assert not Path(other["VLLM_CACHE_ROOT"]).exists()
 
 
-def test_two_that_keep_at_once_leave_one_whole_archive(root: Path) -> None:
+def test_two_that_keep_at_once_leave_one_whole_archive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = root / "shared"
     both = [CompileCache(shared, root / f"node{i}", "k") for i in range(2)]
     for cache in both:
         compile_something(cache.open({}))
-    both[0].keep(before_rename=both[1].keep)
+
+    def after_the_other(stage: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        both[1].keep()
+        return stage.replace(target)
+
+    monkeypatch.setattr(Path, "replace", after_the_other)
+    both[0].keep()
     assert [path.name for path in shared.iterdir()] == ["k.tar"]
     with tarfile.open(shared / "k.tar") as archive:
         assert "vllm/torch_compile_cache/abc/graph.py" in archive.getnames()

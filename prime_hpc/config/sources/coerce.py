@@ -165,6 +165,8 @@ def _list(text: str, node: Node) -> Any:
             return _cut(text, node)  # a test of the shell, a class of characters
         if isinstance(parsed, str):
             raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python")
+        if not isinstance(parsed, list | tuple | set | dict):  # `(0)` is 0 to Python
+            raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is none")
         return [parsed] if isinstance(parsed, dict) else list(parsed)
     if node.kind == "sections":
         raise CoerceError(f'expected a list of mappings such as \'[{{"id": "..."}}]\', got {masked(text)!r}')

@@ -8,12 +8,10 @@ version is loaded.
 import asyncio
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from prime_hpc.config.experiment import Experiment
-from prime_hpc.inference.backend import Refusal, Start
-from prime_hpc.inference.transformers.limits import refusals, step_bytes
+from prime_hpc.inference.backend import Start
+from prime_hpc.inference.transformers import limits
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.slurm.gpu_split import ALLOCATOR_VARIABLES
 
@@ -26,20 +24,13 @@ class TransformersBackend:
     title = "transformers"
     overhead_gib = 1.0
     """CUDA context and activations of a prefill."""
+    refusals = staticmethod(limits.refusals)
+    step_bytes = staticmethod(limits.step_bytes)
 
     def missing(self) -> str:
         """Name the packages that are not here."""
         lacks = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         return f"{', '.join(lacks)} not installed here: pip install 'prime-hpc[transformers]'" if lacks else ""
-
-    def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Yield the keys of vLLM's alone, models that do not attend as a batch of rows needs it, and sampling that is
-        not built."""
-        yield from refusals(experiment)
-
-    def step_bytes(self, **sizes: int) -> int:
-        """Return what a sequence takes in a step beside the cache."""
-        return step_bytes(**sizes)
 
     def serve(self, start: Start) -> None:
         """Load the model and serve."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from prime_hpc.client.inference import NO_LOGPROB
 from prime_hpc.inference.transformers.model import BatchModel
-from prime_hpc.inference.transformers.parameters import MISSING
 from prime_hpc.inference.transformers.sampling import Drawn, Sampler, candidates
 from prime_hpc.inference.transformers.sequences import Running
 
@@ -273,4 +273,4 @@ def wire_row(drawn: Drawn, num_top: int | None) -> dict[str, Any]:
 
 def finite(logprob: float) -> float:
     """Return a log-probability that JSON can hold."""
-    return logprob if logprob >= MISSING else MISSING
+    return logprob if logprob >= NO_LOGPROB else NO_LOGPROB

@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from prime_hpc.config.sections.sampling import CHANGES, HARMLESS
 
-MISSING = -9999.0
-"""OpenAI's floor for a log-probability: JSON has no infinity."""
 TOP_CANDIDATES = 20
 """Most log-probabilities of further tokens that a request may ask for."""
 IGNORED = HARMLESS - {"stop", "ignore_eos", "include_stop_str_in_output", "repetition_detection"} | {

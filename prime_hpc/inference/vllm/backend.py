@@ -44,10 +44,7 @@ class VllmBackend:
     title = "vLLM"
     overhead_gib = 2.0
     """CUDA context, activations of a prefill and captured graphs."""
-
-    def missing(self) -> str:
-        """Name vLLM where neither build is there."""
-        return installed.missing()
+    missing = staticmethod(installed.missing)
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
         """Yield what vLLM has for GPUs alone, such as some kernels, and what keeps it from recording experts."""

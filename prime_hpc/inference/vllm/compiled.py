@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tarfile
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -126,7 +126,7 @@ class CompileCache:
         try:
             with tarfile.open(self._archive) as archive:
                 _extract(archive, stage)
-            with contextlib.suppress(FileExistsError, OSError):  # another server of this node was first
+            with contextlib.suppress(OSError):  # another server of this node was first
                 stage.rename(self._local)
                 logger.info(f"compiled graphs come from {self._archive}")
         finally:
@@ -140,8 +140,8 @@ class CompileCache:
         thread.start()
         return thread
 
-    def keep(self, before_rename: Callable[[], None] = lambda: None) -> None:
-        """Pack what was compiled; never raises. `before_rename`: for tests."""
+    def keep(self) -> None:
+        """Pack what was compiled; never raises."""
         stage = self._archive.with_name(f".tmp-{self._archive.name}-{files.unique_suffix()}")
         try:
             present = [folder for folder in CACHES.values() if (self._local / folder).is_dir()]
@@ -151,7 +151,6 @@ class CompileCache:
                 for folder in present:
                     archive.add(self._local / folder, folder)
             stage.chmod(0o600)
-            before_rename()
             stage.replace(self._archive)
             logger.info(f"compiled graphs are kept in {self._archive} for the nodes that start later")
         except (OSError, tarfile.TarError) as error:  # a cache that changed while it was read, a full disk

@@ -23,7 +23,7 @@ def install() -> None:
     module.sgmv_shrink, module.sgmv_expand, module.sgmv_expand_slice = (
         _by_sequence(shrink),
         _by_sequence(expand),
-        (_by_sequence(expand_slice)),
+        _by_sequence(expand_slice),
     )
 
 

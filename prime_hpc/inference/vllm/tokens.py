@@ -28,13 +28,11 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_c
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import RequestOutput
 
-from prime_hpc.client.inference import BARE_LOGPROBS
+from prime_hpc.client.inference import BARE_LOGPROBS, NO_LOGPROB
 from prime_hpc.inference.vllm.adapters import version_of
 from prime_hpc.inference.vllm.gathering import Gathering
 
 GENERATE = "/inference/v1/generate"
-MISSING = -9999.0
-"""OpenAI's floor for a log-probability that is not there or not finite (clients refuse it)."""
 
 _bare: ContextVar[bool] = ContextVar("bare", default=False)
 _encoded_by_us: ContextVar[bool] = ContextVar("encoded_by_us", default=False)
@@ -161,7 +159,7 @@ def logprob_rows(
         row: dict[str, Any] = {
             "token_id": token_id,
             "token": f"token_id:{token_id}",
-            "logprob": MISSING if sampled is None else _finite(sampled.logprob),
+            "logprob": NO_LOGPROB if sampled is None else _finite(sampled.logprob),
             "rank": (sampled.rank or None) if sampled else None,
             "top_logprobs": [],
         }
@@ -176,4 +174,4 @@ def logprob_rows(
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob >= MISSING else MISSING  # NaN compares false
+    return logprob if logprob >= NO_LOGPROB else NO_LOGPROB  # NaN compares false

@@ -163,10 +163,8 @@ class PolicyWorker:
 
     def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
-        names = set()
         for handle in self._policy_handles:
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                names.add(name)
                 if not (tied and name == "lm_head.weight"):
                     staged = None if self._policy_stage is None else self._policy_stage.tensor(name)
                     yield name, handle.get_tensor(name) if staged is None else staged
