@@ -38,7 +38,7 @@ class SaveSchedule:
         notice_s: float | None = None,
         events: Events = NO_EVENTS,
     ) -> None:
-        """See `store.interval.plan_interval`; `guessed_save_s` stands in until the first save was measured."""
+        """See `optimal_interval.plan_interval`; `guessed_save_s` stands in until the first save was measured."""
         self._facts: dict[str, Any] = {
             "mtbf": mtbf,
             "restart_s": restart_s,

@@ -128,8 +128,7 @@ def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
 
 
 def kept_step(kept: RunPaths, scratch: Path) -> bool:
-    """Return the step that `keep` kept, again: prints its metrics or what refuses it, then its worst sequences.
-    Collective.
+    """Compute a kept step again: prints its metrics or what refuses it, then its worst sequences. Collective.
 
     Returns:
         Whether it passes now.
