@@ -11,6 +11,7 @@ packed into micro-batches or spread over ranks.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -176,8 +177,8 @@ class TrainStep:
         num_micro_batches, mismatches = most.tolist()
         return with_single_rows(batch, groups, num_micro_batches) if mismatches else batch
 
-    def micro_batch(self, batch: RankBatch, index: int) -> MicroBatch:
-        """Return the `index`-th micro-batch of a batch of `lay_out`."""
+    def micro_batch(self, batch: RankBatch, index: int, stream: Any = None) -> MicroBatch:
+        """Return the `index`-th micro-batch of a batch of `lay_out`; `stream`: of its copy to the device."""
         return make_micro_batch(
             batch,
             index,
@@ -186,6 +187,7 @@ class TrainStep:
             share_prefixes=self._share_prefixes,
             single_rows=self.policy.single_rows,
             pads=self.policy.pads_rows,
+            stream=stream,
             image_inputs=self.policy.image_inputs,
         )
 
@@ -227,16 +229,7 @@ class TrainStep:
             the micro-batches' sums and maxima; tokens that were computed with another sample's.
         """
         total, num_shared = LossStats({}, {}), 0
-        micros = MicroBatches(
-            batch,
-            self._device,
-            self._parallel,
-            share_prefixes=self._share_prefixes,
-            single_rows=self.policy.single_rows,
-            pads=self.policy.pads_rows,
-            image_inputs=self.policy.image_inputs,
-        )
-        with micros:
+        with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
             denominators = self._global_denominators(facts, batch)
             for i, micro in enumerate(micros):
                 last = i == len(micros) - 1

@@ -165,7 +165,7 @@ def test_expert_parallel_waits_once_a_layer(build: Any) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_micro_batches_come_in_order_and_whole(ahead: bool) -> None:
     batch = random_rank_batch([[20, 9], [15], [], [3, 3, 30]], seed=0)
-    with MicroBatches(batch, CPU, ALONE, share_prefixes=True, ahead=ahead) as micros:
+    with MicroBatches(partial(make_micro_batch, batch), 4, CPU, ahead=ahead) as micros:
         found = list(micros)
     assert len(found) == len(micros) == 4
     for i, micro in enumerate(found):
@@ -176,7 +176,7 @@ def test_micro_batches_come_in_order_and_whole(ahead: bool) -> None:
 def test_all_steps_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
     batch, gpu = random_rank_batch([[20, 9]], seed=0), torch.device("cuda", 7)
-    steps = [MicroBatches(batch, gpu, ALONE, share_prefixes=True) for _ in range(2)]
+    steps = [MicroBatches(partial(make_micro_batch, batch), 1, gpu) for _ in range(2)]
     assert steps[0]._stream is steps[1]._stream is not None
 
 
@@ -185,7 +185,7 @@ def test_an_error_in_the_thread_comes_out() -> None:
     broken = replace(batch, temperatures=None)  # type: ignore[arg-type]
     with (
         pytest.raises(TypeError),
-        MicroBatches(broken, CPU, ALONE, share_prefixes=True, ahead=True) as micros,
+        MicroBatches(partial(make_micro_batch, broken), 2, CPU, ahead=True) as micros,
     ):
         list(micros)
 

@@ -1,9 +1,23 @@
-"""The config beside a refused step, with which it is computed again."""
+"""The config with which steps are computed again, and that beside a refused one."""
+
+from pathlib import Path
 
 import pytest
 
 from prime_hpc.config import load_experiment
+from prime_hpc.config.monitors import open_metrics
+from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.trainer.replay.dump_failed_step import _with_model
+from prime_hpc.trainer.replay.replay import plain
+
+
+def test_steps_that_are_computed_again_are_sent_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--wandb.project", "p", "--mlflow.tracking-uri", "http://mlflow.invalid", "--tensorboard"]
+    experiment = load_experiment(["--model.name", "org/base", *flags], "trainer", {}).experiment
+    asked: list[object] = []
+    monkeypatch.setattr(MetricsWriter, "__init__", lambda self, path, *monitors: asked.extend(monitors))
+    open_metrics(plain(experiment, 1), "trainer", tmp_path / "m.jsonl", tmp_path)
+    assert asked == [None, None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Micro-batches on the device before they are needed, so that the device never waits for numpy.
 
-    with MicroBatches(batch, device, parallel, ...) as micros:
+    with MicroBatches(make, batch.num_micro_batches, device) as micros:
         for micro in micros: ...
 
 On a GPU a thread makes micro-batch i + 1 while micro-batch i is computed: packed into one buffer of pinned host memory,
@@ -9,17 +9,14 @@ nothing to overlap: they are made when they are asked for.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.trainer.batching.image_inputs import ImageInputs
-from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.ops.transfer import map_tensors
-from prime_hpc.trainer.parallel import Parallel
 
 
 @functools.cache
@@ -34,27 +31,15 @@ class MicroBatches:
     """The micro-batches of one rank's batch, in order, each made ahead of its use."""
 
     def __init__(
-        self,
-        batch: RankBatch,
-        device: torch.device,
-        parallel: Parallel,
-        *,
-        share_prefixes: bool,
-        single_rows: bool = False,
-        pads: bool = True,
-        image_inputs: ImageInputs | None = None,
-        ahead: bool | None = None,
+        self, make: Callable[..., MicroBatch], count: int, device: torch.device, *, ahead: bool | None = None
     ) -> None:
         """Args:
-        batch: this rank's.
+        make: `make(i, stream=...)` returns a micro-batch, see `make_micro_batch`.
+        count: of the micro-batches.
         device: of the micro-batches.
-        parallel: the layout.
-        share_prefixes, single_rows, pads, image_inputs: see `make_micro_batch`.
         ahead: make them in a thread; default: on a GPU.
         """
-        self._batch, self._device, self._parallel = batch, device, parallel
-        self._image_inputs = image_inputs
-        self._options = {"share_prefixes": share_prefixes, "single_rows": single_rows, "pads": pads}
+        self._make_one, self._count, self._device = make, count, device
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._pool: ThreadPoolExecutor | None = None
         self._stream = _copy_stream(device)
@@ -69,7 +54,7 @@ class MicroBatches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __len__(self) -> int:
-        return self._batch.num_micro_batches
+        return self._count
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._pool is None:
@@ -87,15 +72,7 @@ class MicroBatches:
         """Return the micro-batch, and the event after its copy to the device."""
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # a new thread's current device is the first one
-        micro = make_micro_batch(
-            self._batch,
-            index,
-            self._device,
-            self._parallel,
-            stream=self._stream,
-            image_inputs=self._image_inputs,
-            **self._options,
-        )
+        micro = self._make_one(index, stream=self._stream)
         return micro, None if self._stream is None else self._stream.record_event()
 
     def _arrived(self, micro: MicroBatch, event: Any) -> MicroBatch:

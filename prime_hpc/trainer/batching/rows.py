@@ -67,11 +67,18 @@ def lay_out(
     """
     multiple = 1 if parallel is None else parallel.row_multiple
     if single_rows:
-        padded = arrays_of_single_rows(ids, positions, predicting, lengths, multiple)
-        longest = int(padded[3][0])
-        source = np.full(len(lengths) * longest, -1)
-        source[np.repeat(np.arange(len(lengths)), lengths) * longest + positions] = np.arange(len(ids))
-        return Rows(*padded, num_rows=len(lengths), source=source)
+        num, longest = len(lengths), -(-int(lengths.max()) // multiple) * multiple
+        place = np.repeat(np.arange(num), lengths) * longest + positions
+        padded, source = np.zeros(num * longest, np.int64), np.full(num * longest, -1)
+        padded[place], source[place] = ids, np.arange(len(ids))
+        return Rows(
+            padded,
+            np.tile(np.arange(longest), num),
+            place[predicting],
+            np.full(num, longest),
+            num_rows=num,
+            source=source,
+        )
     if parallel is not None and multiple > 1:
         fill = -len(ids) % multiple
         source = np.append(np.arange(len(ids)), np.full(fill, -1))
@@ -87,29 +94,6 @@ def lay_out(
         return Rows(ids, positions, predicting, lengths)
     where = np.unique(shared, return_index=True)[1]
     return Rows(ids[where], positions[where], shared[predicting], lengths, shared=shared, source=where)
-
-
-def arrays_of_single_rows(
-    ids: Indices, positions: Indices, predicting: Indices, lengths: Indices, multiple: int = 1
-) -> tuple[Indices, Indices, Indices, Indices]:
-    """From S samples behind each other to S rows of L tokens behind each other.
-
-    Args:
-        ids: int64[T], token ids.
-        positions: int64[T], the place of each token in its sample.
-        predicting: int64[N], tokens that predict a target.
-        lengths: int64[S].
-        multiple: L is rounded up to one.
-
-    Returns:
-        token ids int64[S * L] (0 where padded), positions int64[S * L], where the predicting tokens lie in them, and
-        the rows' lengths int64[S], all L.
-    """
-    num, longest = len(lengths), -(-int(lengths.max()) // multiple) * multiple
-    place = np.repeat(np.arange(num), lengths) * longest + positions
-    padded = np.zeros(num * longest, np.int64)
-    padded[place] = ids
-    return padded, np.tile(np.arange(longest), num), place[predicting], np.full(num, longest)
 
 
 def group_rows(lengths: Indices, budget: int) -> list[Indices]:

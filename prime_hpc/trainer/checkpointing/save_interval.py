@@ -4,14 +4,13 @@ Held by rank 0 alone (`trainer.py`), which tells the others. The arithmetic is `
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.site import read_site
-from prime_hpc.observe.metrics import parse_row
+from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.checkpoint.optimal_interval import NO_EVENTS, Events, IntervalPlan, learn, mtbf_s, plan_interval
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import SaveFigures
@@ -38,7 +37,7 @@ class SaveSchedule:
         notice_s: float | None = None,
         events: Events = NO_EVENTS,
     ) -> None:
-        """See `store.interval.plan_interval`; `guessed_save_s` stands in until the first save was measured."""
+        """See `optimal_interval.plan_interval`; `guessed_save_s` stands in until the first save was measured."""
         self._facts: dict[str, Any] = {
             "mtbf": mtbf,
             "restart_s": restart_s,
@@ -101,7 +100,7 @@ def build_schedule(
         environ: of the job.
     """
     site = read_site(paths.root)
-    rows = _rows(paths.attempts)
+    rows = read_attempts(paths.attempts)
     events = learn(rows)
     hosts = {host for names in ((rows[-1].get("nodes") or {}) if rows else {}).values() for host in names}
     nodes = len(hosts) or int(environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -117,11 +116,3 @@ def build_schedule(
         notice_s=experiment.slurm.restart.signal_lead_s if environ.get("SLURM_JOB_ID") else None,
         events=events,
     )
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return attempts as written, newest word of each (the supervisor rewrites the file in one rename)."""
-    if not path.exists():
-        return []
-    rows = [row for row in map(parse_row, path.read_bytes().splitlines()) if row is not None]
-    return sorted({row["attempt"]: row for row in rows}.values(), key=lambda row: row["attempt"])

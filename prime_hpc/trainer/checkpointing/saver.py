@@ -55,7 +55,6 @@ class Saver:
         self._paths, self._bus = paths, bus
         self._rank, self._world_size = rank, world_size
         self._config, self.max_steps, self._schedule = config, max_steps, schedule
-        self._is_prepared = False
         self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
         self._figures: SaveFigures | None = None
@@ -87,14 +86,13 @@ class Saver:
             self._waiting_ids.append(number)
 
     def prepare(self) -> None:
-        """Once, after the first step: take the memory for asynchronous saves.
+        """After a step: take the memory for asynchronous saves, unless it is there.
 
         Raises:
             StoreError: there is too little.
         """
-        if not self._is_prepared and self._config is not None:
+        if self._config is not None:
             self.checkpointer.prepare()
-        self._is_prepared = True
 
     def is_due(self, step: int, agree: Agree) -> bool:
         """Return whether the config wants a checkpoint after `step`."""

@@ -16,6 +16,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -79,6 +80,18 @@ def by_all_columns(rows: Rows) -> int | None:
 def fingerprint_of(*parts: Any) -> int:
     """63 bits of what identifies something."""
     return xxhash.xxh3_64_intdigest("\x00".join(map(str, parts)).encode()) >> 1
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which gets the target's name in one rename when it is written."""
+    files.make_dir(target.parent)
+    partial = target.with_name(f".tmp-{files.unique_suffix()}-{target.name}")
+    try:
+        yield partial
+        files.rename(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _cached(cache: Path, path: Path, *also: Any) -> Path:
@@ -166,13 +179,8 @@ def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
     header = io.BytesIO()
     shape = (sum(len(part) for part in parts),)
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": shape})
-    files.make_dir(target.parent)
-    partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
-    try:
+    with appearing(target) as partial:
         files.write_file(partial, [header.getvalue(), *(np.ascontiguousarray(part, np.int64) for part in parts)])
-        files.rename(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _without_blank(
@@ -193,14 +201,8 @@ def _decompressed(path: Path, cache: Path) -> Path:
     if target.exists():
         return target
     logger.info(f"unpacking {path} into {target}")
-    files.make_dir(cache)
-    partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
-    try:
-        with disk_errors(target), partial.open("wb") as plain:
-            (_unpack_gzip if path.suffix == ".gz" else _unpack_zstd)(path, plain)
-        files.rename(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with appearing(target) as partial, disk_errors(target), partial.open("wb") as plain:
+        (_unpack_gzip if path.suffix == ".gz" else _unpack_zstd)(path, plain)
     return target
 
 
@@ -305,15 +307,14 @@ def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig
     used = [name for name in names if name in wanted]
     schema = pa.schema([parquet.schema_arrow.field(name) for name in used])
     logger.info(f"unpacking {path} ({', '.join(used)}) into {target}")
-    files.make_dir(target.parent)
-    partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
-    try:
-        with disk_errors(target), pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in _evenly(parquet.iter_batches(batch_size=_ARROW_ROWS, columns=used), schema):
-                writer.write_batch(batch)
-        files.rename(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        appearing(target) as partial,
+        disk_errors(target),
+        pa.OSFile(str(partial), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
+        for batch in _evenly(parquet.iter_batches(batch_size=_ARROW_ROWS, columns=used), schema):
+            writer.write_batch(batch)
 
 
 def _evenly(batches: Iterator[Any], schema: Any) -> Iterator[Any]:

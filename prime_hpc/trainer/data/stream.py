@@ -94,21 +94,23 @@ class RowOrder:
     def row_at(self, place: int) -> int:
         """Return the row at a place of the stream; places of one epoch are `num_rows` apart from the next one's."""
         epoch, within = divmod(place, self.num_rows)
-        return int(self._rows_of(epoch)[within]) if self._shuffle else within
+        return int(self._rows_of(epoch, within, within + 1)[0])
 
     def rows(self, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
         """Yield the rows at the places from `start` to `stop`, those of an epoch at a time."""
         while start < stop:
             epoch, within = divmod(start, self.num_rows)
             end = min(stop - epoch * self.num_rows, self.num_rows)
-            yield self._rows_of(epoch)[within:end] if self._shuffle else np.arange(within, end)
+            yield self._rows_of(epoch, within, end)
             start += end - within
 
-    def _rows_of(self, epoch: int) -> NDArray[np.int64]:
+    def _rows_of(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(begin, end)
         if epoch != self._epoch:
             self._rows = np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
             self._epoch = epoch
-        return self._rows
+        return self._rows[begin:end]
 
 
 class MixedOrder(RowOrder):
@@ -136,19 +138,6 @@ class MixedOrder(RowOrder):
         self._sizes, self._sources = sizes, np.zeros(0, np.int64)
         self._used = 0, 0 * self.counts  # a place, and the rows before it: an epoch's are not counted at every step
 
-    def row_at(self, place: int) -> int:
-        """Return the row at a place of the stream."""
-        epoch, within = divmod(place, self.num_rows)
-        return int(self._rows_of(epoch)[within])
-
-    def rows(self, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows at the places from `start` to `stop`, those of an epoch at a time."""
-        while start < stop:
-            epoch, within = divmod(start, self.num_rows)
-            end = min(stop - epoch * self.num_rows, self.num_rows)
-            yield self._rows_of(epoch)[within:end]
-            start += end - within
-
     def words(self, names: Sequence[str]) -> str:
         """Say what an epoch is made of."""
         each = zip(range(len(names)), names, self.counts.tolist(), self._sizes, strict=True)
@@ -158,14 +147,14 @@ class MixedOrder(RowOrder):
     def used(self, place: int) -> NDArray[np.int64]:
         """Return how many rows of each source come before a place."""
         epoch, within = divmod(place, self.num_rows)
-        self._rows_of(epoch)
+        self._rows_of(epoch, 0, within)  # and their sources
         first = epoch * self.num_rows
         begin, used = self._used if first <= self._used[0] <= place else (first, epoch * self.counts)
         used = used + np.bincount(self._sources[begin - first : within], minlength=len(self.counts))
         self._used = place, used
         return used
 
-    def _rows_of(self, epoch: int) -> NDArray[np.int64]:
+    def _rows_of(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
             spread = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
             turns = np.repeat(np.arange(len(self.counts)), self.counts)[np.argsort(spread, kind="stable")]
@@ -175,7 +164,7 @@ class MixedOrder(RowOrder):
                 own = self._own_rows(source, size, epoch * count, (epoch + 1) * count)
                 self._rows[self._sources == source] = sum(self._sizes[:source]) + own
             self._epoch = epoch
-        return self._rows
+        return self._rows[begin:end]
 
     def _own_rows(self, source: int, size: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return a source's rows from its own place `start` to `stop`, by numbers of its own."""

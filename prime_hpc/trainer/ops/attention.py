@@ -1,7 +1,7 @@
 """Packed varlen attention: the sequences of one packed row attend only within themselves.
 
-`model.py` registers it with transformers' `AttentionInterface`, so that any HF causal LM uses it; `train_step.py` opens
-the `packing` context around the forward and backward pass of a micro-batch.
+`policy.py` registers it with transformers' `AttentionInterface`, so that any HF causal LM uses it; `train_step.py`
+opens the `packing` context around the forward and backward pass of a micro-batch.
 
 Three ways to the same result, none of which builds a `[tokens, tokens]` mask:
 - torch's own varlen kernel (CUDA, half precision): FlashAttention 2, or 3 on a Hopper where `flash_attn_interface` is;

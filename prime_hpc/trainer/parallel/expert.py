@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from prime_hpc.moe.routers import expert_modules
 from prime_hpc.trainer.ops.collectives import all_to_all, exchange, join_rows, split_rows
 from prime_hpc.trainer.ops.transfer import HostRead
 from prime_hpc.trainer.parallel.mesh import Parallel
+from prime_hpc.trainer.parallel.tensor import shard
 
 
 def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
@@ -44,10 +45,7 @@ def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
             raise ValueError(f"trainer.parallel.ep = {width} does not divide the model's {num_experts} experts")
         if parallel.ep is not None:
             for name, parameter in list(module.named_parameters(recurse=False)):
-                part = parameter.detach().chunk(width)[parallel.ep.get_local_rank()].contiguous().clone()
-                own = DTensor.from_local(
-                    part, parallel.ep, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-                )
+                own = shard(parameter, parallel.ep, 0)
                 setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         module.forward = functools.partial(_forward, module, parallel.ep, parallel.tp)
     return modules

@@ -48,11 +48,6 @@ class Parallel:
         return self.rank // self.dims.tp % self.dims.cp
 
     @property
-    def tp_rank(self) -> int:
-        """This rank's place among those that split the matrices."""
-        return self.rank % self.dims.tp
-
-    @property
     def row_multiple(self) -> int:
         """Packed rows are filled up to a multiple of this, so that ranks can split their tokens evenly."""
         return self.dims.ranks_per_part

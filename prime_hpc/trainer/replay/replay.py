@@ -63,7 +63,8 @@ def plain(experiment: Experiment, num_ranks: int) -> Experiment:
     trainer = experiment.trainer.model_copy(update={"bench": False, "profile": None})
     if num_ranks != trainer.num_ranks:
         trainer = trainer.model_copy(update={"num_ranks": num_ranks, "parallel": ParallelConfig()})
-    return experiment.model_copy(update={"ckpt": None, "wandb": None, "trainer": trainer})
+    silent = {"ckpt": None, "wandb": None, "mlflow": None, "tensorboard": False}
+    return experiment.model_copy(update={**silent, "trainer": trainer})
 
 
 @contextmanager
@@ -127,8 +128,7 @@ def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
 
 
 def kept_step(kept: RunPaths, scratch: Path) -> bool:
-    """Return the step that `keep` kept, again: prints its metrics or what refuses it, then its worst sequences.
-    Collective.
+    """Compute a kept step again: prints its metrics or what refuses it, then its worst sequences. Collective.
 
     Returns:
         Whether it passes now.

@@ -21,7 +21,7 @@ from prime_hpc.trainer.tinker.service import Service
 from prime_hpc.trainer.tinker.sessions import GoneError
 from prime_hpc.trainer.tinker.wire import PROTOBUF, BadWireError, read_forward_backward
 
-MOSRowBYTES = 256 << 20
+MOST_BYTES = 256 << 20
 """Of one request; the client sends at most 5 MB of data at once."""
 LONG_POLL_S = 20.0
 """A question for a result is answered within this, if only to say that there is none yet; the client asks again."""
@@ -32,7 +32,7 @@ Row = TypeVar("Row")
 
 def build_app(service: Service, key: str) -> web.Application:
     """Build the application."""
-    app = web.Application(client_max_size=MOSRowBYTES, middlewares=[_gate(key), _errors])
+    app = web.Application(client_max_size=MOST_BYTES, middlewares=[_gate(key), _errors])
     routes = _Routes(service)
     posts = {
         "client/config": routes.config,

@@ -29,6 +29,8 @@ from prime_hpc.trainer.tinker.batches import BadRequestError
 SCHEME = "tinker://"
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+UNNAMED = "unnamed-"
+"""Begins the name of a save that only a sampler of one session knows."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"([0-9a-f]{8,32}):train:(\d{1,9})")
 

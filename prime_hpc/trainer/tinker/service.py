@@ -23,7 +23,7 @@ from prime_hpc.trainer.tinker import requests as wanted
 from prime_hpc.trainer.tinker.batches import BadRequestError, check_data, check_loss
 from prime_hpc.trainer.tinker.board import Board, Failure, Kind, Operation
 from prime_hpc.trainer.tinker.engines import Engines
-from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name, newest_first
+from prime_hpc.trainer.tinker.paths import UNNAMED, Saved, Shape, Shelf, check_name, newest_first
 from prime_hpc.trainer.tinker.sessions import Future, GoneError, Line, Sampler, Session
 from prime_hpc.trainer.tinker.wire import ForwardBackward
 
@@ -32,8 +32,6 @@ KEPT_S = 600.0
 LOOK_S = 5.0
 SWEEP_S = 60.0
 """Between two looks for saves whose time is over."""
-UNNAMED = "unnamed-"
-"""Begins the name of a save that only a sampler of one session knows."""
 
 
 class Service:

@@ -22,7 +22,7 @@ from prime_hpc.trainer.multi.collective_call import RunFailed, call_collectively
 from prime_hpc.trainer.tinker.adapter import Adapter, PassResult
 from prime_hpc.trainer.tinker.batches import BadRequestError
 from prime_hpc.trainer.tinker.board import Failure, Kind, Operation
-from prime_hpc.trainer.tinker.paths import Index, Saved, Shelf, new_save, tinker_path
+from prime_hpc.trainer.tinker.paths import UNNAMED, Index, Saved, Shelf, new_save, tinker_path
 from prime_hpc.trainer.tinker.paths import Kind as SaveKind
 from prime_hpc.trainer.tinker.server import Server
 from prime_hpc.trainer.tinker.wire import write_forward_backward
@@ -174,7 +174,7 @@ class Worker:
             return self._noted(operation, adapter, "weights", payload["name"])
         if kind is Kind.PUBLISH:
             adapter.publish(operation.number)
-            return self._noted(operation, adapter, "sampler_weights", payload["name"] or f"unnamed-{operation.number}")
+            return self._noted(operation, adapter, "sampler_weights", payload["name"] or f"{UNNAMED}{operation.number}")
         assert kind is Kind.LOAD
         adapter.load(payload["saved"], with_optimizer=payload["with_optimizer"])
         return {"path": payload["saved"].path, "model_id": model_id, "type": "load_weights"}
