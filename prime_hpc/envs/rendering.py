@@ -58,6 +58,8 @@ PROBE_CALL: list[dict[str, Any]] = [
 """How it may go on, with `PROBE_TOOLS`."""
 SEEING_RENDERERS = ("qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8")
 """Those of a model that sees images."""
+IMAGE_TOKEN = "<|image_pad|>"
+"""As Qwen's chat templates write an image."""
 PROBE_IMAGE: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "image"}}, {"type": "text", "text": "Hi?"}]}
 ]
@@ -87,14 +89,9 @@ class PromptRenderer:
         """Tokens that stand for images (1) or videos (2); none where prompts are text alone."""
         self._how: dict[str, Any] = {}
         if vision:
-            if not getattr(renderer, "supports_process_multimodal", False):
-                name = getattr(getattr(renderer, "config", None), "name", type(renderer).__name__)
-                raise EnvError(
-                    f"renderer {name!r} writes prompts without images, and model.vision is set: set model.renderer to "
-                    f"one of {', '.join(SEEING_RENDERERS)}, or leave model.vision out"
-                )
-            self.image_places = dict(renderer.mm_token_type_id_map)
-            self._how = {"process_multimodal": False}  # one token for an image: the engine makes the others
+            self.image_places = _image_places(tokenizer, renderer)
+            if getattr(renderer, "supports_process_multimodal", False):
+                self._how = {"process_multimodal": False}  # one token for an image: the engine makes the others
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
         self._num_cached_tokens = 0
         self._lock = threading.Lock()  # encoding changes a fast tokenizer's state
@@ -151,6 +148,24 @@ class PromptRenderer:
     def _locked(self, call: Callable[[], T]) -> T:
         with self._lock:
             return call()
+
+
+def _image_places(tokenizer: Any, renderer: Any) -> dict[int, int]:
+    """Return the tokens that stand for images (1) or videos (2): the renderer's, or of one that leaves all to the chat
+    template, the one that this writes for an image. Raises EnvError: it writes none."""
+    if getattr(renderer, "supports_process_multimodal", False):
+        return dict(renderer.mm_token_type_id_map)
+    name = getattr(getattr(renderer, "config", None), "name", type(renderer).__name__)
+    token = tokenizer.get_vocab().get(IMAGE_TOKEN)
+    if name == "default" and token is not None:
+        written = tokenizer.encode(_by_template(tokenizer, PROBE_IMAGE, None, False), add_special_tokens=False)
+        if written.count(token) == 1:
+            return {token: 1}
+    raise EnvError(
+        f"renderer {name!r} writes prompts without images, and model.vision is set: set model.renderer to one of "
+        f"{', '.join(SEEING_RENDERERS)}, or to `default` where the model's chat template writes {IMAGE_TOKEN} for an "
+        "image; or leave model.vision out"
+    )
 
 
 def cache_short_texts(tokenizer: Any) -> None:

@@ -136,6 +136,27 @@ def test_qwen3_5_writes_images_as_its_template_does(tmp_path: Path) -> None:
         check_images(result.samples[-1], world)
 
 
+def test_a_template_without_a_renderer_writes_images_itself(tmp_path: Path) -> None:
+    """Of Qwen2.5-VL, which begins each conversation with a system message, and whose vocabulary knows no thoughts."""
+    folder = tmp_path / "tokenizer"
+    tokenizer = make_vision_tokenizer(folder)
+    tokenizer.chat_template = "{{- '<|im_start|>system\nYou help.<|im_end|>\n' -}}" + CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    world = World(tokenizer, folder)
+    world.script = lambda prompt, number: "seen"
+    with world.server:
+        (result,) = world.play(EnvConfig(id="tests.support.album"), vision=True, renderer="default")
+        assert result.usable, result.reason
+        (sample,) = result.samples
+        check_images(sample, world)
+        assert sample.image_data == (picture(0), picture(1)) and sample.num_turns == len(PICTURES)
+        assert tokenizer.decode(world.server.requests[0]["token_ids"]).startswith("<|im_start|>system\nYou help.")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|image_pad|>", "")
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(EnvError, match=r"renderer 'default' writes prompts without images"):
+        World(tokenizer, folder).play(EnvConfig(id="tests.support.album"), vision=True, renderer="default")
+
+
 def test_workers_play_the_same(world: World) -> None:
     world.script = lambda prompt, number: "red 2"
     env: dict[str, Any] = {"id": "shapes", "args": {"seed": 3}}

@@ -122,6 +122,15 @@ def test_auto_refuses_a_renderer_whose_model_s_template_writes_something_else(te
         choose_renderer(tokenizer, True)
 
 
+def test_auto_leaves_images_to_a_template_that_no_renderer_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5-VL's, whose vocabulary has no thoughts."""
+    tokenizer = with_template("qwen2_5_vl", "qwen3_vl")
+    known = {token: number for token, number in tokenizer.get_vocab().items() if token != "</think>"}
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda _: known)
+    found = PromptRenderer(tokenizer, choose_renderer(tokenizer, False, vision=True), vision=True)
+    assert found.renderer.config.name == "default" and found.image_places == {known["<|image_pad|>"]: 1}
+
+
 def test_a_template_that_writes_the_day_is_compared_without_it() -> None:
     tokenizer = with_template("llama3_2", "llama_3")
     renderer = make_renderer(tokenizer, "llama-3", False)

@@ -160,7 +160,7 @@ def test_a_family_is_split_or_whole_not_both() -> None:
     ("config", "trusted", "words"),
     [
         ({"model_type": "lama"}, False, ["no causal language model of model_type lama", "another model"]),
-        ({"model_type": "qwen2_5_vl"}, True, ["of model_type qwen2_5_vl"]),
+        ({"model_type": "glm4v"}, True, ["of model_type glm4v"]),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.M"}}, False, ["model.trust_remote_code: true"]),
         ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.M"}}, True, []),
         ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "m.M"}}, False, []),

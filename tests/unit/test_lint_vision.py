@@ -43,6 +43,14 @@ def test_a_model_and_the_key_fit_each_other(tmp_path: Path) -> None:
     assert findings(tmp_path, VL, model={"vision": "frozen", "lora": {}}) == []
 
 
+def test_a_model_whose_config_says_all_of_its_text_beside_the_tower(tmp_path: Path) -> None:
+    """As the hub has Qwen2.5-VL's."""
+    flat = {**VL["text_config"], "model_type": "qwen2_5_vl", "vision_config": VL["vision_config"]}
+    assert findings(tmp_path, flat, model={"vision": "trained"}) == []
+    (said,) = findings(tmp_path, flat)
+    assert "set model.vision to frozen" in said.message
+
+
 def test_a_model_without_an_image_processor(tmp_path: Path) -> None:
     (said,) = findings(tmp_path, VL, processor=False, model={"vision": "frozen"})
     assert "preprocessor_config.json" in said.message

@@ -10,7 +10,7 @@ IMAGE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class VisionFacts:
-    """Shape of a vision transformer of Qwen3-VL's or Qwen3.5's kind."""
+    """Shape of a vision transformer of the kind of Qwen2.5-VL, Qwen3-VL or Qwen3.5."""
 
     num_params: int
     depth: int
@@ -41,8 +41,10 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
     try:
         if not isinstance(stated, Mapping):
             return None
-        names = ("hidden_size", "intermediate_size", "depth", "out_hidden_size", "num_position_embeddings")
-        hidden, inner, depth, out, places = (int(stated[name]) for name in names)
+        hidden, inner, depth, out = (
+            int(stated[name]) for name in ("hidden_size", "intermediate_size", "depth", "out_hidden_size")
+        )
+        places = int(stated.get("num_position_embeddings") or 0)
         patch, frames = int(stated["patch_size"]), int(stated.get("temporal_patch_size", 2))
         merge = int(stated["spatial_merge_size"]) ** 2
         merged = hidden * merge
@@ -50,7 +52,13 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
         behind = len(layers) if isinstance(layers, list) else 0
     except (KeyError, TypeError, ValueError):
         return None
+    embedding = 3 * frames * patch * patch * hidden
+    if "fullatt_block_indexes" in stated:  # Qwen2.5-VL: RMS norms, gated feed-forward blocks, places by rotation alone
+        block = 4 * hidden * hidden + 3 * hidden * inner + 7 * hidden + 2 * inner
+        mergers = merged * merged + merged * out + merged + out + hidden
+        return VisionFacts(depth * block + mergers + embedding, depth, merge * (10 * hidden + 4 * inner))
     block = 4 * hidden * hidden + 2 * hidden * inner + 9 * hidden + inner
     mergers = (1 + behind) * (merged * merged + merged * out + merged + out) + 2 * hidden + behind * 2 * merged
-    embedding = 3 * frames * patch * patch * hidden + hidden + places * hidden
-    return VisionFacts(depth * block + mergers + embedding, depth, merge * (10 * hidden + 2 * inner))
+    return VisionFacts(
+        depth * block + mergers + embedding + hidden + places * hidden, depth, merge * (10 * hidden + 2 * inner)
+    )
