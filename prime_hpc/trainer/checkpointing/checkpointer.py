@@ -121,7 +121,7 @@ class Checkpointer:
         policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
         paths: the run (its `checkpoints` may lie elsewhere).
         incarnation: number of the run's attempt.
-        meta: plain JSON for the manifest; `identity` (see `store.model_fingerprint`), `kind` and `adapter` are compared
+        meta: plain JSON for the manifest; `identity` (see `store.model.fingerprint`), `kind` and `adapter` are compared
             by `load`.
         config: None saves synchronously and keeps everything.
         """
