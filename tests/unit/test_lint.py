@@ -418,7 +418,10 @@ def test_what_lint_says(
 
 
 def test_roles_that_share_nodes_are_named_together_for_gpus_that_nobody_uses(model: Path) -> None:
-    few = {"trainer": {"num_ranks": 2}, "inference": {"num_replicas": 1, "data_parallel_size": 2, "tensor_parallel_size": 1}}
+    few = {
+        "trainer": {"num_ranks": 2},
+        "inference": {"num_replicas": 1, "data_parallel_size": 2, "tensor_parallel_size": 1},
+    }
     found = [f for f in findings(model, few) if f.code == "PH317"]
     assert [f.message.partition(" GPUs")[0] for f in found] == ["trainer and inference: 8"]
 
