@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.verb_table import VERBS
@@ -41,7 +43,9 @@ class Given:
         """Return the arguments. Raises a ConfigError for other flags, and where there are too many or too few."""
         unknown = [word for word in self.words if word.startswith("-") and word != "-"]
         if unknown:
-            raise ConfigError(f"unknown option {unknown[0]}; usage: {self.usage}")
+            near = get_close_matches(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", self.usage), 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"unknown option {unknown[0]}{meant}; usage: {self.usage}")
         if len(self.words) > most:
             raise ConfigError(f"too many arguments: {' '.join(self.words)}; usage: {self.usage}")
         if len(self.words) < least:

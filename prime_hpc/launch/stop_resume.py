@@ -126,6 +126,8 @@ def _is_well(row: AttemptRow) -> bool:
 def _own_end(run_dir: Path, row: AttemptRow, step: Any) -> tuple[str, str]:
     """Return outcome and note of a run that ended while it was asked to: it need not have obeyed, nor had anything to
     save."""
+    if row.get("outcome") == "completed" and step is None:
+        return "stopped", "completed meanwhile"
     saved = f"saved{_at(step)}" if step is not None or not _has_checkpoints(run_dir) else "nothing to save yet"
     if _is_well(row):
         return "stopped", f"{saved} and ended" if saved.startswith("saved") else f"ended; {saved}"

@@ -87,7 +87,8 @@ def test_some_steps_into_a_file_of_choice(run: RunPaths, tmp_path: Path, capsys:
         (["--steps", "7:9"], "there are 1..1"),
         (["--steps", "x"], "must be A:B"),
         (["--compression", "lzma"], "must be one of zstd"),
-        (["--frobnicate"], "unknown option"),
+        (["--frobnicate"], "unknown option --frobnicate; usage"),
+        (["--step", "2"], r"unknown option --step \(did you mean --steps\?\)"),
     ],
 )
 def test_wrong_usage(run: RunPaths, flags: list[str], words: str) -> None:

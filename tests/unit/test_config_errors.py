@@ -71,6 +71,7 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
         ("orchestrator: {group_size: 8}", "orchestrator.rollouts_per_example"),  # and not the batch
         ("slurm: {gpus: 8}", "slurm.gpus_per_node"),
         ("weight_broadcast: {type: nccl}", "weights.transport"),
+        ("deployment: {type: single_node, num_train_gpus: 2}", "trainer.num_ranks"),
     ):
         (problem,) = of_file(tmp_path / "other.yaml", text, "rl")
         assert "there is no such " in problem and ours in problem

@@ -78,6 +78,18 @@ def test_cancel_says_saved_of_a_run_that_saved(fake: FakeSlurm, config: Path, ki
     assert cancel_beside(config, supervisor).note == note
 
 
+def test_cancel_says_so_of_a_run_that_was_done_before_it_could_obey(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        ended(config, "completed", exit_code=0)
+        fake.change("100", state="COMPLETED")
+
+    assert cancel_beside(config, supervisor).note == "completed meanwhile"
+
+
 def test_cancel_of_a_job_whose_run_has_just_ended(fake: FakeSlurm, config: Path) -> None:
     """Its attempt is over and its job is not yet: nobody is going to obey, and nobody has to."""
     submit(load(config))

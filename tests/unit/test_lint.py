@@ -417,6 +417,15 @@ def test_what_lint_says(
     assert all(f.remedy for f in found)
 
 
+def test_roles_that_share_nodes_are_named_together_for_gpus_that_nobody_uses(model: Path) -> None:
+    few = {
+        "trainer": {"num_ranks": 2},
+        "inference": {"num_replicas": 1, "data_parallel_size": 2, "tensor_parallel_size": 1},
+    }
+    found = [f for f in findings(model, few) if f.code == "PH317"]
+    assert [f.message.partition(" GPUs")[0] for f in found] == ["trainer and inference: 8"]
+
+
 def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) -> None:
     """Every finding names the teacher's own key."""
     known = {"orchestrator": {**OPD, "teacher": {"model": str(model)}}}

@@ -249,6 +249,8 @@ def test_dry_run_writes_nothing(slurm: FakeSlurm, folder: Path, capsys: pytest.C
     text = capsys.readouterr().out
     assert "array: 6 points (0-5), 2 at a time" in text
     assert "lr1e-05-seq_len32" in text
+    assert run(["submit", str(write_sweep(folder, "seeds: 1")), "--dry-run"], "prime-hpc sweep") == 0
+    assert ": 1 point, 1 would be sent" in capsys.readouterr().out
 
 
 def test_refused_by_slurm(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

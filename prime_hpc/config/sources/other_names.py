@@ -211,6 +211,11 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "inference.tp inference.parallel",
         "GPUs of an engine: <inference.tensor_parallel_size>; engines: <inference.data_parallel_size>",
     ),
+    (
+        "deployment num_train_gpus num_infer_gpus",
+        "GPUs of the trainer: <trainer.num_ranks>; engines: <inference.data_parallel_size>; nodes: "
+        "<slurm.trainer.nodes>, <slurm.inference.nodes>",
+    ),
     ("weight_broadcast weight_sync", "how versions get to the engines: <weights.transport>"),
     ("orchestrator.buffer", "which tasks come, and which groups count: <orchestrator.curriculum>"),
     ("oversampling_factor", "episodes in flight: <orchestrator.max_concurrent>"),

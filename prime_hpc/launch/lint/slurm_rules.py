@@ -113,7 +113,6 @@ def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Findi
 
 def resources(subject: Subject) -> Iterator[Finding]:
     """Nodes whose CPUs or GPUs the job would not get, or not use."""
-    used = _gpus_used(subject)
     for role, asked in subject.roles.items():
         options, experiment = asked.options, subject.experiment
         exclusive = "exclusive" in options
@@ -161,16 +160,26 @@ def resources(subject: Subject) -> Iterator[Finding]:
                 "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site "
                 "profile",
             )
+    yield from _idle_gpus(subject)
+
+
+def _idle_gpus(subject: Subject) -> Iterator[Finding]:
+    """GPUs that nobody uses; roles of which the same is to be said are named together."""
+    used, on_cpus = _gpus_used(subject), subject.experiment.device == "cpu"
+    roles: dict[tuple[str, int, int], list[str]] = {}
+    for role, asked in subject.roles.items():
         if used.get(role) and asked.gpus_per_node > used[role]:
-            on_cpus = experiment.device == "cpu"
-            yield Finding(
-                "PH317",
-                "warning",
-                key_of(role, "gpus_per_node", experiment),
-                f"{role}: {asked.gpus_per_node} GPUs a node are asked for and "
-                + ("none is used, for device = cpu" if on_cpus else f"{used[role]} are used"),
-                "gpus_per_node = 0" if on_cpus else f"gpus_per_node = {used[role]}, or more ranks or engines a node",
-            )
+            key = key_of(role, "gpus_per_node", subject.experiment)
+            roles.setdefault((key, asked.gpus_per_node, used[role]), []).append(role)
+    for (key, num_asked, num_used), names in roles.items():
+        yield Finding(
+            "PH317",
+            "warning",
+            key,
+            f"{' and '.join(names)}: {num_asked} GPUs a node are asked for and "
+            + ("none is used, for device = cpu" if on_cpus else f"{num_used} are used"),
+            "gpus_per_node = 0" if on_cpus else f"gpus_per_node = {num_used}, or more ranks or engines a node",
+        )
 
 
 def _gpus_used(subject: Subject) -> dict[str, int]:

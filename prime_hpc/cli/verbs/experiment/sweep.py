@@ -95,7 +95,7 @@ def _status(argv: list[str], program: str) -> int:
     if "--json" in given:
         print_json({"sweep": str(sweep_dir), "points": [view.as_dict() for view in views]})
         return 0
-    print(f"sweep {sweep_dir.name} ({sweep_dir}): {len(views)} points, {counted(views)}")
+    print(f"sweep {sweep_dir.name} ({sweep_dir}): {_points(len(views))}, {counted(views)}")
     rows = [(*_cells(view), view.note.partition("\n")[0]) for view in views]
     _table(("POINT", "STATE", "STEP", "REWARD/LOSS", "ATT", "JOB", "NOTE"), rows, "--all" in given)
     return 0
@@ -208,7 +208,7 @@ def _print_report(report: "Report", given: Given, program: str) -> int:
     left = f"; left alone: {counted(report.left)}" if report.left else ""
     done = "would be sent" if dry else "run" if report.is_local else "sent"
     accepted = sum(len(part["points"]) for part in report.parts if not part.get("error"))
-    print(f"sweep {report.sweep.dir}: {len(report.sweep.current)} points, {accepted} {done}{left}")
+    print(f"sweep {report.sweep.dir}: {_points(len(report.sweep.current))}, {accepted} {done}{left}")
     for part in report.parts if not report.is_local else []:
         print(f"  {_part_text(part)}")
     if dry:
@@ -217,7 +217,7 @@ def _print_report(report: "Report", given: Given, program: str) -> int:
     _print_invalid(report, program)
     stopped = sum(view.state == "stopped" for view in report.left)
     if stopped and not dry:
-        print(f"  {stopped} stopped points go on with `prime-hpc sweep resume {report.sweep.dir}`")
+        print(f"  {stopped} stopped: `prime-hpc sweep resume {report.sweep.dir}` goes on with what was stopped")
     return report.code
 
 
@@ -233,12 +233,16 @@ def _print_invalid(report: "Report", program: str) -> None:
         print(f"{program}: invalid {one} {', '.join(names[:NAMED])}{more}: {reason}", file=sys.stderr)
 
 
+def _points(number: int) -> str:
+    return f"{number} point{'' if number == 1 else 's'}"
+
+
 def _part_text(part: dict[str, Any]) -> str:
     """One array or job, for people."""
     after = f", after job {', '.join(part['after'])}" if part["after"] else ""
     if part["kind"] == "array":
         rate = f", {part['throttle']} at a time" if part["throttle"] else ""
-        text = f"{len(part['points'])} points ({part['array']}){rate}{after}"
+        text = f"{_points(len(part['points']))} ({part['array']}){rate}{after}"
     else:
         text = f"{part['names'][0]} ({part['layout']}, lane {part['lane']}){after}"
     if part.get("error"):

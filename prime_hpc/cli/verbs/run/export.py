@@ -77,6 +77,7 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     options = ["--dtype", values["--dtype"]] if "--dtype" in values else []
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.weights.merge_lora"]
     command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
+    print(f"merging version {version} into {experiment.model.name}", file=sys.stderr, flush=True)  # torch takes a while
     return subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
 
 
