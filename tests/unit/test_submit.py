@@ -17,7 +17,7 @@ from prime_hpc.config.site import GENERIC
 from prime_hpc.launch import local, submission
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
-from prime_hpc.slurm import client, queue, sbatch_errors, submission_record
+from prime_hpc.slurm import client, sbatch_errors, submission_record
 from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
@@ -161,9 +161,7 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
 
 
 def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = queue.send.__kwdefaults__
-    assert defaults is not None and "timeout_s" in defaults
-    monkeypatch.setattr(queue.send, "__kwdefaults__", {**defaults, "timeout_s": 6.0})
+    monkeypatch.setattr("prime_hpc.slurm.executors.SBATCH_TIMEOUT_S", 6.0)
 
 
 def test_a_hanging_sbatch_that_took_the_job(
