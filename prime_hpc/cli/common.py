@@ -108,6 +108,11 @@ def parse(verb: str, argv: list[str], action: str = "") -> Given:
     return Given(words, flags, " ".join(["prime-hpc", verb, spec.usage, *shown]), repeated)
 
 
+def say(text: str) -> None:
+    """One line on standard error, at once: what goes on meanwhile."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))

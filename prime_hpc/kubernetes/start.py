@@ -63,6 +63,8 @@ class Steps:
             with self._lock:
                 self._connections.append(connection)
             say(connection, self._order)
+            if self._ending.is_set():  # told so before this connection was there to be told
+                say(connection, {"what": "end"})
             code = UNREACHABLE
             for message in messages(connection):
                 if "out" in message:

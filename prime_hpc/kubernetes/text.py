@@ -1,7 +1,6 @@
 """The objects of a run as text: one YAML stream for kubectl, or a Helm chart."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,24 @@ from prime_hpc import __version__
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.kubernetes.manifests import Manifest, Values, manifests
-from prime_hpc.kubernetes.placement import SUPERVISOR, components_of, for_pods, object_name, section_of
+from prime_hpc.kubernetes.placement import components_of, for_pods, object_name, section_of
 
 _MARK = re.compile(r"""["']?@@([^@]+)@@["']?""")
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """The mark that stands in a template until the chart's expression takes its place."""
-
-    expression: str
-
-    def __str__(self) -> str:
-        return f"@@{self.expression}@@"
+_IN_VALUES = {
+    "image": "image",
+    "image_pull_secrets": "imagePullSecrets",
+    "node_selector": "nodeSelector",
+    "tolerations": "tolerations",
+    "security_context": "securityContext",
+    "container_security_context": "containerSecurityContext",
+    "env_from": "envFrom",
+    "storage": "storage",
+    "storage_class": "storageClassName",
+    "shared_memory": "sharedMemory",
+}
+"""Field of `Values` -> its name in the chart's values.yaml."""
 
 
 def yaml_stream(objects: list[Manifest]) -> str:
@@ -62,33 +66,12 @@ def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
         raise ConfigError(Problem(f"{folder} holds something else than a chart; name a new folder", "--chart"))
     section, components = section_of(experiment), components_of(for_pods(experiment))
     stated = Values.of(section, components, "")
-    values = {
-        "image": stated.image,
-        "imagePullSecrets": stated.image_pull_secrets,
-        "nodeSelector": stated.node_selector,
-        "tolerations": stated.tolerations,
-        "securityContext": stated.security_context,
-        "containerSecurityContext": stated.container_security_context,
-        "envFrom": stated.env_from,
-        "storage": stated.storage,
-        "storageClassName": stated.storage_class,
-        "sharedMemory": stated.shared_memory,
-        "resources": dict(stated.resources),
-    }
-    names = [SUPERVISOR, *(component.name for component in components if component.name != SUPERVISOR)]
+    values = {name: getattr(stated, field) for field, name in _IN_VALUES.items()}
+    values["resources"] = dict(stated.resources)
     references = Values(
-        image=_value("image"),
-        image_pull_secrets=_value("imagePullSecrets"),
-        node_selector=_value("nodeSelector"),
-        tolerations=_value("tolerations"),
-        security_context=_value("securityContext"),
-        container_security_context=_value("containerSecurityContext"),
-        env_from=_value("envFrom"),
-        key=str(_Reference("randAlphaNum 40 | toJson")),
-        storage=_value("storage"),
-        storage_class=_value("storageClassName"),
-        shared_memory=_value("sharedMemory"),
-        resources={name: _value(f"resources.{name}") for name in names},
+        **{field: _mark(f".Values.{name}") for field, name in _IN_VALUES.items()},
+        key=_mark("randAlphaNum 40"),
+        resources={name: _mark(f".Values.resources.{name}") for name in stated.resources},
     )
     about = {
         "apiVersion": "v2",
@@ -113,8 +96,9 @@ def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _value(path: str) -> str:
-    return str(_Reference(f".Values.{path} | toJson"))
+def _mark(expression: str) -> str:
+    """Return what stands in a template until the chart's expression takes its place."""
+    return f"@@{expression} | toJson@@"
 
 
 def _template(manifest: Manifest) -> str:

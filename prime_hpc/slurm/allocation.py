@@ -5,10 +5,8 @@ Variables as Slurm sets them in the batch step (sbatch(1), heterogeneous_jobs): 
 under `SLURM_JOB_NODELIST_HET_GROUP_<i>`, a homogeneous one its only list under `SLURM_JOB_NODELIST`.
 """
 
-import contextlib
 import os
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +15,7 @@ from loguru import logger
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import expand_hosts
+from prime_hpc.slurm.times import parse_time
 
 _END = re.compile(r"\bEndTime=(\S+)")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -144,8 +143,4 @@ def _end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
 
 def parse_end_time(text: str) -> float | None:
     """Epoch seconds of `EndTime=` in `scontrol show job`, of a het job the earliest; None where there is no limit."""
-    ends = []
-    for stated in _END.findall(text):
-        with contextlib.suppress(ValueError):  # Unknown, None, N/A
-            ends.append(time.mktime(time.strptime(stated, "%Y-%m-%dT%H:%M:%S")))
-    return min(ends, default=None)
+    return min((end for stated in _END.findall(text) if (end := parse_time(stated)) is not None), default=None)

@@ -16,6 +16,7 @@ from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.tied_process import tied
 
 TIMEOUT_S = 30.0
+SBATCH_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 20.0
 """Of a question that somebody waits for at the terminal."""
 COMMENT_PREFIX = "prime-hpc:"

@@ -4,7 +4,7 @@ submitit's own SlurmExecutor writes a script for one homogeneous srun and asks s
 `render`, and asks squeue, then sacct, then the run directory. What submitit offers on a job works: `state`, `done()`,
 `wait()`, `result()` (the job's exit code), `stdout()`, `cancel()`.
 
-    executor = PackedSlurmExecutor(run_dir, text)
+    executor = RunExecutor(run_dir, text)
     job = executor.submit(local_job, str(run_dir), {})
 """
 
@@ -12,22 +12,21 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit.core import core, utils
 from submitit.slurm import slurm
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.site import has_accounting
-from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import SBATCH_TIMEOUT_S, SlurmError, on_cluster, run_slurm, sbatch_answer
 from prime_hpc.slurm.jobs import ENDED, history, jobs
 from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import read_rows
 
-SBATCH_TIMEOUT_S = 60.0
 SUBMITIT_FOLDER = Path("logs") / "submitit"
 LOST = "LOST"
 """State of a job of which Slurm, the accounting and the run directory know nothing (any more). Not one of Slurm's."""
@@ -106,13 +105,10 @@ def state_of_forgotten(job_id: str, run_dir: Path | None) -> str:
 class SubmittedPaths(utils.JobPaths):
     """submitit's paths, with the log where ours is: `<run_dir>/logs/slurm-<job id>.out`."""
 
-    log: Path | None = None
-    """Its place, if elsewhere."""
-
     @property
     def stdout(self) -> Path:
         """The job's log, standard error included."""
-        return self.log or self._folder.parent / f"slurm-{self.job_id}.out"
+        return self._folder.parent / f"slurm-{self.job_id}.out"
 
     @property
     def result_pickle(self) -> Path:
@@ -125,18 +121,16 @@ class RunJob(slurm.SlurmJob[Any]):
 
     watcher = RunWatcher()
 
-    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), log: Path | None = None) -> None:
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
         """As submitit's.
 
         Args:
             folder: `<run_dir>/logs/submitit`.
             job_id: Slurm's, of an array's task `ID_k`.
             tasks: always the one process that runs the supervisor.
-            log: where the job's log is if not in `<run_dir>/logs`.
         """
         super().__init__(folder, job_id, tasks)
         self._paths = SubmittedPaths(folder, job_id=job_id, task_id=0)
-        self._paths.log = log
         self.watcher.run_dirs[job_id] = Path(folder).parent.parent
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
@@ -164,8 +158,8 @@ class RunJob(slurm.SlurmJob[Any]):
                 raise
 
 
-class _RunExecutor(slurm.SlurmExecutor):
-    """Sends one rendered script; the common part of the two layouts."""
+class RunExecutor(slurm.SlurmExecutor):
+    """Sends one rendered script, of whichever layout."""
 
     job_class = RunJob
 
@@ -176,7 +170,6 @@ class _RunExecutor(slurm.SlurmExecutor):
         *,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = SBATCH_TIMEOUT_S,
     ) -> None:
         """Make ready to send.
 
@@ -185,14 +178,12 @@ class _RunExecutor(slurm.SlurmExecutor):
             text: of `render_job`.
             options: of sbatch, over those in the script, e.g. `--dependency=afternotok:12`.
             environment: variables that the job gets besides this process's.
-            timeout_s: deadline of sbatch.
         """
         super().__init__(submitit_folder(directory))
         self._directory = directory
         self._text = text
         self._options = list(options)
         self._extra = dict(environment or {})
-        self._timeout_s = timeout_s
         self.cluster: str | None = None
         """Name of the cluster that took the job, where it is another than this one."""
 
@@ -228,7 +219,9 @@ class _RunExecutor(slurm.SlurmExecutor):
             file.write(self._make_submission_file_text("", ""))
         temporary.replace(script)
         Path(self.folder).mkdir(parents=True, exist_ok=True)  # also `logs`, without which Slurm has no log
-        answer = run_slurm(self._make_submission_command(script), self._timeout_s, extra=self._extra, dies_with_us=True)
+        answer = run_slurm(
+            self._make_submission_command(script), SBATCH_TIMEOUT_S, extra=self._extra, dies_with_us=True
+        )
         job_id, self.cluster = sbatch_answer(answer)
         return job_id
 
@@ -237,19 +230,14 @@ class _RunExecutor(slurm.SlurmExecutor):
             raise ConfigError("one script is one job; an array is made by `submit_points`")
         return core.PicklingExecutor._internal_process_submissions(self, delayed_submissions)
 
-
-class PackedSlurmExecutor(_RunExecutor):
-    """One homogeneous job, or an array of them."""
-
-    def submit_points(self, points: Mapping[int, Path], log: Callable[[str, int], Path] | None = None) -> list[RunJob]:
-        """Submit a script with `--array`; one job an index.
+    def submit_points(self, points: Mapping[int, Path]) -> list[RunJob]:
+        """Submit a homogeneous script with `--array` (Slurm has no arrays of het jobs); one job an index.
 
         submitit's `submit_array` pickles a function a task; here the task's index alone says what it runs, so that
         thousands of points cost one file.
 
         Args:
             points: array index -> run directory.
-            log: job id and index -> the task's log, where it is not `<run_dir>/logs/slurm-<ID_k>.out`.
 
         Returns:
             jobs `ID_k`, in the order of `points`.
@@ -258,30 +246,4 @@ class PackedSlurmExecutor(_RunExecutor):
             SlurmError: sbatch refuses, hangs or is missing.
         """
         job_id = self._send()
-        return [
-            RunJob(submitit_folder(run_dir), f"{job_id}_{index}", log=log(job_id, index) if log else None)
-            for index, run_dir in points.items()
-        ]
-
-
-class HetSlurmExecutor(_RunExecutor):
-    """One heterogeneous job. Slurm has no arrays of them."""
-
-    def submit_points(self, points: Mapping[int, Path]) -> list[RunJob]:
-        """Refuse.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(Problem("Slurm refuses arrays of het jobs; submit the points in lanes", "slurm.layout"))
-
-
-_EXECUTORS: dict[str, type[PackedSlurmExecutor] | type[HetSlurmExecutor]] = {
-    "packed": PackedSlurmExecutor,
-    "het": HetSlurmExecutor,
-}
-
-
-def executor_class(layout: str) -> type[PackedSlurmExecutor] | type[HetSlurmExecutor]:
-    """Return the executor of a layout (`packed` or `het`)."""
-    return _EXECUTORS[layout]
+        return [RunJob(submitit_folder(run_dir), f"{job_id}_{index}") for index, run_dir in points.items()]

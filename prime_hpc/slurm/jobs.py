@@ -293,27 +293,35 @@ def _said(text: str) -> str:
 
 
 def _sacct(which: list[str], timeout_s: float) -> list[HistoryRow]:
-    """Rows of the accounting; empty where there is none, or where it does not answer: nothing may depend on it."""
-    fields = ["JobID", "State", "ExitCode", "Start", "End", "NodeList", "Comment"]
+    fields = ("JobID", "State", "ExitCode", "Start", "End", "NodeList", "Comment")
+    return [
+        HistoryRow(
+            job_id=row["JobID"],
+            state=(row["State"].split() or ["UNKNOWN"])[0],  # `CANCELLED by 1000`
+            exit_code=row["ExitCode"],
+            start=parse_time(row["Start"]),
+            end=parse_time(row["End"]),
+            nodes="" if row["NodeList"] == "None assigned" else row["NodeList"],
+            comment=row["Comment"],
+        )
+        for row in sacct_rows(which, fields, timeout_s) or ()
+        if row["JobID"]
+    ]
+
+
+def sacct_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]] | None:
+    """Rows of the accounting, one a life of a job or of a component; None where there is none, or where it does not
+    answer: nothing may depend on it.
+
+    Args:
+        which: options that choose the jobs.
+        fields: of sacct.
+        timeout_s: deadline.
+    """
     argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
     try:
         text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
     except SlurmError:
-        return []
-    rows = []
-    for line in text.splitlines():
-        values = line.split(SEPARATOR)
-        if len(values) == len(fields) and values[0]:
-            row = dict(zip(fields, values, strict=True))
-            rows.append(
-                HistoryRow(
-                    job_id=row["JobID"],
-                    state=(row["State"].split() or ["UNKNOWN"])[0],  # `CANCELLED by 1000`
-                    exit_code=row["ExitCode"],
-                    start=parse_time(row["Start"]),
-                    end=parse_time(row["End"]),
-                    nodes="" if row["NodeList"] == "None assigned" else row["NodeList"],
-                    comment=row["Comment"],
-                )
-            )
-    return rows
+        return None
+    cells = (line.split(SEPARATOR) for line in text.splitlines())
+    return [dict(zip(fields, values, strict=True)) for values in cells if len(values) == len(fields)]

@@ -13,8 +13,6 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.gpu_split import assign_gpus
 from prime_hpc.slurm.options import Options, RoleOptions, SlurmRole, merge, needs_het, num_env_nodes, resolve
 
-PlacedRole = Literal["inference", "teacher", "orchestrator", "trainer"]
-
 
 @dataclass(frozen=True)
 class LayoutRow:
@@ -60,7 +58,7 @@ class Component:
 class RoleGroup:
     """One supervised role: where it runs. A step of its own in the job."""
 
-    role: PlacedRole
+    role: SlurmRole
     index: int
     """Of a group of engines the server's, else 0."""
     component: int

@@ -11,7 +11,15 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, COMMENT_PREFIX, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import (
+    ASK_TIMEOUT_S,
+    COMMENT_PREFIX,
+    SBATCH_TIMEOUT_S,
+    SlurmError,
+    on_cluster,
+    run_slurm,
+    sbatch_answer,
+)
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.sbatch_errors import (
@@ -35,7 +43,6 @@ from prime_hpc.store.run_dirs import SubmissionRecord, read_record, read_rows
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SBATCH_TIMEOUT_S = 60.0
 _AT_REST = ("completed", "failed", "stopped", "interrupted")
 """Outcomes after which a run does not come back by itself (as far as its own directory knows)."""
 
@@ -215,7 +222,7 @@ def resolve_pending_submission(run_dir: Path) -> JobInfo | None:
         successor = found[1].job_id if len(found) > 1 else None
         write_record(run_dir, state="sent", job_id=found[0].job_id, successor=successor)
         return next((info for info in found if info.is_active), None)
-    if has_accounting(run_dir) and (ended := forgotten_job_of(token, sent, str(run_dir), "name")):
+    if has_accounting(run_dir) and (ended := forgotten_job_of(token, sent)):
         write_record(run_dir, state="sent", job_id=ended)
         return None
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sent))
@@ -232,10 +239,9 @@ def send(
     command: list[str],
     function: Callable[[str, dict[str, str | None]], int],
     options: Sequence[str] = (),
-    timeout_s: float = SBATCH_TIMEOUT_S,
     other: str | None = None,
 ) -> str:
-    """Submit a rendered script through submitit; the caller holds `records.submitting`.
+    """Submit a rendered script through submitit; the caller holds `submitting`.
 
     Args:
         directory: the run directory.
@@ -245,7 +251,6 @@ def send(
         command: as it was typed, for the record.
         function: that the job is for submitit: (run directory, environment) -> exit code.
         options: of sbatch, over the script's.
-        timeout_s: deadline of sbatch.
         other: cluster of the site that it goes to; None: this one.
 
     Returns:
@@ -256,18 +261,12 @@ def send(
         SlurmRefused: it did not answer.
         ConfigError: the run directory cannot be written.
     """
-    from prime_hpc.slurm.executors import executor_class
+    from prime_hpc.slurm.executors import RunExecutor
 
     more = {"cluster": cluster_name(), "other_cluster": other}
     try:
         open_record(directory, token=token, state="sending", command=command, layout=layout, **more)
-        executor = executor_class(layout)(
-            directory,
-            text,
-            options=options,
-            environment=submission_environment(directory, token),
-            timeout_s=timeout_s,
-        )
+        executor = RunExecutor(directory, text, options=options, environment=submission_environment(directory, token))
         with on_cluster(other):
             job_id = str(executor.submit(function, str(directory), {}).job_id)
         if executor.cluster is not None:

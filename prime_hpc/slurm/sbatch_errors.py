@@ -174,30 +174,19 @@ def jobs_of_cut_off_submit(token: str, sent: float, subject: str, key: str) -> l
             found = find_by_token(token, ASK_TIMEOUT_S)
         return found
     except SlurmError as error:
-        raise _cannot_be_asked(subject, key, error) from error
+        raise SlurmRefused(
+            Problem(
+                f"{subject}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; nothing "
+                f"was changed. {error}",
+                key,
+            )
+        ) from error
 
 
-def forgotten_job_of(token: str, sent: float, subject: str, key: str) -> str | None:
-    """Return the id, from the accounting, of a job that the controller has forgotten; arguments as above.
-
-    Raises:
-        SlurmRefused: the accounting cannot be asked.
-    """
-    try:
-        rows = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
-    except SlurmError as error:
-        raise _cannot_be_asked(subject, key, error) from error
+def forgotten_job_of(token: str, sent: float) -> str | None:
+    """Return the id, where the accounting answers, of a job that the controller has forgotten; arguments as above."""
+    rows = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
     return rows[0].job_id.partition("+")[0] if rows else None
-
-
-def _cannot_be_asked(subject: str, key: str, error: SlurmError) -> SlurmRefused:
-    return SlurmRefused(
-        Problem(
-            f"{subject}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; nothing "
-            f"was changed. {error}",
-            key,
-        )
-    )
 
 
 def note(text: str) -> None:

@@ -128,7 +128,7 @@ def escape_pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-def restart_mode(experiment: Experiment, site: SiteConfig, placement: Placement) -> "Mode":
+def restart_mode(experiment: Experiment, site: SiteConfig, placement: Placement) -> Mode:
     """How the job comes back: what was asked, or what the site and the partitions of its batch component allow.
 
     Args:

@@ -40,7 +40,7 @@ def new_token() -> str:
 
 
 def cluster_of(run_dir: Path) -> str | None:
-    """Return the other cluster of the site that a run was sent to, for `observe.slurm.on_cluster`; None: this one."""
+    """Return the other cluster of the site that a run was sent to, for `client.on_cluster`; None: this one."""
     other = (read_record(run_dir) or SubmissionRecord()).get("other_cluster")
     return None if other is None or other == cluster_name() else str(other)
 

@@ -15,6 +15,7 @@ from loguru import logger
 from prime_hpc.slurm.allocation import parse_end_time
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.slurm.times import parse_time
 
 END_TIMEOUT_S = 5.0
 LIMIT_SLACK_S = 15.0
@@ -214,10 +215,8 @@ def _is_lost(node: str, since: float, silent_end: bool) -> bool:
     words = {word.rstrip(_SUFFIXES) for word in state.split("+")}
     if "*" in state or words & _DOWN or (words & _SWITCHED_OFF and not silent_end):  # `*`: it does not answer
         return True
-    try:
-        started = time.mktime(time.strptime(field(node, "SlurmdStartTime"), "%Y-%m-%dT%H:%M:%S"))
-        booted = time.mktime(time.strptime(field(node, "BootTime"), "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:  # `None`: the node never registered
+    started, booted = parse_time(field(node, "SlurmdStartTime")), parse_time(field(node, "BootTime"))
+    if started is None or booted is None:  # the node never registered
         return False
     # a slurmd alone may be restarted under a running job: nothing is lost by that, unless the job says so
     return booted > since or (started > since and silent_end)

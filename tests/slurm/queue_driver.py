@@ -16,7 +16,7 @@ from submitit.core.core import Job
 from submitit.core.utils import UncompletedJobError
 
 from prime_hpc.launch.job import local_job
-from prime_hpc.slurm.executors import HetSlurmExecutor, PackedSlurmExecutor, RunJob
+from prime_hpc.slurm.executors import RunExecutor, RunJob
 from prime_hpc.slurm.jobs import find_by_token, job
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.submission_record import new_token, open_record, write_record
@@ -73,21 +73,21 @@ def results(folder: Path) -> dict[str, Any]:
 
     one = folder_of("packed run")
     text = script(one, f"echo packed $SLURM_JOB_NUM_NODES\n{leave_result(one)}", header="-N2")
-    made["packed"] = PackedSlurmExecutor(one, text).submit(local_job, str(one), {})
+    made["packed"] = RunExecutor(one, text).submit(local_job, str(one), {})
     two = folder_of("het")
     parts = "#SBATCH -N1\n#SBATCH hetjob\n#SBATCH -N1 --mem=100 --comment=prime-hpc:t"
     text = script(two, f"srun --het-group=0,1 hostname\n{leave_result(two)}", parts=parts)
-    made["het"] = HetSlurmExecutor(two, text).submit(local_job, str(two), {})
+    made["het"] = RunExecutor(two, text).submit(local_job, str(two), {})
     three = folder_of("failed")
-    made["failed"] = PackedSlurmExecutor(three, script(three, "echo no; exit 3")).submit(local_job, str(three), {})
+    made["failed"] = RunExecutor(three, script(three, "echo no; exit 3")).submit(local_job, str(three), {})
     four = folder_of("killed")
-    made["killed"] = PackedSlurmExecutor(four, script(four, "echo gone; kill -9 $$")).submit(local_job, str(four), {})
+    made["killed"] = RunExecutor(four, script(four, "echo gone; kill -9 $$")).submit(local_job, str(four), {})
     five = folder_of("array")
     text = script(five, leave_result(five), header="--array=1-3%2").replace("%j", "%A_%a")
-    points = PackedSlurmExecutor(five, text).submit_points(dict.fromkeys([1, 2, 3], five))
+    points = RunExecutor(five, text).submit_points(dict.fromkeys([1, 2, 3], five))
     made |= {f"point {number}": point for number, point in enumerate(points, 1)}
     six = folder_of("cancelled")
-    made["cancelled"] = PackedSlurmExecutor(six, script(six, "sleep 60"), options=["--begin=now+1hour"]).submit(
+    made["cancelled"] = RunExecutor(six, script(six, "sleep 60"), options=["--begin=now+1hour"]).submit(
         local_job, str(six), {}
     )
     waiting = made["cancelled"].state
@@ -108,9 +108,8 @@ def successor(folder: Path) -> dict[str, Any]:
         (own / "logs").mkdir(parents=True)
         text = script(own, body, parts=parts, token=token)
         open_record(own, token=token, state="sent", command=["x"], layout="packed", cluster=None)
-        kind = HetSlurmExecutor if parts else PackedSlurmExecutor
         # it waits a little, so that the second is queued before the first has ended
-        first = kind(own, text, options=["--begin=now+2"]).submit(local_job, str(own), {}).job_id
+        first = RunExecutor(own, text, options=["--begin=now+2"]).submit(local_job, str(own), {}).job_id
         write_record(own, job_id=first)
         second = queue_successor(own, first, is_first=True)
         again = queue_successor(own, first)

@@ -14,7 +14,7 @@ from loguru import logger
 from prime_hpc.slurm import client, job_scripts, probe_site, sbatch_errors, termination
 from prime_hpc.slurm import jobs as slurm_jobs
 from prime_hpc.slurm.allocation import parse_end_time, read_allocation
-from prime_hpc.slurm.executors import PackedSlurmExecutor
+from prime_hpc.slurm.executors import RunExecutor
 from prime_hpc.slurm.termination import JobLog, field, parse_termination, parse_words
 from prime_hpc.slurm.times import parse_time
 from prime_hpc.supervisor.attempt.lost_batch_host import batch_host_state
@@ -263,7 +263,7 @@ def test_refusals(answers: dict[str, dict[str, Any]], monkeypatch: pytest.Monkey
         assert problem.key == key and answers[name]["stderr"].split(": ")[-1].strip().split("\n")[0] in problem.message
     else:
         assert name == "too many nodes", "whether it is queued all the same differs"
-        assert PackedSlurmExecutor._get_job_id_from_submission_command(text).isdigit()
+        assert RunExecutor._get_job_id_from_submission_command(text).isdigit()
 
 
 def test_srun_that_makes_no_step_is_no_nodes_fault(answers: dict[str, dict[str, Any]]) -> None:

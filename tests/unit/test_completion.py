@@ -40,6 +40,15 @@ def offered(line: str) -> tuple[str, list[str]]:
     return directives, [word.partition("\t")[0] for word in words]
 
 
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_every_program_is_completed(shell: str) -> None:
+    programs = {verb for verb, spec in cli.VERBS.items() if spec.is_entrypoint} - {"eval"}  # a builtin of the shells
+    line = next(
+        line for line in SCRIPTS[shell].splitlines() if line.startswith(("complete -F", "#compdef", "for prog"))
+    )
+    assert programs <= set(line.split())
+
+
 def test_flags_are_taken_apart_as_the_table_states_them() -> None:
     by_name = {name: flag for flag in cli.VERBS["logs"].flags for name in flag.names}
     assert {name for name, flag in by_name.items() if flag.takes_value} == {

@@ -15,10 +15,8 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.slurm.client import SlurmError, sbatch_answer
 from prime_hpc.slurm.executors import (
     LOST,
-    HetSlurmExecutor,
-    PackedSlurmExecutor,
+    RunExecutor,
     RunJob,
-    executor_class,
     state_of_forgotten,
     submitit_folder,
 )
@@ -46,8 +44,8 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-def submitted(run_dir: Path, text: str = SCRIPT, kind: Any = PackedSlurmExecutor) -> RunJob:
-    job = kind(run_dir, text).submit(local_job, str(run_dir), {})
+def submitted(run_dir: Path, text: str = SCRIPT) -> RunJob:
+    job = RunExecutor(run_dir, text).submit(local_job, str(run_dir), {})
     assert isinstance(job, RunJob)
     return job
 
@@ -56,16 +54,16 @@ def leave_result(job: RunJob, code: int) -> None:
     job.paths.result_pickle.write_text(json.dumps(["success", code]))
 
 
-@pytest.mark.parametrize(("kind", "text"), [(PackedSlurmExecutor, SCRIPT), (HetSlurmExecutor, HET)])
-def test_from_waiting_to_the_result(fake: FakeSlurm, run_dir: Path, kind: Any, text: str) -> None:
-    job = submitted(run_dir, text, kind)
+@pytest.mark.parametrize("text", [SCRIPT, HET])
+def test_from_waiting_to_the_result(fake: FakeSlurm, run_dir: Path, text: str) -> None:
+    job = submitted(run_dir, text)
     assert (job.job_id, job.num_tasks, job.state) == ("100", 1, "PENDING")
     assert (run_dir / "job.sbatch").read_text() == text
     assert job.submission().args == (str(run_dir), {})
     assert not job.done(force_check=True) and job.stdout() is None
     fake.change("100", state="RUNNING", nodes="n[1-2]")
     time.sleep(0.01)  # submitit ignores a forced look within a millisecond of the last
-    assert job.get_info()["NodeList"] == ("n[1-2],n[1-2]" if kind is HetSlurmExecutor else "n[1-2]")
+    assert job.get_info()["NodeList"] == ("n[1-2],n[1-2]" if text is HET else "n[1-2]")
     job.paths.stdout.write_text("hello\n")
     assert job.paths.stdout == run_dir / "logs" / "slurm-100.out" and job.stdout() == "hello\n"
     leave_result(job, 0)
@@ -139,26 +137,23 @@ def test_an_array(fake: FakeSlurm, tmp_path: Path) -> None:
     points = {index: tmp_path / f"p{index}" for index in range(3)}
     for path in points.values():
         submitit_folder(path).mkdir(parents=True)
-    executor = PackedSlurmExecutor(tmp_path / "sweep", text)
+    executor = RunExecutor(tmp_path / "sweep", text)
     (tmp_path / "sweep").mkdir()
-    made = executor.submit_points(points, log=lambda job_id, index: tmp_path / "sweep" / f"{job_id}_{index}.out")
+    made = executor.submit_points(points)
     assert [job.job_id for job in made] == ["100_0", "100_1", "100_2"] and len(fake.calls("sbatch")) == 1
     assert [job.state for job in made] == ["PENDING"] * 3
-    assert made[1].paths.stdout == tmp_path / "sweep" / "100_1.out"
     leave_result(made[1], 0)
     assert [job.done() for job in made] == [False, True, False]
 
 
-def test_arrays_of_het_jobs_and_of_functions_are_refused(fake: FakeSlurm, run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="in lanes"):
-        HetSlurmExecutor(run_dir, HET).submit_points({0: run_dir})
+def test_arrays_of_functions_are_refused(fake: FakeSlurm, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="submit_points"):
-        PackedSlurmExecutor(run_dir, SCRIPT).map_array(local_job, ["a", "b"], [{}, {}])
+        RunExecutor(run_dir, SCRIPT).map_array(local_job, ["a", "b"], [{}, {}])
     assert fake.jobs() == []
 
 
 def test_options_and_environment_reach_sbatch(fake: FakeSlurm, run_dir: Path) -> None:
-    executor = PackedSlurmExecutor(
+    executor = RunExecutor(
         run_dir, SCRIPT, options=["--dependency=afterany:7"], environment={"PRIMEHPC_SUBMISSION": "t /d"}
     )
     executor.submit(local_job, str(run_dir), {})
@@ -171,12 +166,12 @@ def test_options_and_environment_reach_sbatch(fake: FakeSlurm, run_dir: Path) ->
     [("12", "12"), ("12;cluster", "12"), ("site: hello\n12\n", "12")],
 )
 def test_answers_of_sbatch(answer: str, job_id: str) -> None:
-    assert PackedSlurmExecutor._get_job_id_from_submission_command(answer) == job_id
+    assert RunExecutor._get_job_id_from_submission_command(answer) == job_id
 
 
 def test_an_answer_that_is_none() -> None:
     with pytest.raises(SlurmError, match="holds no job id: 'queued, thanks'"):
-        PackedSlurmExecutor._get_job_id_from_submission_command(b"queued, thanks\n")
+        RunExecutor._get_job_id_from_submission_command(b"queued, thanks\n")
 
 
 def test_cancel(fake: FakeSlurm, run_dir: Path) -> None:
@@ -187,10 +182,6 @@ def test_cancel(fake: FakeSlurm, run_dir: Path) -> None:
     job.cancel(check=False)
     with pytest.raises(SlurmError):
         job.cancel()
-
-
-def test_the_executor_of_a_layout() -> None:
-    assert executor_class("het") is HetSlurmExecutor and executor_class("packed") is PackedSlurmExecutor
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ import errno
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import yaml
 
 from prime_hpc.cli import main
 from prime_hpc.config import ConfigError, Experiment, load_experiment
-from prime_hpc.kubernetes import connection, pod
+from prime_hpc.kubernetes import connection, pod, start
 from prime_hpc.kubernetes.manifests import Manifest, manifests
 from prime_hpc.kubernetes.placement import PODS, read_nodes
 from prime_hpc.kubernetes.text import write_chart, yaml_stream
@@ -284,6 +286,26 @@ def test_a_newer_attempt_ends_the_older_ones_agents_and_over_ends_the_pod(served
         connection.say(end, {"what": "over"})
         assert next(connection.messages(end)) == {"over": True}
     assert served.wait(timeout=20) == 0
+
+
+def test_an_end_that_comes_while_a_pod_is_reached_reaches_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    steps = start.Steps("key", {"what": "start"})
+
+    def connect(_host: str, _key: str) -> socket.socket:
+        steps.end(signal.SIGTERM, None)
+        theirs.settimeout(10.0)
+        return ours
+
+    monkeypatch.setattr(start, "connect", connect)
+    with theirs, ours:
+        thread = threading.Thread(target=steps.run, args=(["a"],), daemon=True)
+        thread.start()
+        orders = connection.messages(theirs)
+        assert [next(orders)["what"] for _ in range(2)] == ["start", "end"]
+        connection.say(theirs, {"code": 0})
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 def test_a_pod_that_nobody_comes_to_gives_its_gpus_back() -> None:

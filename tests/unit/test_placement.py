@@ -14,7 +14,6 @@ from prime_hpc.runtime.role_context import INFERENCE_URLS
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.options import gres_gpus, parse_mem_mib, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, choose_layout, place_slurm
-from prime_hpc.slurm.times import format_time, parse_time_s
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs
 from prime_hpc.supervisor.roles.slurm_step import StepSpec, http_port
 
@@ -380,34 +379,6 @@ def test_a_run_on_cpus_asks_for_no_gpu_that_nobody_stated() -> None:
 )
 def test_gpus_of_a_gres_request(text: str, count: int) -> None:
     assert gres_gpus(text) == count
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("01:00:00", 3600),
-        ("2-0", 172800),
-        ("1-12:30", 131400),
-        ("1-00:00:01", 86401),
-        ("UNLIMITED", None),
-        ("0", 0),
-    ],
-)
-def test_times_as_slurm_reads_them(text: str, seconds: int | None) -> None:
-    assert parse_time_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "1-", "-5", "12.5"])
-def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no time"):
-        parse_time_s(text)
-
-
-@given(st.integers(0, 10**7))
-def test_times_go_round(seconds: int) -> None:
-    assert parse_time_s(format_time(seconds)) == seconds
 
 
 def test_memory_sizes() -> None:

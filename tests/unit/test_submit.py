@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from prime_hpc.config.site import GENERIC
 from prime_hpc.launch import local, submission
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
-from prime_hpc.slurm import client, queue, sbatch_errors, submission_record
+from prime_hpc.slurm import client, sbatch_errors, submission_record
 from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
@@ -161,9 +160,7 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
 
 
 def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = queue.send.__kwdefaults__
-    assert defaults is not None and "timeout_s" in defaults
-    monkeypatch.setattr(queue.send, "__kwdefaults__", {**defaults, "timeout_s": 6.0})
+    monkeypatch.setattr("prime_hpc.slurm.executors.SBATCH_TIMEOUT_S", 6.0)
 
 
 def test_a_hanging_sbatch_that_took_the_job(
@@ -428,53 +425,6 @@ def test_another_users_run_is_refused_before_the_queue(fake: FakeSlurm, config: 
     with pytest.raises(ConfigError, match=r"belongs to another user .*uid 12345.*choose another --name"):
         submit(load(config, "--ckpt.resume-step", "latest"))
     assert len(fake.jobs()) == 1 and sorted(path.name for path in run_dir(config).iterdir()) == before
-
-
-def test_following_a_job(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(submission, "FOLLOW_POLL_S", 0.02)
-    monkeypatch.setattr(submission, "ASK_EVERY_S", 0.1)
-    log = run_dir(config) / "logs" / "slurm-100.out"
-
-    def life() -> None:
-        wait_for((run_dir(config) / "submit.json").exists)
-        wait_for(lambda: len(fake.calls("squeue")) > 1)
-        fake.change("100", state="RUNNING", nodes="n1")
-        log.write_text("first words\n")
-        fake.behave("squeue", code=1, stderr="Unable to contact slurm controller")  # it restarts
-        with log.open("a") as file:
-            file.write("last words\n")
-        fake.behave("squeue")
-        fake.change("100", state="COMPLETED")
-
-    thread = threading.Thread(target=life)
-    thread.start()
-    assert submit(load(config), follow=True) == 0
-    thread.join()
-    out = capsys.readouterr().out
-    assert out.count("first words") == 1 and out.count("last words") == 1
-    assert "job 100 has ended: COMPLETED" in out
-    fake.change("100", state="FAILED")
-    assert submission.follow_job("100", log) == 1
-    fake.forget("100")
-    ended(config, "completed")
-    assert submission.follow_job("100", log) == 0, "Slurm forgot it; the run directory knows"
-
-
-def test_an_interrupted_follower_leaves_the_job_alone(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(log: Path, offset: int) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(submission, "_copy", interrupt)
-    assert submit(load(config), follow=True) == 130
-    assert "job 100 goes on" in capsys.readouterr().out
-    assert fake.jobs()[0]["state"] == "PENDING"
-
-
-# --- the directory ----------------------------------------------------------------------------------------------
 
 
 def test_a_file_system_of_one_host_is_noticed(tmp_path: Path) -> None:

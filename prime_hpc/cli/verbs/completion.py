@@ -40,10 +40,10 @@ _prime_hpc() {
         done
     fi
 }
-complete -F _prime_hpc prime-hpc rl sft trainer orchestrator inference
+complete -F _prime_hpc prime-hpc rl sft trainer orchestrator inference synthesize
 """
 
-ZSH = r"""#compdef prime-hpc rl sft trainer orchestrator inference
+ZSH = r"""#compdef prime-hpc rl sft trainer orchestrator inference synthesize
 # prime-hpc completion for zsh:  eval "$(prime-hpc completion zsh)"
 _prime_hpc() {
     local program=prime-hpc directives line word
@@ -76,7 +76,7 @@ _prime_hpc() {
     return found
 }
 if ! (( $+functions[compdef] )); then autoload -Uz compinit && compinit; fi
-compdef _prime_hpc prime-hpc rl sft trainer orchestrator inference
+compdef _prime_hpc prime-hpc rl sft trainer orchestrator inference synthesize
 """
 
 FISH = r"""# prime-hpc completion for fish:  prime-hpc completion fish | source
@@ -98,7 +98,7 @@ function __prime_hpc_complete
         __fish_complete_directories "$current"
     end
 end
-for program in prime-hpc rl sft trainer orchestrator inference
+for program in prime-hpc rl sft trainer orchestrator inference synthesize
     complete -c $program -f -k -a '(__prime_hpc_complete)'
 end
 """

@@ -14,8 +14,8 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
 from prime_hpc.slurm.client import why_not_in_force
-from prime_hpc.slurm.options import Options
-from prime_hpc.slurm.placement import Component, PlacedRole, Placement, RoleGroup
+from prime_hpc.slurm.options import Options, SlurmRole
+from prime_hpc.slurm.placement import Component, Placement, RoleGroup
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
 
@@ -129,7 +129,7 @@ def place_here(experiment: Experiment) -> tuple[Placement, str]:
     except ConfigError as error:
         why, lacking = f"this machine cannot hold it: {error}", True
 
-    def group(role: PlacedRole, index: int, own: list[str], processes: int = 1) -> RoleGroup:
+    def group(role: SlurmRole, index: int, own: list[str], processes: int = 1) -> RoleGroup:
         on_gpus = bool(own) or (lacking and role != "orchestrator")
         positions = tuple(gpus.index(gpu) for gpu in own) or None
         return RoleGroup(

@@ -21,7 +21,7 @@ from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.slurm.executors import PackedSlurmExecutor
+from prime_hpc.slurm.executors import RunExecutor
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.queue import send
@@ -267,7 +267,7 @@ def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str |
 
 
 def _send_array(sweep: Sweep, part: Part, text: str, token: str) -> str:
-    executor = PackedSlurmExecutor(sweep.dir, text, environment=submission_environment(sweep.dir, token))
+    executor = RunExecutor(sweep.dir, text, environment=submission_environment(sweep.dir, token))
     points = {job.row.index - part.first: sweep.run_dir(job.row) for job in part.jobs}
     try:
         return executor.submit_points(points)[0].job_id.partition("_")[0]
@@ -343,7 +343,7 @@ def resolve_pending_submits(sweep: Sweep) -> None:
 
 def _find(sweep: Sweep, submit: SubmitRow) -> str | None:
     """Return the job of a submit without an answer; waits as long as one may still be on its way."""
-    asked = (submit.token, submit.time, str(sweep.dir), "launch")
-    found = jobs_of_cut_off_submit(*asked)
-    job_id = found[0].job_id if found else forgotten_job_of(*asked) if has_accounting(sweep.dir) else None
+    token, sent = submit.token, submit.time
+    found = jobs_of_cut_off_submit(token, sent, str(sweep.dir), "launch")
+    job_id = found[0].job_id if found else forgotten_job_of(token, sent) if has_accounting(sweep.dir) else None
     return job_id.partition("_")[0] if job_id else None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from prime_hpc.slurm.client import SEPARATOR, SlurmError, run_slurm
+from prime_hpc.slurm.jobs import sacct_rows
 from prime_hpc.slurm.times import parse_time
 
 TIMEOUT_S = 20.0
@@ -44,24 +44,19 @@ def job_lives(ids: Iterable[str]) -> list[JobLife]:
     """
     wanted = sorted(set(ids))
     lives: list[JobLife] = []
-    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
     for first in range(0, len(wanted), _MOST_AT_ONCE):
         some = ",".join(wanted[first : first + _MOST_AT_ONCE])
-        try:
-            text = run_slurm([*argv, "-j", some, "-o", ",".join(_FIELDS)], TIMEOUT_S)
-        except SlurmError:
+        rows = sacct_rows(["-j", some], _FIELDS, TIMEOUT_S)
+        if rows is None:
             return []
-        lives += _lives(text)
+        lives += _lives(rows)
     return sorted(lives, key=lambda life: life.start)
 
 
-def _lives(text: str) -> list[JobLife]:
-    """Parse sacct's rows, one a life of a job or of a component."""
+def _lives(accounted: Iterable[dict[str, str]]) -> list[JobLife]:
     components: dict[str, dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
-    for line in text.splitlines():
-        values = line.split(SEPARATOR)
-        row = dict(zip(_FIELDS, values, strict=False))
-        if len(values) == len(_FIELDS) and parse_time(row["Start"]) is not None and _tres(row["AllocTRES"]).get("cpu"):
+    for row in accounted:
+        if parse_time(row["Start"]) is not None and _tres(row["AllocTRES"]).get("cpu"):
             leader, _, offset = row["JobID"].partition("+")
             components[leader][offset].append(row)
     lives = []

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from prime_hpc.cli.common import Given, parse, print_json
+from prime_hpc.cli.common import Given, parse, print_json, say
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.env_pack import SUFFIXES, best_kind, pack_environment
 from prime_hpc.slurm.packed_env.facts import PackFacts, environment_hash
@@ -35,7 +35,7 @@ def _pack(given: Given, program: str) -> int:
             Path(sys.prefix),
             None if output is None else Path(output).expanduser(),
             kind,
-            lambda text: print(text, file=sys.stderr, flush=True),
+            say,
             start="mount" if "--mount" in given else "unpack",
         )
     except (StoreError, OSError) as error:

@@ -22,16 +22,12 @@ def run(argv: list[str], program: str) -> int:
         raise ConfigError(
             f"RUN shows a report that is there; --dir, --timeout and --allreduce are for a new check; {given.usage}"
         )
-    report = _report_of(run_words[0]) if run_words else _check(given)
+    report = newest_report(find_run(run_words[0])) if run_words else _check(given)
     if "--json" in given:
         print_json(report)
     else:
         print("\n".join(summary(report)))
     return 0 if report["ok"] else 1
-
-
-def _report_of(word: str) -> dict[str, Any]:
-    return newest_report(find_run(word))
 
 
 def _check(given: Given) -> dict[str, Any]:

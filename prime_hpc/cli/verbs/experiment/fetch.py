@@ -3,10 +3,9 @@
 Exit codes: 0 all is there; 1 something is missing, or could not be fetched; 2 wrong config.
 """
 
-import sys
 from pathlib import Path
 
-from prime_hpc.cli.common import load, parse, print_json
+from prime_hpc.cli.common import load, parse, print_json, say
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.fetch.fetch import fetch_all
 from prime_hpc.launch.fetch.presence import Presence
@@ -22,7 +21,7 @@ def run(argv: list[str], program: str) -> int:
         load_site(loaded.experiment.slurm.site),
         into=None if into is None else Path(into),
         check="--check" in given,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=say,
     )
     if "--json" in given:
         print_json(done.as_dict())

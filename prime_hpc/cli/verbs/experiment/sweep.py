@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.cli.common import Given, parse, print_json
+from prime_hpc.cli.common import Given, parse, print_json, say
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.sweep.find import find_file, find_sweep
 from prime_hpc.launch.sweep.progress import RERUN, RESUME, PointView, counted, look
@@ -80,10 +80,9 @@ def _send(base: Base, states: Sequence[str], given: Given, program: str) -> int:
             raise ConfigError("--every belongs to --feed")
         return _print_report(submit_sweep(base, states=states, dry_run=dry_run), given, program)
 
-    def say(text: str) -> None:
-        print(f"{program}: {text}", file=sys.stderr, flush=True)
-
-    report = feed_sweep(base, states=states, every_s=every_s or EVERY_S, say=say, dry_run=dry_run)
+    report = feed_sweep(
+        base, states=states, every_s=every_s or EVERY_S, say=lambda text: say(f"{program}: {text}"), dry_run=dry_run
+    )
     return _print_report(report, given, program)
 
 
@@ -171,9 +170,7 @@ def _cancel(argv: list[str], program: str) -> int:
     given = parse("sweep", argv, "cancel")
     timeout_s = given.positive("--timeout") or TIMEOUT_S
     sweep = read_sweep(_find(given))
-    outcome = cancel_sweep(
-        sweep, save="--now" not in given, timeout_s=timeout_s, say=lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    outcome = cancel_sweep(sweep, save="--now" not in given, timeout_s=timeout_s, say=say)
     if "--json" in given:
         print_json(outcome.as_dict())
     else:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from prime_hpc.cli.common import Given, parse, print_json
+from prime_hpc.cli.common import Given, parse, print_json, say
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.archive.archive import delete_source, destination, make_archive
 from prime_hpc.launch.archive.contents import choose
@@ -61,7 +61,7 @@ def _archive(given: Given, word: str, target: str) -> int:
         wanted,  # type: ignore[arg-type]
         rollouts=rollouts,
         folder=folder,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=say,
     )
     for said in done.damaged:
         print(f"error: left out, it is damaged: {said}", file=sys.stderr)

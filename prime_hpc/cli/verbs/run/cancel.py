@@ -5,7 +5,7 @@ Exit codes: 0 nothing of them waits or runs any more, 1 one is still ending, 2 n
 
 import sys
 
-from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.common import parse, print_json, say
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.stop_resume import cancel_run
 from prime_hpc.store.run_dirs import find_run
@@ -21,7 +21,7 @@ def run(argv: list[str], program: str) -> int:
     results, code = [], 0
     for run_dir in run_dirs:
         try:
-            ended = cancel_run(run_dir.resolve(), now="--now" in given, timeout_s=timeout_s, say=_say)
+            ended = cancel_run(run_dir.resolve(), now="--now" in given, timeout_s=timeout_s, say=say)
         except ConfigError as error:
             print(f"{program}: {error.render()}", file=sys.stderr)
             results.append({"run_dir": str(run_dir), "ended": False, "outcome": "unknown", "note": str(error)})
@@ -34,7 +34,3 @@ def run(argv: list[str], program: str) -> int:
     if "--json" in given:
         print_json(results)
     return code
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

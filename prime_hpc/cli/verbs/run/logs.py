@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from prime_hpc.cli.common import parse
+from prime_hpc.cli.common import parse, say
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.launch.monitor.logs import (
@@ -181,7 +181,7 @@ class _View:
             print(line if self._colors else _ANSI.sub("", line))
 
     def _say(self, text: str) -> None:
-        print(f"{self._program}: {text}", file=sys.stderr, flush=True)
+        say(f"{self._program}: {text}")
 
 
 def _sentence(status: RunStatus) -> str:

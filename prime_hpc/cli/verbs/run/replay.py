@@ -10,13 +10,13 @@ Exit codes: 0 every compared figure is equal bit for bit; 1 some differ, or a st
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ def run(argv: list[str], program: str) -> int:
         if not as_json:
             where = f"the checkpoint of step {what.start}" if what.start else "the base model"
             print(f"steps {what.first}..{what.last} again from {where}, {what.num_ranks} rank(s)", flush=True)
-        code, log = _execute(what, scratch.path, timeout_s, quiet=as_json)
-        result = compare(what, _rows(scratch.path))
+        code, log = _execute(what, scratch, timeout_s, quiet=as_json)
+        result = compare(what, _rows(scratch))
     if as_json:
         print_json(result)
     else:
@@ -212,22 +212,18 @@ def _summary(result: dict[str, Any]) -> str:
 # --- the process -------------------------------------------------------------------------------------------------
 
 
-class _scratch:
-    """A directory that is deleted afterwards unless the user named it."""
-
-    def __init__(self, named: str | None) -> None:
-        self._is_ours = named is None
-        self.path = Path(tempfile.mkdtemp(prefix="prime-hpc-replay-")) if named is None else Path(named).absolute()
-        self.path.mkdir(parents=True, exist_ok=True)
-        if any(self.path.iterdir()):
-            raise ConfigError(f"--keep {named}: is not empty")
-
-    def __enter__(self) -> "_scratch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_ours:
-            shutil.rmtree(self.path, ignore_errors=True)
+@contextmanager
+def _scratch(named: str | None) -> Iterator[Path]:
+    """Make a directory that is deleted afterwards unless the user named it."""
+    if named is None:
+        with tempfile.TemporaryDirectory(prefix="prime-hpc-replay-", ignore_cleanup_errors=True) as made:
+            yield Path(made)
+        return
+    path = Path(named).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ConfigError(f"--keep {named}: is not empty")
+    yield path
 
 
 def _trainer(what: Replay) -> list[str]:

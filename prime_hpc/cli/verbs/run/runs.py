@@ -7,6 +7,7 @@ from prime_hpc.cli.common import parse, print_json
 from prime_hpc.cli.verb_table import VERBS
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.child_commands import (
+    Parent,
     Row,
     add_child,
     find_child,
@@ -30,11 +31,10 @@ def run(argv: list[str], program: str) -> int:
     given = parse("runs", argv[1:], action)
     if not given.words:
         raise ConfigError(f"usage: {given.usage}")
-    parent_word, arguments = given.words[0], given.words[1:]
     as_json = "--json" in given
-    parent = find_parent(parent_word)
+    parent = find_parent(given.words[0])
     if action == "add":
-        return _add(parent_word, arguments, given.get("--id"), as_json)
+        return _add(parent, given.words[1:], given.get("--id"), as_json)
     if action == "list":
         given.arguments(1)
         rows = list_rows(parent.directory)
@@ -49,8 +49,7 @@ def run(argv: list[str], program: str) -> int:
     return 0
 
 
-def _add(parent_word: str, arguments: list[str], identifier: str | None, as_json: bool) -> int:
-    parent = find_parent(parent_word)
+def _add(parent: Parent, arguments: list[str], identifier: str | None, as_json: bool) -> int:
     path = add_child(parent, load_child(parent, arguments, identifier))
     if as_json:
         print_json({"name": path.name, "path": str(path)})
