@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import os
 import socket
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ ALL = "::"
 _WILDCARDS = ("", "0.0.0.0", ALL)
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _BACKLOG = 1024
-_reserved: dict[int, socket.socket] = {}
+_reserved: dict[int, socket.socket | None] = {}
 
 
 class NoFreePort(ConfigError, NodeError):
@@ -202,6 +203,9 @@ def reserve(port: int) -> bool:
     """Promise the port to this process, or to one that it starts; False where another has the promise already."""
     if port in _reserved:
         return False
+    if not sys.platform.startswith("linux"):  # no abstract names: only this process knows
+        _reserved[port] = None
+        return True
     name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         name.bind(f"\0prime-hpc-port-{port}")
