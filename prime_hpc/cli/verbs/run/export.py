@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.common import parse, print_json, say
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.store.batches import list_batches
@@ -77,7 +77,7 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     options = ["--dtype", values["--dtype"]] if "--dtype" in values else []
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.weights.merge_lora"]
     command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
-    print(f"merging version {version} into {experiment.model.name}", file=sys.stderr, flush=True)  # torch takes a while
+    say(f"merging version {version} into {experiment.model.name}")  # torch takes a while
     return subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
 
 
