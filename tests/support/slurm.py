@@ -82,7 +82,8 @@ class Cluster:
         settings = dict(line.split("=", 1) for line in (self.state / "run" / "cluster.env").read_text().splitlines())
         self.netns = settings["MODE"] == "netns"
         self.num_nodes, self.num_gpu_nodes = int(settings["N"]), int(settings["GPU_NODES"])
-        own = ("SLURM_", "SRUN_", "SBATCH_", "PRIMEHPC_", "PRIME_")
+        # certificates: nodes of another root have them elsewhere
+        own = ("SLURM_", "SRUN_", "SBATCH_", "PRIMEHPC_", "PRIME_", "SSL_CERT_")
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         self.env |= {"SLURM_CONF": str(self.state / "etc" / "slurm.conf"), "PRIMEHPC_DEVCLUSTER": str(self.state)}
 
