@@ -94,8 +94,9 @@ def _model(experiment: Experiment, waits: bool) -> list[Problem]:
     is_loaded = experiment.trains or experiment.inference is not None
     if problems := _folder(name, "model.name", is_loaded=is_loaded):
         return problems
-    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
-    return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
+    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.context
+    stated = "sft.data.seq_len" if experiment.sft.data.seq_len and not experiment.samples else "seq_len"
+    return [*_context(folder, wanted, "model.name", stated), *adapter_problems(experiment)]
 
 
 def trained_names(experiment: Experiment) -> dict[str, str]:
@@ -152,15 +153,16 @@ def _broken(folder: Path, key: str) -> list[Problem]:
     return []
 
 
-def _context(folder: Path, wanted: int, key: str) -> list[Problem]:
-    """Check that the model's own context length holds what the run asks of it; `key` names the model."""
+def _context(folder: Path, wanted: int, key: str, stated: str = "seq_len") -> list[Problem]:
+    """Check that the model's own context length holds what the run asks of it; `key` names the model, `stated` what
+    asks."""
     try:
         limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     except (ValueError, AttributeError):
         return [Problem(f"{folder / 'config.json'} is not a JSON object", key)]
     if isinstance(limit, int) and wanted > limit:
         whose = "the model's" if key == "model.name" else "the teacher's"
-        return [Problem(f"{wanted} tokens are beyond {whose} max_position_embeddings = {limit}", "seq_len")]
+        return [Problem(f"{wanted} tokens are beyond {whose} max_position_embeddings = {limit}", stated)]
     return []
 
 

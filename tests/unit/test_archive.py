@@ -149,11 +149,15 @@ def test_broken_off_it_goes_on_where_it_was(
             file.write(b"torn")  # as a kill in the middle of a member leaves it
         monkeypatch.setattr(packed_file, "SYNC_BYTES", 0)
     logs = {p: p.stat().st_ino for p in part.rglob("*.log")} if folder else {}
+    if folder:
+        (part / "rollouts" / "step_000001").mkdir(parents=True)
+        (part / "rollouts" / "step_000001" / "rank_0.bin").touch()  # as a try with --rollouts leaves it
     ask(capsys, *words)
     final = tmp_path / "kept" / ("run" if folder else "a.tar.gz")
     assert {final / p.relative_to(part): i for p, i in logs.items()} == {
         p: p.stat().st_ino for p in final.rglob("*.log")
     }
+    assert not folder or not (final / "rollouts").exists()  # what no manifest of the archive names
     if not folder:
         with tarfile.open(final) as members:  # by a program that knows nothing of members packed apart
             names = members.getnames()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.cli.verbs.cluster import doctor as verb
+from prime_hpc.config import ConfigError
 from prime_hpc.launch.doctor import doctor, filesystem, gpu_checks
 from prime_hpc.launch.doctor.advice import advise
 from prime_hpc.launch.doctor.doctor import check_caches, check_shared_memory, check_slurm, check_wandb, unmet
@@ -129,6 +130,16 @@ def test_a_directory_is_measured_and_left_as_it_was(measured: tuple[Measured, li
     assert found.exclusive and found.mmap and found.renames > 0 and found.rename_torn == 0
     assert found.fs_type != "unknown" and found.free > 0
     json.dumps(found.as_json())
+
+
+def test_a_directory_whose_locks_hang_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: object) -> bool:
+        raise subprocess.TimeoutExpired(["python"], 30)
+
+    monkeypatch.setattr(filesystem, "_lock_works", hangs)
+    with pytest.raises(ConfigError, match=r"could not be measured: .*timed out after 30 seconds"):
+        filesystem.measure(tmp_path, budget=0.01)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_mount_sees_everything_at_once(measured: tuple[Measured, list[Path]]) -> None:

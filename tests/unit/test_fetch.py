@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 import yaml
 
 from prime_hpc.cli import main
-from prime_hpc.launch.fetch import presence
+from prime_hpc.config import Experiment
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.fetch import fetch, presence
 from prime_hpc.launch.fetch.download import is_loaded
 from prime_hpc.launch.fetch.named_datasets import NamedDataset, datasets_named_in
+from prime_hpc.launch.fetch.needs import Need
+from prime_hpc.launch.fetch.presence import datasets_cache
 from tests.support.hub_server import serving
 
 SHARD = bytes(range(256)) * 4096
@@ -89,6 +94,24 @@ def test_a_broken_download_goes_on_and_a_whole_one_is_left_alone(
     assert files == {name: content for name, content in POLICY.items() if content != b"not loaded"}
     assert after["owner/policy"]["bytes"] == sum(map(len, files.values()))
     assert ask(capsys, exp, "--check")[0] == 0  # with no hub there
+
+
+def test_two_splits_of_one_data_set_are_told_apart(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(need: Need, environ: Mapping[str, str]) -> str:
+        if need.split == "test":
+            return "no network"
+        folder = datasets_cache(environ) / "owner___rows" / "default" / "0.0.0" / "abc"
+        folder.mkdir(parents=True)
+        (folder / "dataset_info.json").write_text('{"splits": {"train": {}}}')
+        return ""
+
+    monkeypatch.setattr(fetch, "_download", download)
+    rows = {"data": {"name": "owner/rows"}, "eval": {"split": "test"}}
+    one = Experiment.model_validate({"name": "x", "kind": "sft", "model": {"name": str(tmp_path)}, "sft": rows})
+    done = fetch.fetch_all(one, GENERIC, into=tmp_path / "other")
+    told = [(row["split"], row["fetched"], row["problem"]) for row in done.as_dict()["needs"][1:]]
+    assert told == [("train", True, ""), ("test", False, "no network")]
+    assert done.notes[0].startswith(f"the job looks in {home / 'hub'} and {home / 'datasets'}: ")
 
 
 def test_what_the_hub_does_not_have_is_said(

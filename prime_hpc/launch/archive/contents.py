@@ -146,8 +146,8 @@ def _checkpoints(paths: RunPaths, prefix: str, chosen: Chosen, wanted: Checkpoin
     if not taken and wanted != "none":
         _refuse_missing(paths)
     if left := [step for step in there if step not in taken]:
-        damaged = [step for step in left if taken and (wanted == "all" or step > taken[0])] or (taken == [] and left)
-        what = "which are not whole" if damaged and wanted != "none" else f"--checkpoints {wanted}"
+        damaged = wanted == "all" or (wanted == "last" and (not taken or left[-1] > taken[0]))
+        what = "which are not whole" if damaged else f"--checkpoints {wanted}"
         chosen.notes.append(f"{prefix}checkpoints: {', '.join(map(str, left))} left out ({what})")
     return taken
 

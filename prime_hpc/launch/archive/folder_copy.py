@@ -36,10 +36,14 @@ class FolderCopy:
         found: dict[str, FileEntry] = {}
         with disk_errors(self._part):
             self._part.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # what an earlier try copied besides goes, and links, so that nothing is written through one
+            for path in sorted(self._part.rglob("*"), reverse=True):
+                if path.is_symlink() or (path.is_file() and path.relative_to(self._part).as_posix() not in files):
+                    path.unlink()
+                elif path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
             for name, source in files.items():
                 target = self._part / name
-                if target.is_symlink():  # of an earlier try, when the source was one: never written through
-                    target.unlink()
                 made, wanted = _known(source, target) or _copy(source, target), sums.get(name)
                 if wanted is None or wanted == made:
                     found[name] = made
@@ -57,7 +61,6 @@ class FolderCopy:
             for name, target in links.items():
                 path = self._part / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)
                 path.symlink_to(target)
             for name, data in small.items():
                 (self._part / name).write_bytes(data)

@@ -128,8 +128,9 @@ def measure(
         found.mmap = _mmap_works(folder / "mapped")
         if other is not None:
             found.visibility = _visibility(folder, other(folder.name), watch_s)
-    except OSError as error:
-        raise ConfigError(f"{path} could not be measured: {error.strerror or error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:  # a lock that never comes, say
+        words = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} could not be measured: {words}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found.seconds = round(time.monotonic() - began, 2)
@@ -254,7 +255,11 @@ def _exclusive(folder: Path) -> bool:
         subprocess.Popen([sys.executable, "-c", _RACE, str(folder)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    return sum(int(racer.communicate(timeout=30)[0] or 0) for racer in racers) == 100
+    try:
+        return sum(int(racer.communicate(timeout=30)[0] or 0) for racer in racers) == 100
+    finally:
+        for racer in racers:
+            racer.kill()  # where one took too long
 
 
 def _lock_works(folder: Path, kind: str) -> bool | None:

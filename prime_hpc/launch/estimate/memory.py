@@ -190,8 +190,8 @@ def vocab_fits(vocab_size: int, width: int) -> bool:
 
 def state_bytes_per_param(experiment: Experiment) -> int:
     """Bytes of one parameter in the trainer: float32 master weight, gradient and optimizer state."""
-    optimizer = getattr(experiment.trainer.optim, "type", "adamw")
-    moments = {"adamw": 2, "muon": 1, "signsgd": 1 if experiment.trainer.optim.momentum else 0}[optimizer]
+    optim = experiment.trainer.optim
+    moments = {"adamw": 2, "muon": 1, "signsgd": 1 if optim.momentum else 0}[optim.type]
     return 4 * (2 + moments)
 
 
@@ -241,7 +241,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     state = num_params * bytes_per_param / shares
     if adapter:
         state = num_params * width / shares + adapter * (bytes_per_param / trainer.num_ranks + 8)
-    loss_kl = getattr(trainer.loss, "kl", None)
+    loss_kl = trainer.loss.kl
     needs_reference = loss_kl and loss_kl.target == "reference" and not (adapter and loss_kl.model is None)
     reference = num_params * 4 / shares if needs_reference else 0
     parts = {

@@ -46,7 +46,7 @@ def pace(experiment: Experiment, facts: ModelFacts | None, trainer_nodes: int = 
         trainer_nodes: nodes that write together.
     """
     rows = tail_rows(metrics_file(experiment.run_dir, "trainer"))
-    steps = [float(row["time/step"]) for row in rows[-_LAST:] if isinstance(row.get("time/step"), int | float)]
+    steps = step_seconds(rows)
     stalls = [seconds for seconds in _seconds(rows, "time/checkpoint") if seconds > 0]
     saves, stalls = _seconds(rows, "ckpt/write_s") or stalls, _seconds(rows, "ckpt/stall_s") or stalls
     step_s, step_from = ASSUMED_STEP_S, "assumed"
@@ -63,6 +63,11 @@ def pace(experiment: Experiment, facts: ModelFacts | None, trainer_nodes: int = 
     is_async = experiment.ckpt is not None and experiment.ckpt.save_async
     stall_s = size * GIB / experiment.trainer.num_ranks / COPY_BYTES_PER_S if is_async else save_s
     return Pace(step_s, step_from, save_s, source, stall_s)
+
+
+def step_seconds(rows: list[dict[str, Any]]) -> list[float]:
+    """Return how long the last steps took, of a trainer's rows."""
+    return _seconds(rows[-_LAST:], "time/step")
 
 
 def _seconds(rows: list[dict[str, Any]], key: str) -> list[float]:

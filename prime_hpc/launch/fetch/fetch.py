@@ -29,9 +29,6 @@ class Fetched:
     """Things that were looked for, and the downloads that followed."""
 
     found: list[Presence] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)
-    """Name -> why it could not be fetched."""
-    fetched: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -47,10 +44,10 @@ class Fetched:
                 "path": None if one.path is None else str(one.path),
                 "bytes": one.num_bytes,
                 "there": one.is_there,
-                "fetched": one.need.name in self.fetched,
+                "fetched": one.is_new,
                 "lacks": one.lacks,
                 "can_fetch": one.can_fetch,
-                "problem": self.problems.get(one.need.name, ""),
+                "problem": one.problem,
                 "remedy": one.remedy,
             }
             for one in self.found
@@ -87,20 +84,16 @@ def fetch_all(
         one = look(need, environ)
         if not check and not one.is_there and one.can_fetch:
             say(f"fetching {need.kind} {need.name} ({', '.join(one.lacks)} missing)")
-            done.problems[need.name] = _download(need, environ)
+            problem = _download(need, environ)
             one = look(need, environ)
-            if one.is_there:
-                done.fetched.append(need.name)
-            elif not done.problems[need.name]:
-                done.problems[need.name] = f"the hub's copy has no {', '.join(one.lacks)}"
+            one.is_new = one.is_there
+            one.problem = problem or ("" if one.is_there else f"the hub's copy has no {', '.join(one.lacks)}")
         done.found.append(one)
     kinds = {one.need.kind for one in done.found}
-    if into is not None and (
-        ("model" in kinds and hub_cache(theirs) != hub_cache(environ))
-        or ("dataset" in kinds and datasets_cache(theirs) != datasets_cache(environ))
-    ):
+    caches = [cache for kind, cache in (("model", hub_cache), ("dataset", datasets_cache)) if kind in kinds]
+    if apart := [str(cache(theirs)) for cache in caches if cache(theirs) != cache(environ)]:
         done.notes.append(
-            f"the job looks in {hub_cache(theirs)}: state slurm.env.HF_HOME: {environ['HF_HOME']} in the experiment, "
+            f"the job looks in {' and '.join(apart)}: state slurm.env.HF_HOME: {environ['HF_HOME']} in the experiment, "
             "or env.HF_HOME in the site profile"
         )
     return done

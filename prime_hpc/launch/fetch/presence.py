@@ -41,6 +41,10 @@ class Presence:
     """False: nobody but the user can bring it."""
     remedy: str = ""
     """Advice to the user."""
+    is_new: bool = False
+    """True if it was fetched just now."""
+    problem: str = ""
+    """Why it could not be fetched."""
 
     @property
     def is_there(self) -> bool:

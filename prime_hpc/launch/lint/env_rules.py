@@ -81,17 +81,10 @@ def arguments(subject: Subject) -> Iterator[Finding]:
     """Report arguments that a bundled environment does not have: it would not begin."""
     experiment = subject.experiment
     if experiment.samples and not is_parent(experiment):
-        elsewhere = subject.is_slurm and starts_elsewhere(
-            experiment, subject.site
-        )  # where there may be another version
+        elsewhere = subject.is_slurm and starts_elsewhere(experiment, subject.site)  # another version, perhaps
+        severity: Severity = "warning" if elsewhere else "error"
         for problem in unknown_arguments(experiment):
-            yield Finding(
-                "PH236",
-                "warning" if elsewhere else "error",
-                problem.key,
-                problem.message,
-                "mend it, or leave it out",
-            )
+            yield Finding("PH236", severity, problem.key, problem.message, "mend it, or leave it out")
 
 
 def rows(subject: Subject) -> Iterator[Finding]:

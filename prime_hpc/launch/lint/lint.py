@@ -56,8 +56,9 @@ _ANYWHERE: tuple[Check, ...] = (
 )
 _ANYWHERE_ALONE: tuple[Check, ...] = (
     *backend_rules.CHECKS,
-    model_rules.known,
+    *model_rules.OF_ENGINES,
     *env_rules.CHECKS,
+    run_rules.sandboxes,
     effect_rules.by_hand,
     run_rules.output,
 )
@@ -66,9 +67,11 @@ _SLURM_ALONE: tuple[Check, ...] = (
     *container_rules.CHECKS,
     *network_rules.CHECKS,
     *file_rules.CHECKS,
+    time_rules.limits,
+    time_rules.coming_back,
 )
 """Of a job that trains nothing, like the one above: what is said of steps, batches and checkpoints is not for it."""
-_SLURM: tuple[Check, ...] = (*_SLURM_ALONE, *time_rules.CHECKS)
+_SLURM: tuple[Check, ...] = (*_SLURM_ALONE, time_rules.attempt_length)
 
 
 def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
@@ -108,8 +111,8 @@ def lint_pods(experiment: Experiment, site: SiteConfig) -> list[Finding]:
         site: what the pods are placed by.
     """
     subject = examine(experiment.model_copy(update={"launch": "slurm"}), site)
-    of_training = (*model_rules.CHECKS, *parallel_rules.CHECKS) if experiment.trains else ()
-    checks = (*backend_rules.CHECKS, *of_training, slurm_rules.networks)
+    of_model = (*model_rules.CHECKS, *parallel_rules.CHECKS) if experiment.trains else model_rules.OF_ENGINES
+    checks = (*backend_rules.CHECKS, *of_model, slurm_rules.networks)
     return [finding for check in checks for finding in check(subject)]
 
 

@@ -7,7 +7,7 @@ from prime_hpc.config.engine_groups import MODELS, sampling_role
 from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
 from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
 
 REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
@@ -76,7 +76,8 @@ def context(subject: Subject) -> Iterator[Finding]:
     if subject.is_rl and experiment.inference is not None:
         wanted["inference.max_model_len"] = experiment.max_model_len
     if not subject.is_rl and experiment.sft.data.seq_len:
-        wanted["sft.data.seq_len"] = experiment.sft.data.seq_len
+        of_engines = wanted if experiment.samples else {}
+        wanted = of_engines | {"sft.data.seq_len": experiment.sft.data.seq_len}
     for key, tokens in wanted.items():
         if tokens > facts.context and not (key != "seq_len" and tokens == experiment.seq_len):
             yield Finding(
@@ -116,15 +117,16 @@ def known(subject: Subject) -> Iterator[Finding]:
 
 
 def _unknown(key: str, name: str) -> Finding:
+    severity: Severity = "info"
     if find_config(name) is not None:
-        message, severity = f"the config.json of {name} is of a kind that lint does not know", "info"
+        message = f"the config.json of {name} is of a kind that lint does not know"
     elif is_local_path(name):
         message, severity = f"{name} is not there (yet)", "warning"
     else:
-        message, severity = f"{name} is not in the hub's cache of this machine", "info"
+        message = f"{name} is not in the hub's cache of this machine"
     return Finding(
         "PH107",
-        "warning" if severity == "warning" else "info",
+        severity,
         key,
         f"{message}: heads, vocabulary, context and memory were not checked",
         "lint again where the model is",
@@ -367,20 +369,18 @@ def router_replay(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH127", "error", REPLAY, "a teacher samples the rollouts, by routers of its own", "leave it out")
 
 
+OF_ENGINES = (known, tensor_parallel, pipeline, engines, layout)
+"""Of a run that trains nothing as well."""
 CHECKS = (
-    known,
+    *OF_ENGINES,
     weights,
     families,
     vocabulary,
     precision,
     adapters,
-    tensor_parallel,
-    pipeline,
     context,
     context_of_teacher,
     trainer_memory,
-    engines,
-    layout,
     router_dtype,
     router_replay,
 )

@@ -1,15 +1,16 @@
 """Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints, alarms."""
 
-import itertools
 import os
+import sys
 from collections.abc import Iterator
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.sections.orchestrator import EnvConfig, OrchestratorConfig
+from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
+from prime_hpc.launch.checks import stated_environments
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 from prime_hpc.observe.metric_names import is_known, near, split_metric
 from prime_hpc.store.child_runs import list_children
@@ -68,6 +69,8 @@ def batch(subject: Subject) -> Iterator[Finding]:
         key, size = "orchestrator.batch_size", experiment.orchestrator.batch_size
     else:
         key, size = "sft.data.batch_size", experiment.sft.data.batch_size
+        if experiment.sft.data.batch_tokens is not None:
+            return  # no step counts samples
     if size < ranks:
         yield Finding(
             "PH202",
@@ -150,7 +153,7 @@ def _schedule(experiment: Experiment) -> Iterator[Finding]:
         )
     elif schedule.type in ("linear", "cosine") and decay is not None and schedule.min_lr_ratio == 0:
         left = num_steps - warmup - decay
-        if left > 0:
+        if left > 0 and num_steps < sys.maxsize:  # the number of steps is known
             yield Finding(
                 "PH220",
                 "warning",
@@ -253,19 +256,15 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
 
 def sandboxes(subject: Subject) -> Iterator[Finding]:
     """Code that a model writes needs a sandbox, and a sandbox what makes it."""
-    orchestrator = subject.experiment.orchestrator
-    evaluated = orchestrator.eval.env if orchestrator.eval is not None else []
-    trained = ((f"orchestrator.env[{i}]", env) for i, env in enumerate(orchestrator.env))
-    named: Iterator[tuple[str, EnvConfig]]
-    named = itertools.chain(trained, ((f"orchestrator.eval.env[{i}]", env) for i, env in enumerate(evaluated)))
-    for key, env in named:
+    for where, env in stated_environments(subject.experiment):
+        key = where if "environment_ids" in where else f"{where}.sandbox"
         benchmark = find_benchmark(env.id)
         runs_code = benchmark is not None and benchmark.kind == "code"
         if runs_code and env.sandbox is None and not env.args.get("allow_code_execution"):
             yield Finding(
                 "PH212",
                 "error",
-                f"{key}.sandbox",
+                key,
                 f"{env.id} runs the Python that the model writes, and neither a sandbox is stated nor that it may run "
                 "without one",
                 "sandbox: {}; or, unprotected, args.allow_code_execution = true",
@@ -276,7 +275,7 @@ def sandboxes(subject: Subject) -> Iterator[Finding]:
             except EnvError as error:
                 severity: Severity = "warning" if subject.is_slurm else "error"  # other nodes may have it
                 needed = f"{env.sandbox.runtime} on the orchestrator's node"
-                yield Finding("PH212", severity, f"{key}.sandbox", str(error), needed)
+                yield Finding("PH212", severity, key, str(error), needed)
 
 
 def checkpoints(subject: Subject) -> Iterator[Finding]:
@@ -333,9 +332,9 @@ def alarms(subject: Subject) -> Iterator[Finding]:
         if not is_known(rule.metric):
             meant = near(rule.metric)
             hint = f"did you mean {', '.join(meant)}?" if meant else "see the names in metrics/*.jsonl of a run"
-            severity = "error" if split_metric(rule.metric)[0] == "run" else "warning"
+            severity: Severity = "error" if split_metric(rule.metric)[0] == "run" else "warning"
             text = f"{rule.metric}: no metric of this name is known, so that the rule may never fire"
-            yield Finding("PH240", severity, key, text, hint)  # type: ignore[arg-type]
+            yield Finding("PH240", severity, key, text, hint)
         elif split_metric(rule.metric)[0] == "orchestrator" and not experiment.samples:
             text = f"{rule.metric}: this run has no orchestrator"
             yield Finding("PH240", "warning", key, text, "a metric of the trainer")

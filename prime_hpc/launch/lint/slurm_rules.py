@@ -9,7 +9,7 @@ from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.slurm.containers import fixed_part
 from prime_hpc.slurm.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
-from prime_hpc.slurm.placement import stated_device
+from prime_hpc.slurm.placement import Component, stated_device
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
@@ -74,18 +74,20 @@ def sizes(subject: Subject) -> Iterator[Finding]:
                     f"at most {part.cpus_per_node}",
                 )
             yield from _memory_size(subject, role, name)
-    by_partition: dict[str, int] = {}
+    by_partition: dict[str, list[Component]] = {}
     for component in placement.components if placement else ():
         named = split_names(str(component.options.get("partition", "")))
         if len(named) == 1:
-            by_partition[named[0]] = by_partition.get(named[0], 0) + component.num_nodes
-    for name, count in by_partition.items():
-        part = subject.site.partitions.get(name)
+            by_partition.setdefault(named[0], []).append(component)
+    for name, components in by_partition.items():
+        part, count = subject.site.partitions.get(name), sum(component.num_nodes for component in components)
         if part is not None and part.nodes is not None and count > part.nodes:
+            largest = max(components, key=lambda component: component.num_nodes).name
+            role = largest if largest in subject.roles else "trainer" if subject.experiment.trains else "inference"
             yield Finding(
                 "PH303",
                 "error",
-                "slurm.trainer.nodes",
+                f"slurm.{role}.nodes",
                 f"the job needs {count} nodes of {name}, which has {part.nodes}",
                 "fewer ranks or engines, or more GPUs a node",
             )

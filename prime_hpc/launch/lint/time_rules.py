@@ -185,6 +185,3 @@ def _staying_away(placement: Placement, site: SiteConfig) -> Iterator[Finding]:
 
 def _named(component: Component) -> tuple[str, ...]:
     return split_names(str(component.options.get("partition", "")))
-
-
-CHECKS = (limits, attempt_length, coming_back)

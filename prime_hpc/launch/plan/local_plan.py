@@ -35,17 +35,13 @@ def launcher() -> str:
     return f"submitit's LocalExecutor on this machine ({why})"
 
 
-def _is_rl(experiment: Experiment) -> bool:
-    return experiment.kind == "rl"
-
-
 def steps_line(experiment: Experiment) -> str:
     """How far it goes."""
     if not experiment.trains:
         return evaluated_versions(experiment) if experiment.kind == "eval" else "the model as it is"
     if experiment.num_steps is None:
         return epochs_line(experiment)
-    return f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if _is_rl(experiment) else "")
+    return f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if experiment.kind == "rl" else "")
 
 
 def evaluated_versions(experiment: Experiment) -> str:

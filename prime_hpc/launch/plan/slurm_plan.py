@@ -105,7 +105,7 @@ def _tree(
         | {"events": restart_texts(experiment, site, placement, how)},
         "checkpoints": _checkpoints(experiment, site, placement, speed),
         "model": _model(experiment, facts),
-        "memory": _memory(experiment, None if here else site),
+        "memory": _memory(experiment, facts, None if here else site),
         "micro_batch": {"tokens": experiment.micro_batch_tokens, "chosen": micro_batch is not None}
         | {"words": micro_batch.words() if micro_batch is not None else None},
         "pace": {"step_s": speed.step_s, "step_from": speed.step_from, "save_s": speed.save_s}
@@ -179,26 +179,28 @@ def _model(experiment: Experiment, facts: ModelFacts | None) -> dict[str, Any]:
     }
 
 
-def _memory(experiment: Experiment, site: SiteConfig | None) -> dict[str, Any]:
+def _memory(experiment: Experiment, facts: ModelFacts | None, site: SiteConfig | None) -> dict[str, Any]:
     """Estimates for one GPU of each role; None where the model is not known.
 
     Args:
         experiment: the run.
+        facts: of its model.
         site: says how large GPUs are; None: this machine, whose are looked at when the job starts.
     """
-    result: dict[str, Any] = {"trainer_gib": None, "no_sync": None, "engine": None, "gpu_gib": {}}
-    facts = read_model(experiment.model.name)
     gpu_gib: dict[str, float | None] = {}
     for role in placed_roles(experiment):
         found = known_partitions(resolve(role, experiment, site).partitions, site) if site is not None else ()
         sizes = [part.gpu_memory_gib for part in found]
         gpu_gib[role] = min((size for size in sizes if size is not None), default=None)
-    result["gpu_gib"] = gpu_gib
     trained = facts if experiment.trains else None
     parts = trainer_gib(experiment, trained) if trained is not None else None
     whole = whole_gradient_bytes(experiment, trained) if trained is not None else None
-    result["no_sync"] = None if whole is None else experiment.trainer.defers_sync(whole)
-    result["trainer_gib"] = None if parts is None else {name: round(value, 3) for name, value in parts.items()}
+    result: dict[str, Any] = {
+        "trainer_gib": None if parts is None else {name: round(value, 3) for name, value in parts.items()},
+        "no_sync": None if whole is None else experiment.trainer.defers_sync(whole),
+        "engine": None,
+        "gpu_gib": gpu_gib,
+    }
     for role in engine_roles(experiment):
         view = served_by(experiment, role)
         served = read_model(view.model.name)

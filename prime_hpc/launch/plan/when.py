@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_run
-from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.load import load_experiment
 from prime_hpc.launch.estimate.epochs import expected_steps
-from prime_hpc.launch.lint.lint import lint
+from prime_hpc.launch.estimate.step_time import step_seconds
+from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.launch.submission import uses_slurm
@@ -35,7 +35,6 @@ from prime_hpc.store.run_paths import RunPaths
 
 AT_ONCE = 4
 """Questions to Slurm's controller at the same time."""
-_LAST = 20  # steps that count of those that were measured
 AS_STATED = "as stated"
 """The row of an experiment without `slurm.shapes`."""
 StepOf = Callable[[Experiment], tuple[float, str] | None]
@@ -204,8 +203,7 @@ def _draft(name: str, loaded: Loaded, step_s: float | None, step_of: StepOf | No
         made = render_submission(loaded, as_rendered=True)
     except ConfigError as error:
         return ShapeRow(name, ExpectedStart("refused", why="; ".join(map(str, error.problems))), loaded)
-    errors = [finding for finding in lint(made.experiment, made.site) if finding.severity == "error"]
-    if errors:
+    if errors := lint_errors(made.experiment, made.site):
         why = "; ".join(f"{f.key}: {f.message}; {f.remedy} ({f.code})" for f in errors)
         return ShapeRow(name, ExpectedStart("refused", why=why), loaded, made)
     run_s, run_from = _time_to_result(made, step_s, step_of)
@@ -237,16 +235,16 @@ def _time_to_result(made: Submission, step_s: float | None, step_of: StepOf | No
     steps = last - _steps_done(experiment, last)
     run_s = made.site.startup_s + steps * step_s
     words = f"{format_time(run_s)}: {steps} steps of {step_s:.3g} s ({said}), {made.site.startup_s:g} s until the first"
-    return run_s, words + _returns(experiment, made.site, made, run_s)
+    return run_s, words + _returns(made, run_s)
 
 
-def _returns(experiment: Experiment, site: SiteConfig, made: Submission, run_s: float) -> str:
+def _returns(made: Submission, run_s: float) -> str:
     """Say that a job has to come back, where its time limit ends before its last step."""
     limit = made.placement.components[0].options.get("time")
     limit_s = parse_time_s(str(limit)) if limit is not None else None
     if limit_s is None or run_s <= limit_s:
         return ""
-    useful_s = limit_s - site.startup_s - experiment.slurm.restart.signal_lead_s
+    useful_s = limit_s - made.site.startup_s - made.experiment.slurm.restart.signal_lead_s
     if useful_s <= 0:
         return f"; its time limit of {limit} holds no step"
     times = -int(-(run_s - limit_s) // useful_s)
@@ -255,8 +253,7 @@ def _returns(experiment: Experiment, site: SiteConfig, made: Submission, run_s: 
 
 def _measured(experiment: Experiment) -> float | None:
     """Return the median of the last steps in the run directory, if they were made in this shape."""
-    rows = tail_rows(metrics_file(experiment.run_dir, "trainer"))
-    times = [float(row["time/step"]) for row in rows[-_LAST:] if isinstance(row.get("time/step"), int | float)]
+    times = step_seconds(tail_rows(metrics_file(experiment.run_dir, "trainer")))
     if not times:
         return None
     try:

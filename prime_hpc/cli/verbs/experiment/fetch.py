@@ -27,7 +27,7 @@ def run(argv: list[str], program: str) -> int:
         print_json(done.as_dict())
     else:
         for one in done.found:
-            print(_line(one, one.need.name in done.fetched, done.problems.get(one.need.name, "")))
+            print(_line(one))
         for note in done.notes:
             print(f"note: {note}")
         if not done.found:
@@ -35,9 +35,9 @@ def run(argv: list[str], program: str) -> int:
     return 0 if done.is_complete else 1
 
 
-def _line(one: Presence, is_new: bool, problem: str) -> str:
+def _line(one: Presence) -> str:
     """Return a need for people: `there  model  owner/name  1.2 GiB  PATH`."""
-    state = "missing" if not one.is_there else "fetched" if is_new else "there"
+    state = "missing" if not one.is_there else "fetched" if one.is_new else "there"
     need = one.need
     name = " ".join(filter(None, [need.name, need.subset and f"({need.subset})", need.split and f"[{need.split}]"]))
     words = [f"{state:<8}{need.kind:<12}{name}"]
@@ -46,7 +46,7 @@ def _line(one: Presence, is_new: bool, problem: str) -> str:
         words += [] if one.path is None else [str(one.path)]
         return "  ".join(words)
     text = "  ".join(words) + f"  {need.key}: {', '.join(one.lacks)}" + (f" in {one.path}" if one.path else "")
-    return "; ".join(filter(None, [text, problem, one.remedy]))
+    return "; ".join(filter(None, [text, one.problem, one.remedy]))
 
 
 def _size(num_bytes: int) -> str:
