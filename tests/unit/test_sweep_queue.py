@@ -2,6 +2,7 @@
 that fail on demand; the real ones are in tests/slurm.
 """
 
+import errno
 import json
 import os
 import re
@@ -16,17 +17,19 @@ import pytest
 from prime_hpc.cli.verbs.experiment.sweep import run
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.config.site import read_site
+from prime_hpc.launch import job
 from prime_hpc.launch.sweep import queue
 from prime_hpc.launch.sweep.cancel import _counted
 from prime_hpc.launch.sweep.progress import RESUME, look
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
-from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
+from prime_hpc.launch.sweep.state import POINTS, point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
 from prime_hpc.runtime import gpus
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts import submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.submission_record import check_in, write_record
+from prime_hpc.supervisor import main
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
 
@@ -345,6 +348,41 @@ def test_a_submit_killed_in_the_middle_never_makes_two_arrays(slurm: FakeSlurm, 
     assert [s.state for s in sweep.submits] == (["sent"] if when == "after" else ["failed", "sent"])
     records = [json.loads((sweep.run_dir(row) / "submit.json").read_text()) for row in sweep.rows]
     assert [record["job_id"] for record in records] == [f"{slurm.jobs()[0]['id']}_{i}" for i in range(6)]
+
+
+def test_a_submit_interrupted_before_its_points_know_their_tasks_never_makes_two_arrays(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(folder, AXES)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # the submit, and the one that finds its array
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(queue, "open_record", interrupt)
+            submit(path)
+    assert submit(path).jobs == []
+    (job,) = slurm.jobs()
+    sweep = read_sweep(folder / "out" / "s")
+    records = [json.loads((sweep.run_dir(row) / "submit.json").read_text()) for row in sweep.rows]
+    assert [record["job_id"] for record in records] == [f"{job['id']}_{i}" for i in range(6)]
+
+
+def test_a_task_waits_for_a_file_system_that_does_not_answer(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(write_sweep(folder, AXES))
+    left, read_text = [OSError(errno.ESTALE, os.strerror(errno.ESTALE), POINTS)], Path.read_text
+
+    def flaky(self: Path, **options: str) -> str:
+        if self.name == POINTS and left:
+            raise left.pop()
+        return read_text(self, **options)
+
+    monkeypatch.setattr(Path, "read_text", flaky)
+    monkeypatch.setattr(main, "supervise", lambda run_dir, in_job: 0)
+    assert job.slurm_job(["--point", str(folder / "out" / "s"), "0"]) == 0 and left == []
 
 
 def test_two_submits_at_once(slurm: FakeSlurm, folder: Path) -> None:
