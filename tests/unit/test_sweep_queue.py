@@ -18,17 +18,17 @@ from prime_hpc.cli.verbs.experiment.sweep import run
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.config.site import read_site
 from prime_hpc.launch import job
-from prime_hpc.launch.sweep import queue
-from prime_hpc.launch.sweep.cancel import _counted
+from prime_hpc.launch.sweep import cancel, queue
 from prime_hpc.launch.sweep.progress import RESUME, look
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
-from prime_hpc.launch.sweep.state import POINTS, point_run_dir, read_sweep
+from prime_hpc.launch.sweep.state import POINTS, new_submit, point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
 from prime_hpc.runtime import gpus
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts import submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import check_in, write_record
+from prime_hpc.slurm.submission_record import LOCK, check_in, write_record
+from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.supervisor import main
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
@@ -425,8 +425,30 @@ def test_a_point_that_was_cancelled_while_it_started_has_saved_nothing(slurm: Fa
     rows = sweep.run_dir(sweep.rows[1]) / "attempts.jsonl"
     rows.write_text(json.dumps({**json.loads(rows.read_text()), "saved_step": 20}) + "\n")
     views = [view for view in look(sweep) if view.row.index < 2]
-    outcome = _counted(sweep, views, waiting=0, left=[])
+    outcome = cancel._counted(sweep, views, waiting=0, left=[])
     assert (outcome.saved, outcome.ended) == (1, 1) and "1 ended without a save" in outcome.describe()
+
+
+def test_cancel_asks_points_here_whose_command_is_gone(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(write_sweep(folder, AXES))
+    slurm.forget(slurm.jobs()[0]["id"])
+    sweep = read_sweep(folder / "out" / "s")
+    sweep.update(new_submit("local", [0]), state="sent")
+    (sweep.dir / LOCK).touch()  # of the command, which was killed
+    run_dir = sweep.run_dir(sweep.rows[0])
+    write_record(run_dir, state="local", job_id=None)
+    write_attempt(run_dir / "attempts.jsonl", Attempt(1, 1, time.time(), "first start"))  # by this very process
+    asked: list[bool] = []
+
+    def wait(*_: object) -> list[object]:
+        asked.append((run_dir / "STOP").exists())
+        return []
+
+    monkeypatch.setattr(cancel, "_wait", wait)
+    outcome = cancel.cancel_sweep(sweep, save=True, timeout_s=1.0, say=print)
+    assert asked == [True] and slurm.calls("scancel") == [] and outcome.left == []
 
 
 def test_an_ordinary_run_is_not_taken_for_a_sweep(slurm: FakeSlurm, folder: Path) -> None:
