@@ -46,6 +46,8 @@ READ_S = 60.0
 OWN = (NODE, ADDRESS, "HOSTNAME", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables of a pod that those of the supervisor's do not replace."""
 EXIT_TOLD = 143
+SUPERSEDED = {"out": "a newer attempt of this run has begun in this pod\n", "code": 76}
+"""Answer to a start that comes, or is ready, too late."""
 
 
 @dataclass
@@ -55,6 +57,9 @@ class Started:
     label: str
     incarnation: int
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while they are started: one that is to end meanwhile is known by then, or never starts."""
+    is_ended: bool = False
 
     def signal(self, number: int) -> None:
         """Send a signal to those that live."""
@@ -64,7 +69,9 @@ class Started:
                     process.send_signal(number)
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """End them, with all they started: politely, then at once."""
+        """End them, with all they started: politely, then at once. Those not started yet never are."""
+        with self.lock:
+            self.is_ended = True
         self.signal(signal.SIGINT)
         deadline = time.monotonic() + grace_s
         for process in self.processes:
@@ -154,7 +161,7 @@ class Pod:
             if not is_late:
                 self._started = [*known, started]
         if is_late:
-            say(connection, {"out": "a newer attempt of this run has begun in this pod\n", "code": 76})
+            say(connection, SUPERSEDED)
             return
         for other in known:
             if other.incarnation < started.incarnation or other.label == started.label:
@@ -169,19 +176,25 @@ class Pod:
         base = {**self._environ, **{k: v for k, v in sent.items() if k not in OWN}, **own}
         lock = threading.Lock()
         readers = []
-        for task in range(int(order["tasks"])):
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", *map(str, order["arguments"])],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**base, LOCAL_TASK: str(task)},
-                start_new_session=True,
-            )
-            started.processes.append(process)
-            reader = threading.Thread(target=_hand_on, args=(process, connection, lock), daemon=True)
-            reader.start()
-            readers.append(reader)
+        with started.lock:
+            # the environment may have been awaited until a newer start ended this one
+            for task in range(0 if started.is_ended else int(order["tasks"])):
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", *map(str, order["arguments"])],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**base, LOCAL_TASK: str(task)},
+                    start_new_session=True,
+                )
+                started.processes.append(process)
+                reader = threading.Thread(target=_hand_on, args=(process, connection, lock), daemon=True)
+                reader.start()
+                readers.append(reader)
+        if not started.processes:
+            self._forget(started)
+            say(connection, SUPERSEDED)
+            return
         threading.Thread(target=_wait_for_end, args=(incoming, started), daemon=True).start()
         codes = [process.wait() for process in started.processes]
         for reader in readers:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def load_child(parent: Parent, arguments: list[str], identifier: str | None) -> 
         raise ConfigError(Problem(message, "name"))
     child = as_child(loaded.experiment, parent.directory, name)
     check_child(parent.experiment, child)
-    return Loaded(child, loaded.provenance, loaded.argv, loaded.entrypoint, loaded.warnings, loaded.files)
+    return replace(loaded, experiment=child)
 
 
 def _without_resume(parent: Experiment) -> list[str]:

@@ -97,18 +97,9 @@ def _run(kind: str, venv: Path, part: Path) -> None:
     """Make the file. Raises a StoreError with the program's own words where it fails."""
     tar = ["tar", "-cf", "-", "--owner=0", "--group=0", f"--exclude={_LEFT_OUT}", "-C", str(venv), "."]
     if kind == "squashfs":
-        squash = [
-            "mksquashfs",
-            str(venv),
-            str(part),
-            "-noappend",
-            "-all-root",
-            "-no-progress",
-            "-quiet",
-            "-comp",
-            "zstd",
-        ]
-        commands = [[*squash, "-Xcompression-level", "3", "-wildcards", "-e", f"... {_LEFT_OUT}"]]
+        squash = ["mksquashfs", str(venv), str(part), "-noappend", "-all-root", "-no-progress", "-quiet"]
+        squash += ["-comp", "zstd", "-Xcompression-level", "3", "-wildcards", "-e", f"... {_LEFT_OUT}"]
+        commands = [squash]
     else:
         commands = [tar, ["zstd", "-q", "-3", "-T0", "-c"] if kind == "tar.zst" else ["gzip", "-1", "-c"]]
     with part.with_name(f"{part.name}.log").open("w+b") as log:

@@ -52,7 +52,8 @@ def slurm_job(arguments: list[str]) -> int:
     if len(arguments) == 3 and arguments[0] == "--point":
         from prime_hpc.launch.sweep.state import point_run_dir
 
-        run_dir = point_run_dir(Path(arguments[1]), int(arguments[2]))
+        sweep_dir, index = Path(arguments[1]), int(arguments[2])
+        run_dir = patience(lambda: tell_unreadable_apart(lambda: point_run_dir(sweep_dir, index)))
     elif len(arguments) >= 1 and (len(arguments) == 1 or arguments[1] == "--"):
         run_dir = Path(arguments[0])
         if not await_run_dir(run_dir, os.environ):

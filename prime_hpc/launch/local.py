@@ -21,6 +21,7 @@ from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
+from prime_hpc.launch.monitor.logs import copy_new
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
 from prime_hpc.launch.prepare import for_evaluation, prepare_run, refuse_anothers, write
@@ -197,13 +198,7 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
     began = time.monotonic()
     while True:
         done = job.done()
-        if log.exists():
-            with log.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
-            offset += len(data)
-            sys.stdout.buffer.write(data)
-            sys.stdout.flush()
+        offset = copy_new(log, offset)
         if done or (timeout_s is not None and time.monotonic() - began > timeout_s):
             return
         time.sleep(POLL_S)

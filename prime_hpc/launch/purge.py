@@ -30,8 +30,6 @@ class Purge:
     """Epoch seconds."""
     rule: str
     """The site's rule, for people."""
-    looked_at: int
-    """Files that were looked at."""
 
     @property
     def date(self) -> str:
@@ -69,7 +67,7 @@ def first_purge(folder: Path, site: SiteConfig) -> Purge | None:
         return None
     what = "that nobody has read" if site.purge_by == "atime" else "that have not changed"
     rule = f"{site.name} deletes files {what} for {site.purge_days:g} days"
-    return Purge(first, oldest + site.purge_days * DAY_S, rule, count)
+    return Purge(first, oldest + site.purge_days * DAY_S, rule)
 
 
 def purge_warning(run_dir: Path) -> str | None:

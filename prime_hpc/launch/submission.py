@@ -18,6 +18,7 @@ from prime_hpc.config.site import write_site
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.job import local_job
+from prime_hpc.launch.monitor.logs import copy_new
 from prime_hpc.launch.prepare import claim_directory, for_evaluation, refuse_anothers, write
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
@@ -280,7 +281,7 @@ def follow_job(job_id: str, log: Path) -> int:
                     print(now, flush=True)
                 said = now
                 over = info is not None and not info.is_active
-            offset = _copy(log, offset)
+            offset = copy_new(log, offset)
             if over:
                 print(f"job {job_id} has ended: {state}", flush=True)
                 return 0 if state == "COMPLETED" else 1
@@ -302,14 +303,3 @@ def _look(job_id: str, run_dir: Path) -> JobInfo | None:
         ended = state_of_forgotten(job_id, run_dir)
         return JobInfo(job_id, ended if ended in ENDED else "REVOKED")
     return found
-
-
-def _copy(log: Path, offset: int) -> int:
-    if not log.exists():
-        return offset
-    with log.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    sys.stdout.buffer.write(data)
-    sys.stdout.flush()
-    return offset + len(data)

@@ -309,9 +309,9 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     """
     record = read_record(run_dir)
     if record is None:  # a script that was sent by hand
-        command: list[str] = []
-        open_record(run_dir, token=new_token(), state="sent", command=command, layout="", cluster=cluster_name())
-        record = write_record(run_dir, job_id=job_id)
+        record = open_record(
+            run_dir, token=new_token(), state="sent", command=[], layout="", cluster=cluster_name(), job_id=job_id
+        )
     if is_of_array(record):
         job_id = str(record["job_id"])  # SLURM_JOB_ID of an array's last task is the id of the whole array
     # the token in the script's comment is of the submission, unless that was an array's or there was none

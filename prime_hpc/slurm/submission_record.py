@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,7 +115,7 @@ def submitting(run_dir: Path) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         while not _take(lock, mine):
-            found = lock.read_text(encoding="utf-8") if lock.exists() else ""
+            found = _text_of(lock)
             if _is_held(lock, found):
                 raise SubmissionUnderWay(
                     Problem(f"{run_dir}: another submit of this run is under way ({found})", "name")
@@ -127,8 +127,15 @@ def submitting(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         # --clean may have deleted it; that of another one is not ours to remove
-        if lock.exists() and lock.read_text(encoding="utf-8") == mine:
+        if _text_of(lock) == mine:
             lock.unlink(missing_ok=True)
+
+
+def _text_of(lock: Path) -> str:
+    try:
+        return lock.read_text(encoding="utf-8")
+    except FileNotFoundError:  # its holder is done
+        return ""
 
 
 def _take(lock: Path, text: str) -> bool:
@@ -150,7 +157,9 @@ def _is_held(lock: Path, text: str) -> bool:
         host, pid, since = holder["host"], int(holder["pid"]), float(holder["time"])
     except (ValueError, KeyError, TypeError):
         # it was killed between creating the file and writing into it, or is about to
-        return lock.exists() and abs(time.time() - lock.stat().st_mtime) < 5  # a clock may have been set back
+        with suppress(FileNotFoundError):
+            return abs(time.time() - lock.stat().st_mtime) < 5  # a clock may have been set back
+        return False
     if host != socket.gethostname():
         return abs(time.time() - since) < _FOREIGN_LOCK_S
     if holder.get("process"):

@@ -54,7 +54,7 @@ def test_an_interrupted_follower_leaves_the_job_alone(
     def interrupt(log: Path, offset: int) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submission, "_copy", interrupt)
+    monkeypatch.setattr(submission, "copy_new", interrupt)
     assert submit(load(config), follow=True) == 130
     assert "job 100 goes on" in capsys.readouterr().out
     assert fake.jobs()[0]["state"] == "PENDING"

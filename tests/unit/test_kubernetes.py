@@ -288,6 +288,34 @@ def test_a_newer_attempt_ends_the_older_ones_agents_and_over_ends_the_pod(served
     assert served.wait(timeout=20) == 0
 
 
+def test_a_start_whose_environment_comes_after_a_newer_attempt_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, comes = threading.Event(), threading.Event()
+
+    def read_environment(path: Path) -> dict[str, str]:
+        if path.name == "env-1.json":
+            waits.set()
+            assert comes.wait(20.0)
+        return dict(PATHS)
+
+    monkeypatch.setattr(pod, "_read_environment", read_environment)
+    ours, theirs = socket.socketpair()
+    new_ours, new_theirs = socket.socketpair()
+    one, mark = pod.Pod(KEY, os.environ), tmp_path / "started"
+    touch = ("timeit", "-n1", "-r1", f"open('{mark}', 'w')")
+    with ours, theirs, new_ours, new_theirs:
+        arguments = (ours, order(tmp_path, 1, *touch), iter(()))
+        old = threading.Thread(target=one._run, args=arguments, daemon=True)
+        old.start()
+        assert waits.wait(20.0)
+        one._run(new_ours, order(tmp_path, 2, "timeit", "-n1", "-r1", "pass"), iter(()))
+        comes.set()
+        old.join(20.0)
+        theirs.settimeout(20.0)
+        assert next(connection.messages(theirs))["code"] == 76 and not mark.exists()
+
+
 def test_an_end_that_comes_while_a_pod_is_reached_reaches_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     steps = start.Steps("key", {"what": "start"})

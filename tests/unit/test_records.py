@@ -134,6 +134,20 @@ def test_a_lock_that_may_be_alive_is_respected(tmp_path: Path, is_empty: bool) -
         pass
 
 
+def test_a_lock_whose_holder_ends_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, read_text = tmp_path / submission_record.LOCK, Path.read_text
+
+    def vanishing(self: Path, **options: str) -> str:
+        self.unlink()
+        return read_text(self, **options)
+
+    lock.write_text(holder())
+    monkeypatch.setattr(Path, "read_text", vanishing)
+    with submitting(tmp_path):
+        monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_that_cleaning_removed(tmp_path: Path) -> None:
     with submitting(tmp_path):
         (tmp_path / submission_record.LOCK).unlink()

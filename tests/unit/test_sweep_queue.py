@@ -2,6 +2,7 @@
 that fail on demand; the real ones are in tests/slurm.
 """
 
+import errno
 import json
 import os
 import re
@@ -16,17 +17,19 @@ import pytest
 from prime_hpc.cli.verbs.experiment.sweep import run
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.config.site import read_site
-from prime_hpc.launch.sweep import queue
-from prime_hpc.launch.sweep.cancel import _counted
+from prime_hpc.launch import job
+from prime_hpc.launch.sweep import cancel, queue
 from prime_hpc.launch.sweep.progress import RESUME, look
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
-from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
+from prime_hpc.launch.sweep.state import POINTS, new_submit, point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
 from prime_hpc.runtime import gpus
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts import submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import check_in, write_record
+from prime_hpc.slurm.submission_record import LOCK, check_in, write_record
+from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.supervisor import main
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
 
@@ -347,6 +350,41 @@ def test_a_submit_killed_in_the_middle_never_makes_two_arrays(slurm: FakeSlurm, 
     assert [record["job_id"] for record in records] == [f"{slurm.jobs()[0]['id']}_{i}" for i in range(6)]
 
 
+def test_a_submit_interrupted_before_its_points_know_their_tasks_never_makes_two_arrays(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sweep(folder, AXES)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # the submit, and the one that finds its array
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(queue, "open_record", interrupt)
+            submit(path)
+    assert submit(path).jobs == []
+    (job,) = slurm.jobs()
+    sweep = read_sweep(folder / "out" / "s")
+    records = [json.loads((sweep.run_dir(row) / "submit.json").read_text()) for row in sweep.rows]
+    assert [record["job_id"] for record in records] == [f"{job['id']}_{i}" for i in range(6)]
+
+
+def test_a_task_waits_for_a_file_system_that_does_not_answer(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(write_sweep(folder, AXES))
+    left, read_text = [OSError(errno.ESTALE, os.strerror(errno.ESTALE), POINTS)], Path.read_text
+
+    def flaky(self: Path, **options: str) -> str:
+        if self.name == POINTS and left:
+            raise left.pop()
+        return read_text(self, **options)
+
+    monkeypatch.setattr(Path, "read_text", flaky)
+    monkeypatch.setattr(main, "supervise", lambda run_dir, in_job: 0)
+    assert job.slurm_job(["--point", str(folder / "out" / "s"), "0"]) == 0 and left == []
+
+
 def test_two_submits_at_once(slurm: FakeSlurm, folder: Path) -> None:
     slurm.behave("sbatch", hang="before")
     path = write_sweep(folder, AXES)
@@ -387,8 +425,30 @@ def test_a_point_that_was_cancelled_while_it_started_has_saved_nothing(slurm: Fa
     rows = sweep.run_dir(sweep.rows[1]) / "attempts.jsonl"
     rows.write_text(json.dumps({**json.loads(rows.read_text()), "saved_step": 20}) + "\n")
     views = [view for view in look(sweep) if view.row.index < 2]
-    outcome = _counted(sweep, views, waiting=0, left=[])
+    outcome = cancel._counted(sweep, views, waiting=0, left=[])
     assert (outcome.saved, outcome.ended) == (1, 1) and "1 ended without a save" in outcome.describe()
+
+
+def test_cancel_asks_points_here_whose_command_is_gone(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(write_sweep(folder, AXES))
+    slurm.forget(slurm.jobs()[0]["id"])
+    sweep = read_sweep(folder / "out" / "s")
+    sweep.update(new_submit("local", [0]), state="sent")
+    (sweep.dir / LOCK).touch()  # of the command, which was killed
+    run_dir = sweep.run_dir(sweep.rows[0])
+    write_record(run_dir, state="local", job_id=None)
+    write_attempt(run_dir / "attempts.jsonl", Attempt(1, 1, time.time(), "first start"))  # by this very process
+    asked: list[bool] = []
+
+    def wait(*_: object) -> list[object]:
+        asked.append((run_dir / "STOP").exists())
+        return []
+
+    monkeypatch.setattr(cancel, "_wait", wait)
+    outcome = cancel.cancel_sweep(sweep, save=True, timeout_s=1.0, say=print)
+    assert asked == [True] and slurm.calls("scancel") == [] and outcome.left == []
 
 
 def test_an_ordinary_run_is_not_taken_for_a_sweep(slurm: FakeSlurm, folder: Path) -> None:

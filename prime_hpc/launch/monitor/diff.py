@@ -12,6 +12,7 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
+from prime_hpc.launch.monitor.run_progress import tail_json
 from prime_hpc.observe.bench import read_figures
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated
@@ -129,47 +130,22 @@ def by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
     """Rows of a metrics file that have `key`, by ascending step: of a run that went back to a checkpoint, those since
     then."""
     rows: dict[int, dict[str, Any]] = {}
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:  # torn: its writer was killed
-                    continue
-                if isinstance(row, dict) and key in row and isinstance(row.get("step"), int):
-                    while rows and next(reversed(rows)) >= row["step"]:
-                        rows.popitem()
-                    rows[row["step"]] = row
-    except OSError:
-        return {}
+    for row in tail_json(path, None):
+        if key in row:
+            while rows and next(reversed(rows)) >= row["step"]:
+                rows.popitem()
+            rows[row["step"]] = row
     return rows
 
 
 def _evaluations(run: Path, last: int | None) -> dict[str, float | None]:
     """Return the newest scores; none of a version that the run, of `last` steps, went back behind."""
     rows: dict[str, dict[int, float]] = {}
-    for line in _lines(metrics_file(run, "orchestrator")):
-        if last is not None and int(line.get("step") or 0) > last:
-            continue
-        for key, value in line.items():
+    for row in tail_json(metrics_file(run, "orchestrator"), None):
+        for key, value in row.items() if last is None or row["step"] <= last else ():
             if (env := evaluated(key)) and _is_number(value):
-                rows.setdefault(env, {})[int(line.get("step") or 0)] = float(value)
+                rows.setdefault(env, {})[row["step"]] = float(value)
     return {f"held-out reward of {env} (last)": values[max(values)] for env, values in sorted(rows.items())}
-
-
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    try:
-        text = path.read_bytes()
-    except OSError:
-        return
-    for line in text.splitlines():
-        if b"eval/" in line:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ is now, and a file may be replaced.
 
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -196,6 +197,18 @@ def _start_of_last(descriptor: int, begin: int, end: int, count: int) -> int:
             if found == count:
                 return position + at + 1
     return begin
+
+
+def copy_new(path: Path, offset: int) -> int:
+    """Copy what a log, once there is one, holds from `offset` on to the terminal; returns the offset behind it."""
+    if not path.exists():
+        return offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    sys.stdout.buffer.write(data)
+    sys.stdout.flush()
+    return offset + len(data)
 
 
 class Follower:

@@ -77,16 +77,17 @@ def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     return [newest[step] for step in sorted(newest) if step <= last]
 
 
-def tail_json(path: Path, num_bytes: int) -> list[dict[str, Any]]:
-    """Return the JSON objects with a `step` in the end of a file; torn lines are left out, an absent file has none."""
+def tail_json(path: Path, num_bytes: int | None) -> list[dict[str, Any]]:
+    """Return the JSON objects with a `step` in the end of a file (None: in all of it); torn lines are left out, an
+    absent file has none."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_bytes))
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes) if num_bytes is not None else 0
+            file.seek(start)
             lines = file.read(num_bytes).splitlines()
     except OSError:
         return []
-    found = (parse_row(line) for line in (lines[1:] if size > num_bytes else lines))
+    found = (parse_row(line) for line in (lines[1:] if start else lines))
     return [row for row in found if row is not None and isinstance(row.get("step"), int)]
 
 

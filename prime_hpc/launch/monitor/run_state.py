@@ -80,10 +80,6 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         status.host, status.pid = last.get("host"), last.get("pid")
         own = word if word.get("attempt") == last["attempt"] else {}
         status.nodes = _hosts(own.get("nodes") or last.get("nodes"), last)
-        roles = own.get("roles")
-        status.roles = {str(k): str(v) for k, v in roles.items()} if isinstance(roles, dict) else {}
-        runs = own.get("runs")
-        status.runs = {str(k): str(v) for k, v in runs.items()} if isinstance(runs, dict) else {}
         _take_word(status, own)
     over = next((row for row in reversed(one.attempts) if row.get("ended") is not None), None)
     if over is not None:
@@ -112,6 +108,7 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
 def _take_word(status: RunStatus, own: dict[str, Any]) -> None:
     """Take what the supervisor says of the roles; what another version says in another form is left out."""
     alarms, servers, doing = own.get("alarms"), own.get("servers"), own.get("doing")
+    status.roles, status.runs = _texts(own.get("roles")), _texts(own.get("runs"))
     status.alarms = [str(text) for text in alarms] if isinstance(alarms, list) else []
     if isinstance(servers, dict):
         status.servers = {str(k): load for k, load in servers.items() if isinstance(load, dict)}
@@ -119,6 +116,10 @@ def _take_word(status: RunStatus, own: dict[str, Any]) -> None:
         status.gpus = {str(host): use for host, use in gpus.items() if isinstance(use, dict)}
     for role, rows in doing.items() if isinstance(doing, dict) else ():
         status.doing[str(role)] = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {str(key): str(text) for key, text in value.items()} if isinstance(value, dict) else {}
 
 
 def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float) -> None:

@@ -66,16 +66,8 @@ def way_to(
     if status is None:
         raise NotThereError(f"{target.path} cannot be read: its file system hangs; `prime-hpc why` says more")
     number = rank or 0
-    there = [
-        sys.executable,
-        "-P",
-        "-m",
-        _MODULE,
-        str(target.path),
-        role,
-        str(number),
-        *(["--", *command] if command else []),
-    ]
+    there = [sys.executable, "-P", "-m", _MODULE, str(target.path), role, str(number)]
+    there += ["--", *command] if command else []
     if status.job_id is not None and not status.job_id.split("_")[0].isdigit():
         raise NotThereError(
             f"the run is in pods ({status.job_id}): `kubectl exec -it POD -- bash` opens a shell in one"

@@ -153,7 +153,7 @@ def _look(target: Target, timeout_s: float) -> tuple[list[Seen], list[str], str]
         return nodes, [], trouble
     parts = job.components or (job,)
     results: dict[int, tuple[list[Seen], str]] = {}
-    hosts = {n: _hosts(part) for n, part in enumerate(parts)}
+    hosts = {n: expand_hosts(part.nodes) for n, part in enumerate(parts)}
 
     def ask(number: int) -> None:
         group = number if len(parts) > 1 else None
@@ -171,10 +171,6 @@ def _look(target: Target, timeout_s: float) -> tuple[list[Seen], list[str], str]
     return nodes, silent, "; ".join(trouble for _, trouble in results.values() if trouble)
 
 
-def _hosts(job: JobInfo) -> list[str]:
-    return list(expand_hosts(job.nodes))
-
-
 def _supervisor_here(status: RunStatus | None) -> list[int]:
     """Return the process of a supervisor on this machine, for runs whose processes say nothing of themselves."""
     if status is None or status.pid is None or status.host != socket.gethostname():
@@ -187,15 +183,8 @@ def _srun(job_id: str, hosts: Sequence[str], group: int | None, path: Path) -> l
     count = len(hosts)
     command = ["srun", f"--jobid={job_id}", *([] if group is None else [f"--het-group={group}"]), "--overlap"]
     command += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={compress_hosts(hosts)}"]
-    command += [
-        "--cpu-bind=none",
-        "--input=none",
-        "--export=ALL",
-        "--kill-on-bad-exit=0",
-        "--chdir=/",
-        "--job-name=why",
-    ]
-    return [*command, sys.executable, "-P", "-m", _MODULE, str(path)]
+    command += ["--cpu-bind=none", "--input=none", "--export=ALL", "--kill-on-bad-exit=0", "--chdir=/"]
+    return [*command, "--job-name=why", sys.executable, "-P", "-m", _MODULE, str(path)]
 
 
 def _run(command: Sequence[str], environment: dict[str, str], timeout_s: float) -> tuple[list[Seen], str]:

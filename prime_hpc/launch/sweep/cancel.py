@@ -20,7 +20,7 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, jobs
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import LOCK, submitting, write_record
+from prime_hpc.slurm.submission_record import submitting, write_record
 from prime_hpc.store.run_dirs import read_record
 
 POLL_S, LONGEST_POLL_S = 1.0, 15.0
@@ -73,8 +73,8 @@ def cancel_sweep(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
         SlurmRefused: Slurm cannot be asked; nothing was done.
         ConfigError: the sweep is being submitted right now.
     """
-    if (sweep.dir / LOCK).exists() and _runs_here(sweep):
-        return _cancel_here(sweep, save=save, timeout_s=timeout_s, say=say)
+    if here := _points_here(sweep):
+        return _cancel_here(sweep, here, save=save, timeout_s=timeout_s, say=say)
     with submitting(sweep.dir):
         sweep = read_sweep(sweep.dir)
         live = [view for view in look(sweep, ask=ask_strictly) if view.is_under_way]
@@ -87,20 +87,23 @@ def cancel_sweep(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
             raise SlurmRefused(Problem(str(error), "launch")) from error
 
 
-def _runs_here(sweep: Sweep) -> bool:
-    """Return whether points run in the foreground of another command (no Slurm)."""
-    return any(view.is_under_way for view in look(sweep)) and all(
-        row.kind in ("local", "cancel") for row in sweep.submits[-1:]
-    )
+def _points_here(sweep: Sweep) -> list[PointView]:
+    """Return the points under way, if they run without Slurm; the command that started them may be gone."""
+    last = {index: row.kind for index, row in sweep.last_submits().items()}
+    if "local" not in last.values():
+        return []
+    live = [view for view in look(sweep) if view.is_under_way]
+    return live if all(last.get(view.row.index) == "local" for view in live) else []
 
 
-def _cancel_here(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Cancelled:
-    """Ask the command that runs the points to end them; it starts no other."""
-    before = [view for view in look(sweep) if view.is_under_way]
+def _cancel_here(sweep: Sweep, before: list[PointView], *, save: bool, timeout_s: float, say: Say) -> Cancelled:
+    """Ask the command that runs the points to start no other, and the points to end."""
     (sweep.dir / STOP).touch()
-    say(f"asked the command that runs {sweep.dir} to end it")
-    if not save:
-        for view in before:
+    say(f"asked the points of {sweep.dir}, and the command that runs them, to end")
+    for view in before:
+        if save:
+            (sweep.run_dir(view.row) / STOP).touch()
+        else:
             cancel_run(sweep.run_dir(view.row), now=True, timeout_s=timeout_s, say=say)
     left = _wait(sweep, before, timeout_s, PatientAsk(ASK_EVERY_S))
     return _counted(sweep, before, waiting=0, left=left)

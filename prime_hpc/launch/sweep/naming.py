@@ -32,10 +32,10 @@ def check_pattern(pattern: str, keys: Sequence[str]) -> None:
 def default_pattern(keys: Sequence[str], points: Sequence[dict[str, Any]]) -> str:
     """`lr{trainer.optim.lr}-seed{seed}` from the keys whose values differ between points."""
     varying = [key for key in keys if len({repr(point.get(key)) for point in points}) > 1] or list(keys)
-    return "-".join(f"{_shortest(key, varying)}{{{key}}}" for key in varying)
+    return "-".join(f"{shortest_end(key, varying)}{{{key}}}" for key in varying)
 
 
-def _shortest(key: str, keys: Sequence[str]) -> str:
+def shortest_end(key: str, keys: Sequence[str]) -> str:
     """Return the shortest end of a key's path that no other key has: `lr`, `eval.sampling.temperature`."""
     parts = key.split(".")
     ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))

@@ -6,9 +6,11 @@ A line is a point; of points that differ in their seed alone it is their mean, i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.launch.sweep.naming import shortest_end
 from prime_hpc.launch.sweep.results import Metric, Result, by_seed
 
 LEGEND_AT_MOST = 15
@@ -41,27 +43,15 @@ def _curve(name: str, members: Sequence[Result], *, of_seeds: bool = False) -> C
     series = [dict(zip(member.steps, member.series, strict=True)) for member in members]
     steps = sorted(set(series[0]).intersection(*series[1:]))
     columns = [[values[step] for values in series] for step in steps]
-    value = _mean([member.value or 0.0 for member in members])
+    value = fmean([member.value or 0.0 for member in members])
     seeds = f", {len(members)} seed{'s' * (len(members) > 1)}" if of_seeds else ""
     band = [min(column) for column in columns], [max(column) for column in columns]
-    return Curve(f"{name} ({value:.4g}{seeds})", value, steps, [_mean(column) for column in columns], *band)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return Curve(f"{name} ({value:.4g}{seeds})", value, steps, [fmean(column) for column in columns], *band)
 
 
 def _short(values: Mapping[str, Any]) -> str:
     """Return values under the ends of their keys, which tell them apart."""
-    return " ".join(f"{'.'.join(_end_of(key, values))}={value}" for key, value in values.items())
-
-
-def _end_of(key: str, keys: Mapping[str, Any]) -> list[str]:
-    words = key.split(".")
-    for count in range(1, len(words)):
-        if sum(other.split(".")[-count:] == words[-count:] for other in keys) == 1:
-            return words[-count:]
-    return words
+    return " ".join(f"{shortest_end(key, list(values))}={value}" for key, value in values.items())
 
 
 def draw(results: Sequence[Result], metric: Metric, title: str, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import Problem
@@ -106,8 +105,3 @@ def counted(views: "Iterable[PointView]") -> str:
     counts = Counter(view.state for view in views)
     order = ("invalid", "missing", *UNDER_WAY, "completed", "stopped", "failed", "lost")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
-
-
-def run_dirs(sweep: Sweep, views: "Iterable[PointView]") -> list[Path]:
-    """Run directories of these points."""
-    return [sweep.run_dir(view.row) for view in views]

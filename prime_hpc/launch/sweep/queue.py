@@ -260,9 +260,7 @@ def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str |
     except NothingQueued as error:  # any other refusal: the next submit looks for its token
         sweep.update(submit, state="failed", error=str(error))
         return None, str(error)
-    submit = sweep.update(submit, state="sent", job_id=job_id)
-    if part.is_array:
-        _write_point_records(sweep, submit)
+    _note_sent(sweep, submit, job_id)
     return job_id, None
 
 
@@ -298,21 +296,26 @@ def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
         write_text(sweep.run_dir(job.row) / JOB_SBATCH, text)
 
 
-def _write_point_records(sweep: Sweep, submit: SubmitRow) -> None:
+def _note_sent(sweep: Sweep, submit: SubmitRow, job_id: str) -> None:
+    """Write down the job of a submit: the points' records first, so that who is cut off here looks for it again."""
+    if submit.kind == "array":
+        _write_point_records(sweep, submit, job_id)
+    sweep.update(submit, state="sent", job_id=job_id)
+
+
+def _write_point_records(sweep: Sweep, submit: SubmitRow, job_id: str) -> None:
     """Tell each point of an array which task it is, where `status`, `logs` and `cancel` look for it."""
     cluster = cluster_name()
-    rows = {row.index: row for row in sweep.rows}
 
     def write(index: int) -> None:
-        run_dir = sweep.run_dir(rows[index])
         open_record(
-            run_dir,
+            sweep.run_dir(sweep.rows[index]),
             token=submit.token,
             state="sent",
             command=masked_command(sys.argv),
             layout="packed",
             cluster=cluster,
-            job_id=f"{submit.job_id}_{index - submit.first}",
+            job_id=f"{job_id}_{index - submit.first}",
             array=str(sweep.dir),
         )
 
@@ -332,11 +335,9 @@ def resolve_pending_submits(sweep: Sweep) -> None:
             if job_id is None:
                 sweep.update(submit, state="failed", error="the submit was cut off, and its job never reached Slurm")
                 continue
-            submit = sweep.update(submit, state="sent", job_id=job_id)
-            if submit.kind == "array":
-                _write_point_records(sweep, submit)
-            else:
+            if submit.kind == "job":
                 write_record(sweep.run_dir(sweep.rows[submit.points[0]]), state="sent", job_id=job_id)
+            _note_sent(sweep, submit, job_id)
         else:
             sweep.update(submit, state="sent")
 

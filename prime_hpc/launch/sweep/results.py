@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.launch.monitor.run_facts import FINAL
+from prime_hpc.launch.monitor.run_progress import tail_json
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import STEP_KEYS
 
 _FILES = ("orchestrator", "trainer")
@@ -151,7 +153,7 @@ def _result(view: PointView, run_dir: Path, metric: Metric, whole: bool, seen: s
     if not values:
         return Result(view, step=view.status.step)
     used = values[-1:] if metric.is_evaluation else values[-metric.last :]
-    return Result(view, sum(used) / len(used), steps[-1], len(used), steps, values)
+    return Result(view, statistics.fmean(used), steps[-1], len(used), steps, values)
 
 
 def read_series(
@@ -166,9 +168,9 @@ def read_series(
         seen: receives the names of all numeric metrics that were read.
     """
     for role in _FILES:
-        path = run_dir / "metrics" / f"{role}.jsonl"
+        path = metrics_file(run_dir, role)
         for limit in (num_bytes, None) if num_bytes is not None else (None,):
-            rows = _rows(path, limit)
+            rows = tail_json(path, limit)
             if seen is not None:
                 seen.update(key for row in rows[-50:] for key in row if key not in ("step", "time"))
             last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(STEP_KEYS)), None)
@@ -178,25 +180,6 @@ def read_series(
             if steps:
                 return steps, [float(values[step]) for step in steps]
     return [], []
-
-
-def _rows(path: Path, num_bytes: int | None) -> list[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - num_bytes) if num_bytes is not None else 0
-            file.seek(start)
-            lines = file.read().splitlines()
-    except OSError:  # no metrics yet
-        return []
-    rows = []
-    for line in lines[1:] if start else lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn by a killed writer
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
 
 
 def _is_number(value: Any) -> bool:
@@ -221,7 +204,6 @@ def over_seeds(results: Iterable[Result], goal: Literal["max", "min"]) -> list[S
     found = []
     for shared, members in by_seed(results):
         values = [member.value for member in members if member.value is not None]
-        mean = sum(values) / len(values)
-        spread = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-        found.append(SeedGroup(shared, mean, math.sqrt(spread), len(values)))
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        found.append(SeedGroup(shared, statistics.fmean(values), spread, len(values)))
     return sorted(found, key=lambda group: -group.mean if goal == "max" else group.mean)

@@ -97,7 +97,7 @@ class Sweep:
 
     def write_points(self) -> None:
         """Replace `points.jsonl`. Raises ConfigError where the disk is full or not writable."""
-        _write_lines(self.dir / POINTS, [asdict(row) for row in self.rows])
+        write_text(self.dir / POINTS, "".join(json.dumps(asdict(row), default=str) + "\n" for row in self.rows))
 
     def record(self, row: SubmitRow) -> None:
         """Add a submit, or replace the one with its token, on disk before this returns."""
@@ -254,10 +254,6 @@ def write_text(path: Path, text: str) -> None:
         write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
 def _append_line(path: Path, row: dict[str, Any]) -> None:
