@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Part of slurm/devcluster: another Debian's Slurm (`up --suite`): its root, and what of this machine is seen in it.
 
-ROOT_PACKAGES=(slurm-wlm slurmdbd munge python3 procps iproute2 g++ libnuma1) # g++: vLLM on the CPU compiles
+ROOT_PACKAGES=(slurm-wlm slurmdbd munge python3 procps iproute2 ca-certificates g++ libnuma1) # g++: vLLM on the CPU compiles
 ROOT_PACKAGES_SID=(apptainer squashfuse fuse-overlayfs)                       # containers, as sites run them
 ROOT_OWN=" bin boot dev etc lib lib32 lib64 libx32 lost+found proc run sbin sys usr var " # of /, what is the root's own
 
