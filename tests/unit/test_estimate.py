@@ -120,6 +120,7 @@ def test_what_sees_images_is_counted_as_the_model_has_it(tmp_path: Path, family:
     assert {name: value for name, value in frozen.items() if name != "images"} == need(None)
     assert trained["images"] > frozen["images"] and trained["state"] == frozen["state"]
     assert need("trained", micro_batch_tokens=65536)["images"] > 4 * trained["images"]
+    assert need("frozen", micro_batch_tokens=65536)["images"] == frozen["images"]  # gone before the language model's
 
 
 def test_padded_vocabulary() -> None:

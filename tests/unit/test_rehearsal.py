@@ -23,6 +23,7 @@ from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace, glo
 from prime_hpc.trainer.rehearsal.rehearse import rehearse  # noqa: E402
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker  # noqa: E402
 from tests.support.every_family import tiny_config  # noqa: E402
+from tests.support.tiny_vision import make_vision_model  # noqa: E402
 
 TINY = {
     "hidden_size": 64,
@@ -265,6 +266,23 @@ def test_what_can_be_trained_can_be_rehearsed(tmp_path, name, kind, sections):
     found = rehearse(experiment(tmp_path, name, kind=kind, **sections), tmp_path)
     assert found["peak"] > 0 and found["by_kind"]["activations"] + found["by_kind"]["head"] > 0
     assert bool(found["notes"]) == ("parallel" in sections["trainer"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", *map(exhaustive, ["qwen3_vl_moe", "qwen3_5"])])
+def test_images_are_rehearsed(tmp_path, family):
+    """Of the largest size that the model's processor makes: 256 tokens of 4 patches."""
+    found = {}
+    make_vision_model(tmp_path / "model", family)
+    for vision in ("frozen", "trained"):
+        run = experiment(tmp_path, seq_len=512, model={"name": str(tmp_path / "model"), "vision": vision})
+        found[vision] = rehearse(run, tmp_path)
+        assert found[vision]["notes"][0].startswith("a sample of 512 tokens holds 1 image(s) of 256 tokens (as prepro")
+    frozen, trained = (found[vision]["by_kind"] for vision in ("frozen", "trained"))
+    depth, patches, width = 3, 1024, 64
+    assert trained["activations"] - frozen["activations"] > depth * patches * 8 * width * 2
+    assert trained["optimizer"] > frozen["optimizer"] and trained["gradients"] > frozen["gradients"]
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    assert "1 image(s) of 256 tokens (no preprocessor_config.json" in rehearse(run, tmp_path)["notes"][0]
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", exhaustive("Qwen3-30B-A3B")])

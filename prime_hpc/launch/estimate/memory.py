@@ -255,7 +255,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
         parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)
     if vision is not None and facts.vision is not None:
-        part = tokens, width, trainer.num_ranks, shares
+        part = tokens, width, trainer.num_ranks, shares, activations + parts["logits"]
         parts["images"] = facts.vision.tower_bytes(bytes_per_param if vision == "trained" else None, *part)
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
 

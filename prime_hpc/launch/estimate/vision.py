@@ -16,12 +16,17 @@ class VisionFacts:
     depth: int
     kept: int
     """Values that the backward pass of one block takes, of the patches of one token."""
+    ends: int
+    """The same of what is before and behind all blocks: pixels, and the mergers."""
 
-    def tower_bytes(self, state: float | None, tokens: float, width: int, ranks: int, shares: float) -> float:
+    def tower_bytes(
+        self, state: float | None, tokens: float, width: int, ranks: int, shares: float, later: float
+    ) -> float:
         """Return the bytes that it takes of a trainer's GPU.
 
         Every rank gathers it whole, as it does the token tables; its blocks are not computed again
-        (`model.ac` is of the language model's). Frozen, it keeps one block's values, and no gradients.
+        (`model.ac` is of the language model's). Frozen, it has no gradients, and one block's values, which are gone
+        before the language model has its own.
 
         Args:
             state: bytes of a parameter, its gradient and its optimizer state; None: it is frozen.
@@ -29,10 +34,12 @@ class VisionFacts:
             width: bytes of a value in the compute type.
             ranks: of the trainer.
             shares: ranks that share one copy.
+            later: bytes that the language model's values and logits take.
         """
         whole = self.num_params * width * ((ranks > 1) + (state is not None))
-        kept = self.kept * (self.depth if state is not None else 1) * width
-        return self.num_params * (state or 4) / shares + whole + tokens * IMAGE_SHARE * kept
+        of_token = tokens * IMAGE_SHARE * width
+        kept = of_token * (self.kept * self.depth + self.ends) if state is not None else of_token * self.kept - later
+        return self.num_params * (state or 4) / shares + whole + max(kept, 0.0)
 
 
 def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
@@ -52,13 +59,14 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
         behind = len(layers) if isinstance(layers, list) else 0
     except (KeyError, TypeError, ValueError):
         return None
+    ends = merge * 3 * 3 * frames * patch * patch + (1 + behind) * 4 * merged  # pixels in float32 and the compute type
     embedding = 3 * frames * patch * patch * hidden
     if "fullatt_block_indexes" in stated:  # Qwen2.5-VL: RMS norms, gated feed-forward blocks, places by rotation alone
         block = 4 * hidden * hidden + 3 * hidden * inner + 7 * hidden + 2 * inner
         mergers = merged * merged + merged * out + merged + out + hidden
-        return VisionFacts(depth * block + mergers + embedding, depth, merge * (10 * hidden + 4 * inner))
+        return VisionFacts(depth * block + mergers + embedding, depth, merge * (10 * hidden + 4 * inner), ends)
     block = 4 * hidden * hidden + 2 * hidden * inner + 9 * hidden + inner
     mergers = (1 + behind) * (merged * merged + merged * out + merged + out) + 2 * hidden + behind * 2 * merged
     return VisionFacts(
-        depth * block + mergers + embedding + hidden + places * hidden, depth, merge * (10 * hidden + 2 * inner)
+        depth * block + mergers + embedding + hidden + places * hidden, depth, merge * (10 * hidden + 2 * inner), ends
     )

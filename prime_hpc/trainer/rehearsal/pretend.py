@@ -41,6 +41,7 @@ from prime_hpc.trainer.ops import attention, cpu_matmul, fused_head, recompute
 from prime_hpc.trainer.ops.host_copies import Copy, at_home
 from prime_hpc.trainer.optim import offload
 from prime_hpc.trainer.parallel import distribute, expert
+from prime_hpc.trainer.rehearsal.images import pretend_images
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker
 
 
@@ -154,7 +155,7 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         change(policy, "_load_shards", _inside(fake, tracker, policy._load_shards))
         change(policy, "Adapters", _inside(fake, tracker, Adapters))
         change(distribute, "compiled", _partitioned)
-        change(policy.ImageInputs, "load", lambda *_: None)  # a shape has no image processor, and rows here are text
+        pretend_images(change, tracker, on_gpu=on_gpu)
         change(policy, "self_test", lambda *_, **__: None)  # it judges values, and there are none
         # the operator's fake knows bfloat16 alone; what stands in for it makes tensors of the same sizes
         change(moe, "_can_use_grouped_mm", lambda _input, weight, _offsets: weight.dtype == torch.bfloat16)

@@ -15,6 +15,7 @@ from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
+from prime_hpc.trainer.rehearsal.images import PretendedImages
 from prime_hpc.trainer.rehearsal.pretend import (
     NotCompiledError,
     flash_workspace,
@@ -53,15 +54,8 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: a model, layout or dtype that cannot work; says which key to change.
     """
-    if experiment.model.vision == "trained":
-        raise ValueError(
-            "model.vision = trained: what makes embeddings of images computes nothing without values; rehearse with "
-            "frozen, and add three times its weights in float32 (gradients and Adam's moments) over the ranks"
-        )
     began = time.perf_counter()
     notes: list[str] = []
-    if experiment.model.vision is not None:
-        notes.append("rows are of text: what an image's patches take in the forward pass is not counted")
     on_gpu = is_on_gpu(experiment)
     try:
         tracker, base = _in_group(experiment, on_gpu, folder)
@@ -69,6 +63,8 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
         notes.append(f"{error}; these are the figures without model.compile, with which activations take less")
         eager = experiment.model.model_copy(update={"compile": False})
         tracker, base = _in_group(experiment.model_copy(update={"model": eager}), on_gpu, folder)
+    if isinstance(images := base.policy.image_inputs, PretendedImages):
+        notes.append(images.words)
     if experiment.trainer.parallel_dims.ep > 1:
         notes.append("every expert gets the same number of tokens")
     return {
@@ -149,4 +145,6 @@ def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -
     else:
         rows = max(1, experiment.micro_batch_tokens // longest)
     shape = FakeDataConfig(batch_size=num_micro_batches * rows, seq_len=longest, micro_batch_size=rows)
-    return fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)
+    batch = fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)
+    images = policy.image_inputs
+    return images.show(batch, longest) if isinstance(images, PretendedImages) else batch
