@@ -63,7 +63,8 @@ class ConfigError(ValueError):
 def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
     """Return the dotted path that was probably meant by `path`, or None when nothing is near.
 
-    Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie.
+    Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie. A name that
+    is merely somewhat alike is meant only where it is a sibling: `nope` is not `slurm.trainer.nodes`.
     """
     from difflib import SequenceMatcher
 
@@ -73,7 +74,8 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
     for candidate in candidates:
         candidate_parent, _, candidate_last = candidate.rpartition(".")
         name.set_seq1(candidate_last)
-        if name.quick_ratio() < 0.5:
+        least = 0.6 if candidate_parent == parent else 0.75
+        if name.quick_ratio() < least or name.ratio() < least:
             continue
         whole.set_seq1(candidate)
         score = 0.5 * name.ratio() + 0.5 * whole.ratio() + (0.1 if candidate_parent == parent else 0.0)

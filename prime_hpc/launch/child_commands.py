@@ -14,10 +14,10 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child, is_parent
-from prime_hpc.config.run_files import RUN_YAML, STOP
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
-from prime_hpc.store.run_dirs import find_run, outputs_folder
+from prime_hpc.store.run_dirs import find_run, outputs_folder, read_rows
 
 POLL_S = 0.5
 _EXPERIMENTS = (".yaml", ".yml", ".toml")
@@ -159,6 +159,10 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
         delete, said = True, "no trainer had seen it"
     elif state.has_ended:
         said = f"it was {state.phase} already"
+    elif at_rest := _at_rest(path):
+        if not delete:
+            raise ConfigError(f"{path.name} is {state.phase}{at_rest}; --delete deletes its directory")
+        said = f"it was at step {state.step}"
     else:
         said = _stop_child(path, timeout_s)
     if not delete:
@@ -170,6 +174,16 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
     else:
         shutil.rmtree(trash)
     return f"{said}; its directory is deleted"
+
+
+def _at_rest(path: Path) -> str:
+    """Return what is to be said of a child that has not ended where its trainer has; else nothing."""
+    rows = read_rows(path.parent / ATTEMPTS_JSONL)
+    if not rows or rows[-1]["ended"] is None:
+        return ""
+    return (
+        f", but its trainer does not run: `prime-hpc resume {path.parent}` goes on with it, if the job does not itself"
+    )
 
 
 def _stop_child(path: Path, timeout_s: float) -> str:
@@ -192,7 +206,8 @@ def resume_child(path: Path) -> str:
     """
     state = read_state(path)
     if state is None or not state.has_ended:
-        raise ConfigError(f"{path.name} has not ended: it is {state.phase if state is not None else 'new'}")
+        phase = "new" if state is None else state.phase
+        raise ConfigError(f"{path.name} has not ended: it is {phase}{_at_rest(path)}")
     if state.phase == "done" and load_run(path).max_steps <= state.step:
         steps = f"{path.name} is done with its {state.step} steps"
         raise ConfigError(f"{steps}: add another run, or raise max_steps in {path / RUN_YAML}")

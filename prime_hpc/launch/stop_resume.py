@@ -375,7 +375,8 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, k
     except (StoreError, OSError) as error:
         raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
     if last is not None and step >= last:
-        raise ConfigError(Problem(f"checkpoint {step} is the last one (of {last} steps): raise it", key))
+        past = "is the last one" if step == last else "lies beyond the end"
+        raise ConfigError(Problem(f"checkpoint {step} {past} (of {last} steps): raise it", key))
 
 
 def _refuse_unmounted(paths: "RunPaths") -> None:

@@ -58,7 +58,8 @@ def test_unknown_flag_names_the_full_path() -> None:
 def test_no_far_fetched_suggestion() -> None:
     (problem,) = problems(["--zzzzqqq", "3"])
     assert problem.endswith("unknown key")
-    assert nearest_path("qqqq.zzzz", all_paths()) is None
+    for typed in ("qqqq.zzzz", "trainer.nope", "nope"):
+        assert nearest_path(typed, all_paths()) is None
 
 
 def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
@@ -69,6 +70,8 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
     for text, ours in (
         ("inference: {parallel: {tp: 2}}", "inference.tensor_parallel_size"),  # the nearest word would be the trainer's
         ("orchestrator: {group_size: 8}", "orchestrator.rollouts_per_example"),  # and not the batch
+        ("trainer: {model: {impl: custom}}", "one implementation"),
+        ("model: {vlm: {freeze_vision_encoder: true}}", "model.vision"),
         ("slurm: {gpus: 8}", "slurm.gpus_per_node"),
         ("weight_broadcast: {type: nccl}", "weights.transport"),
         ("deployment: {type: single_node, num_train_gpus: 2}", "trainer.num_ranks"),

@@ -438,8 +438,9 @@ def test_resume_finds_what_a_signal_saved_though_checkpoints_are_off(fake: FakeS
     ended(config)
     loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
     assert loaded.experiment.ckpt is None  # the supervisor takes the newest whole one
-    with pytest.raises(ConfigError, match="raise it"):
-        load_to_resume(run_dir(config), ["--max-steps", "10"])
+    for last, words in ((10, "is the last one"), (4, "lies beyond the end")):
+        with pytest.raises(ConfigError, match=rf"checkpoint 10 {words} \(of {last} steps\): raise it"):
+            load_to_resume(run_dir(config), ["--max-steps", str(last)])
 
 
 def test_resume_goes_on_where_the_run_was(

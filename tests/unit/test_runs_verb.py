@@ -1,6 +1,7 @@
 """`prime-hpc runs`: what a child inherits, what is refused, and how it is listed, removed and brought back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from prime_hpc.cli import main
 from prime_hpc.config.snapshot import read_experiment
+from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.child_runs import STATE, ChildState, list_children, read_state, write_state
 
 
@@ -112,6 +114,22 @@ def test_list_remove_and_resume(tmp_path: Path, parent: Path, capsys: pytest.Cap
     write_state(many / "run_failed", ChildState("training", step=2, max_steps=4))
     assert main(["runs", "remove", str(parent), "failed", "--timeout", "0.1"]) == 2  # no trainer is there to obey
     assert not (many / "run_failed" / "STOP").exists()
+
+
+def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture) -> None:
+    """Nobody would obey: that is said at once, with what goes on with it."""
+    child, many = write(tmp_path, "c", max_steps=4), tmp_path / "many"
+    assert main(["runs", "add", str(parent), str(child)]) == 0
+    write_state(many / "run_c", ChildState("training", step=2, max_steps=4))
+    attempt = Attempt(1, 1, 5.0, "first start")
+    write_attempt(many / "attempts.jsonl", attempt)
+    assert main(["runs", "remove", str(parent), "c", "--timeout", "0.1"]) == 2
+    assert "did not end within" in capsys.readouterr().err
+    write_attempt(many / "attempts.jsonl", replace(attempt, ended=6.0, outcome="interrupted"))
+    for verb in ("remove", "resume"):
+        assert main(["runs", verb, str(parent), "c"]) == 2
+        assert f"its trainer does not run: `prime-hpc resume {many}` goes on with it" in capsys.readouterr().err
+    assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == []
 
 
 def test_a_parent_that_cannot_train_many_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -38,7 +38,8 @@ def recipe_for(rows: Sequence[Any], folder: Path, model: Path, *, sees: bool = T
     """Write rows with images beside them; return how they become samples."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "small.png").write_bytes(SMALL)
+    for name in ("small.png", "a small.png"):
+        (folder / name).write_bytes(SMALL)
     return recipe_of_file(file, folder, model, sees=sees, **config)
 
 
@@ -63,6 +64,7 @@ def data_url(image: bytes) -> str:
 FORMS: dict[str, dict[str, Any]] = {
     "data url": turn({"type": "image_url", "image_url": {"url": data_url(SMALL)}}),
     "path": turn({"type": "image", "image": "small.png"}),
+    "url of a file": turn({"type": "image_url", "image_url": {"url": "file://a%20small.png"}}),
     "url of a path": turn({"type": "image_url", "image_url": "small.png"}),
     "column": {**turn({"type": "image"}), "images": ["small.png"]},
     "bytes and path": {**turn({"type": "image"}), "images": [{"bytes": None, "path": "small.png"}]},

@@ -447,6 +447,14 @@ def test_figures_of_a_live_run_and_of_a_second_life(run: Run) -> None:
     assert status.eta_s == 3.0 * 34
 
 
+@pytest.mark.parametrize(
+    ("step", "last", "shown"), [(None, None, "-"), (None, 9, "0/9"), (3, 9, "3/9"), (206, None, "206")]
+)
+def test_a_last_step_that_nobody_knows_is_not_shown(step: int | None, last: int | None, shown: str) -> None:
+    """The trainer of many runs has none."""
+    assert RunStatus("many", "", "running", step=step, max_steps=last).progress == shown
+
+
 def test_figures_of_sft_and_a_torn_line(run: Run) -> None:
     run.metrics("trainer", [{"step": 1, "loss": 2.5, "time/step": 1.0}, {"step": 2, "loss": "nan", "time/step": 1.0}])
     with (run.path / "metrics" / "trainer.jsonl").open("a") as file:

@@ -176,7 +176,17 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "a directory or a name of the hub: <model.name>",
     ),
     ("torch_dtype bf16 fp16 model_dtype param_dtype mixed_precision", "it is <model.dtype>"),
+    (
+        "model.vlm freeze_vision_encoder vision_encoder_attr language_model_attr",
+        "images are <model.vision>: `frozen` or `trained`; where the parts of the model are is known",
+    ),
+    ("wandb.mode wandb_mode", "it is <wandb.offline>"),
     ("attn_implementation flash_attn use_flash_attn flash_attention", "it is <model.attn>"),
+    (
+        "model.impl model_impl",
+        "there is one implementation of a model, transformers' modules with kernels of this trainer in them "
+        "(<model.attn>, <model.fused_head>): leave it out",
+    ),
     (
         "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable activation_checkpointing",
         "it is <model.ac>, every <model.ac.freq>-th block",

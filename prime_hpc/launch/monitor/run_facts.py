@@ -139,6 +139,14 @@ class RunStatus:
         """True if something was started that has not ended."""
         return self.state in UNDER_WAY
 
+    @property
+    def progress(self) -> str:
+        """Its step and its last one, for people: the trainer of many runs has no last one, epochs before they are
+        counted neither."""
+        if self.max_steps is not None:
+            return f"{self.step or 0}/{self.max_steps}"
+        return "-" if self.step is None else str(self.step)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"final": self.is_final}

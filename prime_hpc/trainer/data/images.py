@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +122,7 @@ def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
             raise SFTDataError(f"image {head:.40},...: no base64 ({error})") from error
     if source.startswith(("http://", "https://")):
         raise SFTDataError(f"{name}: images are not downloaded; save it beside the rows and name the file")
-    path = Path(source.removeprefix("file://"))
+    path = Path(unquote(source.removeprefix("file://")) if source.startswith("file://") else source)
     if not path.is_absolute():
         if folder is None:
             raise SFTDataError(f"{name}: a relative path, and these rows lie in no folder: put the image into the row")

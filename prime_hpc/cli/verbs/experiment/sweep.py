@@ -102,13 +102,11 @@ def _status(argv: list[str], program: str) -> int:
 
 def _cells(view: PointView) -> tuple[str, ...]:
     status = view.status
-    has_steps = status.step is not None or status.max_steps is not None
-    steps = f"{status.step or 0}/{status.max_steps or '?'}" if has_steps else "-"
     value = "-" if status.value is None else f"{status.value:.4g}{' loss' if status.figure == 'loss' else ''}"
     return (
         view.row.name,
         view.state,
-        steps,
+        status.progress,
         value,
         "-" if status.attempt is None else str(status.attempt),
         status.job_id or "-",

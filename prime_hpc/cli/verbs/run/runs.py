@@ -69,6 +69,6 @@ def render(rows: list[Row]) -> str:
             table.append((row.name, "new", "-", "-", "-", "not seen by a trainer yet"))
             continue
         slot = "-" if state.slot is None else str(state.slot)
-        step = f"{state.step}/{state.max_steps}"
+        step = f"{state.step}/{state.max_steps}" if state.max_steps else "-"
         table.append((row.name, state.phase, step, slot, f"{state.num_tokens:,}", state.reason or ""))
     return "\n".join(align(table)) + "\n"

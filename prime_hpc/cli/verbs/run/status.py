@@ -126,12 +126,6 @@ def _ago(epoch: float) -> str:
     return f"{span(max(0.0, time.time() - epoch))} ago"
 
 
-def _steps(status: RunStatus) -> str:
-    if status.step is None and status.max_steps is None:
-        return "-"
-    return f"{status.step or 0}/{status.max_steps if status.max_steps is not None else '?'}"
-
-
 def _note(status: RunStatus) -> str:
     starts = f"starts about {local_time(status.starts)}" if status.starts is not None else ""
     return "; ".join(part for part in (status.note, starts) if part)
@@ -139,7 +133,7 @@ def _note(status: RunStatus) -> str:
 
 def render_one(status: RunStatus) -> str:
     """Everything about one run, a line a subject."""
-    head = [status.name, _painted(status.state, status.state), f"step {_steps(status)}"]
+    head = [status.name, _painted(status.state, status.state), f"step {status.progress}"]
     if status.figure and status.value is not None:
         head.append(f"{status.figure} {status.value:.4g} {sparkline(status.trend, 24)}".rstrip())
     rows: list[tuple[str, str]] = []
@@ -208,7 +202,7 @@ def render_table(runs: list[RunStatus], folder: Path, more: int = 0) -> str:
             (
                 status.name,
                 status.state,
-                _steps(status),
+                status.progress,
                 "-" if status.value is None else f"{status.value:.3f}{' loss' if status.figure == 'loss' else ''}",
                 sparkline(status.trend, 10) if not status.is_final else "",
                 "-" if status.attempt is None else str(status.attempt),

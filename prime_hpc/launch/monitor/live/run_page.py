@@ -64,7 +64,7 @@ def _head(status: RunStatus, width: int, *, ascii_only: bool) -> Text:
     text.append("  ").append_text(parts.state(status.state))
     if status.step is None and status.max_steps is None:
         return text
-    text.append(f"  step {status.step or 0}/{'?' if status.max_steps is None else status.max_steps}  ", "")
+    text.append(f"  step {status.progress}  ", "")
     if status.max_steps:
         done = (status.step or 0) / status.max_steps
         room = min(40, width - len(text.plain) - 7)

@@ -57,7 +57,7 @@ def _cells(status: RunStatus, wide: bool, ascii_only: bool) -> list[Text | str]:
     cells: list[Text | str] = [
         parts.clean(status.name),
         parts.state(status.state),
-        _step(status),
+        status.progress,
         f"{value} loss" if status.figure == "loss" else value,
         Text(parts.plain(trend, ascii_only=ascii_only), "cyan"),
         "-" if status.eta_s is None else time_left(status.eta_s),
@@ -70,12 +70,6 @@ def _cells(status: RunStatus, wide: bool, ascii_only: bool) -> list[Text | str]:
             "-" if status.time_left_s is None else time_left(status.time_left_s),
         ]
     return [*cells, _note(status)]
-
-
-def _step(status: RunStatus) -> str:
-    if status.step is None and status.max_steps is None:
-        return "-"
-    return f"{status.step or 0}/{'?' if status.max_steps is None else status.max_steps}"
 
 
 def _note(status: RunStatus) -> Text:
