@@ -99,6 +99,8 @@ VISION = frozenset({"qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_v
 among others."""
 VISION_ALONE = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Of these, the ones of which transformers has no model of text alone."""
+IMAGE_SHARE = 0.5
+"""Of their tokens, those that are taken to be images' where memory is foretold."""
 
 FLOAT32_ALONE = frozenset({"minimax", "openai-gpt"})
 """Families whose own code multiplies the compute dtype's matrices by buffers of float32, which PyTorch refuses."""

@@ -4,8 +4,6 @@ Batches are read as they are stored, one after another, and written as one row g
 batch. Needs pyarrow (the `export` extra).
 """
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +17,7 @@ from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, RankBatch
 from prime_hpc.store.batches import PastBatch, read_rank_batch
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.io import files
-from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.new_file import new_file
 from prime_hpc.store.run_paths import RunPaths
 
 COMPRESSIONS = ("zstd", "snappy", "gzip", "none")
@@ -93,7 +90,7 @@ def export_batches(
         ]
     )
     num_sequences = num_tokens = 0
-    with _appearing(output) as temporary:
+    with new_file(output) as temporary:
         codec = None if compression == "none" else compression
         with arrow.parquet.ParquetWriter(temporary, schema, compression=codec) as writer:
             for step in steps:
@@ -103,22 +100,6 @@ def export_batches(
                     num_sequences += batch.num_sequences
                     num_tokens += batch.num_tokens
     return Exported(output, len(steps), num_sequences, num_tokens, output.stat().st_size)
-
-
-@contextlib.contextmanager
-def _appearing(output: Path) -> Iterator[Path]:
-    """Yield a temporary sibling that takes the name in one rename, or is removed."""
-    files.make_dir(output.parent)
-    temporary = output.with_name(f".tmp-{output.name}-{files.unique_suffix()}")
-    try:
-        with disk_errors(output):
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-        files.rename(temporary, output)
-        files.fsync_dir(output.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _parts(paths: RunPaths, step: int) -> Iterator[RankBatch]:

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-IMAGE_SHARE = 0.5
-"""Of a micro-batch's tokens, those that are taken to be images'."""
+from prime_hpc.config.families import IMAGE_SHARE
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from prime_hpc import __version__
 from prime_hpc.config.sections.sft import COLUMNS
 from prime_hpc.observe.report import left_out
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.new_file import new_file
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts
-from prime_hpc.trainer.data.sources import Rows, appearing, fingerprint_of
+from prime_hpc.trainer.data.sources import Rows, fingerprint_of
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, Tokenise
 from prime_hpc.trainer.data.workers import Recipe
 
@@ -95,7 +95,7 @@ def lengths_of(
         lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange, is_stopped)
         if lengths is not None:
             try:
-                with appearing(kept) as partial, disk_errors(kept):
+                with new_file(kept, durable=False) as partial:
                     np.savez(partial, counts=lengths.counts, tokens=lengths.tokens)
             except (StoreError, OSError) as error:  # a folder of others, or a full one: the next run counts again
                 logger.warning(f"the lengths of all rows are not kept: {error}")

@@ -16,7 +16,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -37,7 +36,7 @@ from prime_hpc.store.dataset.files import (
     no_json_lines,
 )
 from prime_hpc.store.io import files
-from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.new_file import new_file
 from prime_hpc.trainer.data.messages import SFTDataError, parse_line
 
 _BLOCK = 16 * 2**20
@@ -80,18 +79,6 @@ def by_all_columns(rows: Rows) -> int | None:
 def fingerprint_of(*parts: Any) -> int:
     """63 bits of what identifies something."""
     return xxhash.xxh3_64_intdigest("\x00".join(map(str, parts)).encode()) >> 1
-
-
-@contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """Yield the path of a file to write, which gets the target's name in one rename when it is written."""
-    files.make_dir(target.parent)
-    partial = target.with_name(f".tmp-{files.unique_suffix()}-{target.name}")
-    try:
-        yield partial
-        files.rename(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _cached(cache: Path, path: Path, *also: Any) -> Path:
@@ -179,7 +166,7 @@ def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
     header = io.BytesIO()
     shape = (sum(len(part) for part in parts),)
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": shape})
-    with appearing(target) as partial:
+    with new_file(target, durable=False) as partial:
         files.write_file(partial, [header.getvalue(), *(np.ascontiguousarray(part, np.int64) for part in parts)])
 
 
@@ -201,7 +188,7 @@ def _decompressed(path: Path, cache: Path) -> Path:
     if target.exists():
         return target
     logger.info(f"unpacking {path} into {target}")
-    with appearing(target) as partial, disk_errors(target), partial.open("wb") as plain:
+    with new_file(target, durable=False) as partial, partial.open("wb") as plain:
         (_unpack_gzip if path.suffix == ".gz" else _unpack_zstd)(path, plain)
     return target
 
@@ -308,8 +295,7 @@ def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig
     schema = pa.schema([parquet.schema_arrow.field(name) for name in used])
     logger.info(f"unpacking {path} ({', '.join(used)}) into {target}")
     with (
-        appearing(target) as partial,
-        disk_errors(target),
+        new_file(target, durable=False) as partial,
         pa.OSFile(str(partial), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):

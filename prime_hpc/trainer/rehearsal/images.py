@@ -17,14 +17,12 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
+from prime_hpc.config.families import IMAGE_SHARE
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching import image_inputs
 from prime_hpc.trainer.batching.image_inputs import ImageInputs, MicroBatchImages, Pixels
 from prime_hpc.trainer.model import policy, vision
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker
-
-IMAGE_SHARE = 0.5
-"""Of a sample's tokens, those that are images': what `plan` assumes, too. One image may be more."""
 
 
 class PretendedImages(ImageInputs):
