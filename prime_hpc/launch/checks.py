@@ -75,7 +75,7 @@ def check(
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
-        *_space(experiment, by_slurm),
+        *_space(experiment, role, by_slurm),
     ]
     if problems:
         once = {(p.key, p.message): p for p in problems}.values()  # trainer and engines load the same model
@@ -362,48 +362,66 @@ def _compression(experiment: Experiment) -> list[Problem]:
     return [Problem("needs pyarrow: pip install 'prime-hpc[export]'", "orchestrator.compress_rollouts")]
 
 
-def _space(experiment: Experiment, by_slurm: bool = False) -> list[Problem]:
-    """Check that the output directory is writable and has room for what a run keeps at once."""
-    root = experiment.output_dir
+def homes(experiment: Experiment) -> dict[str, Path]:
+    """Return where a run keeps what its nodes share, by key: its directory, and its checkpoints where they lie
+    elsewhere."""
+    found = {"output_dir": experiment.run_dir.resolve()}
+    if experiment.ckpt is not None and experiment.ckpt.path is not None:
+        found["ckpt.path"] = experiment.ckpt.path.resolve()
+    return found
+
+
+def _space(experiment: Experiment, role: str | None, by_slurm: bool) -> list[Problem]:
+    """Check that the homes of a run are writable and have room for what it keeps there at once."""
+    roots = homes(experiment) | {"output_dir": experiment.output_dir}
+    away = None
+    if role not in (None, "trainer") or (by_slurm and not _is_seen_here(roots.get("ckpt.path"))):
+        away = roots.pop("ckpt.path", None)  # other machines', by hand; file systems of compute nodes: preflight's
+    if problems := [problem for key, root in roots.items() if (problem := _unwritable(root, key))]:
+        return problems
+    kept, preflight = _bytes_kept(experiment), experiment.slurm.preflight
+    if away is None and len({root.stat().st_dev for root in roots.values()}) == 1:
+        kept = dict.fromkeys(kept, sum(kept.values()))
+    wants = [
+        (key, size, f"the run keeps about {size / 2**30:.2f} GiB of weights and checkpoints at once")
+        for key, size in kept.items()
+    ]
+    wants.append(("output_dir", MIN_FREE_BYTES, f"logs and results want {MIN_FREE_BYTES >> 20} MiB"))
+    if by_slurm and preflight.enabled:
+        asked = f"the job's preflight wants {preflight.min_free_gib:g} GiB (slurm.preflight.min_free_gib)"
+        wants.append(("output_dir", round(preflight.min_free_gib * 2**30), asked))
+    for key, root in roots.items():
+        free, (needed, why) = shutil.disk_usage(root).free, max(want[1:] for want in wants if want[0] == key)
+        if free < needed:
+            text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {why}"
+            problems.append(Problem(f"{text}; free some space or choose another {key}", key))
+    if not problems and experiment.ckpt is not None and away is None:  # on Lustre one checkpoint's files lie on single OSTs
+        key, root = list(roots.items())[-1]
+        ranks = experiment.trainer.num_ranks
+        if lack := lack_of_room(root, ranks, _weights_bytes(experiment) * _MASTER_AND_MOMENTS // ranks):
+            problems.append(Problem(f"{lack}; free some space or choose another {key}", key))
+    return problems
+
+
+def _is_seen_here(root: Path | None) -> bool:
+    return root is None or any(path.is_dir() for path in (root, *root.parents[:-1]))
+
+
+def _unwritable(root: Path, key: str) -> Problem | None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(prefix=".write-test-", dir=root) as probe:  # beside those of other machines
             probe.write(b"x")
     except OSError as error:
-        return [Problem(f"{root} cannot be written: {error.strerror}", "output_dir")]
-    kept, free = _bytes_kept(experiment), shutil.disk_usage(root).free
-    preflight = experiment.slurm.preflight
-    asked = preflight.min_free_gib * 2**30 if by_slurm and preflight.enabled else 0
-    needed, wants = max(
-        (kept, f"the run keeps about {kept / 2**30:.2f} GiB of weights and checkpoints at once"),
-        (asked, f"the job's preflight wants {preflight.min_free_gib:g} GiB (slurm.preflight.min_free_gib)"),
-        (MIN_FREE_BYTES, f"logs and results want {MIN_FREE_BYTES >> 20} MiB"),
-    )
-    if free < needed:
-        text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {wants}"
-        return [Problem(f"{text}; free some space or choose another output_dir", "output_dir")]
-    lack = _lack_on_osts(experiment)
-    return [Problem(f"{lack}; free some space or choose another directory", "output_dir")] if lack else []
+        return Problem(f"{root} cannot be written: {error.strerror}", key)
+    return None
 
 
-def _lack_on_osts(experiment: Experiment) -> str | None:
-    """On Lustre: whether one checkpoint's files find room on the single OSTs."""
-    ckpt = experiment.ckpt
-    if ckpt is None:
-        return None
-    ranks = experiment.trainer.num_ranks
-    return lack_of_room(
-        ckpt.path or experiment.output_dir, ranks, _weights_bytes(experiment) * _MASTER_AND_MOMENTS // ranks
-    )
-
-
-def _bytes_kept(experiment: Experiment) -> int:
-    """Weight versions kept, plus two checkpoints of float32 master weights and both Adam moments."""
-    if not experiment.trains:
-        return 0
-    weights = _weights_bytes(experiment)
-    versions = experiment.trainer.keep_weights + 2
-    return weights * versions + (weights * _MASTER_AND_MOMENTS * 2 if experiment.ckpt else 0)
+def _bytes_kept(experiment: Experiment) -> dict[str, int]:
+    """By home: weight versions kept, and two checkpoints of float32 master weights and both Adam moments."""
+    weights = _weights_bytes(experiment) if experiment.trains else 0
+    checkpoints = weights * _MASTER_AND_MOMENTS * 2 if experiment.ckpt else 0
+    return {"output_dir": weights * (experiment.trainer.keep_weights + 2), "ckpt.path": checkpoints}
 
 
 def _weights_bytes(experiment: Experiment) -> int:

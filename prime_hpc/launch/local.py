@@ -91,7 +91,7 @@ def _command_again(*, deletes: bool) -> str:
 def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json: bool) -> int:
     """Start an experiment as a job of its own on this machine; see `submission.submit`.
 
-    Ctrl-C while following ends the job in good order.
+    Ctrl-C while following ends the job in good order, a second one at once.
     """
     loaded = for_evaluation(loaded)
     here = loaded.experiment.model_copy(update={"launch": "local"})
@@ -120,8 +120,11 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
         _follow(job.paths.stdout, job)
     except KeyboardInterrupt:
         print("\ninterrupted: ending the job", flush=True)
-        end_local(run_dir, controller=int(job.job_id))
-        _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
+        for _ in range(2):  # the supervisor heeds a second Ctrl-C as well; a third one ends the waiting alone
+            with suppress(KeyboardInterrupt):
+                end_local(run_dir, controller=int(job.job_id))
+                _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
+                break
         return 130
     try:
         code = int(job.result())

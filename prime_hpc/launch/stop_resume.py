@@ -82,6 +82,9 @@ def _cancel(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
             run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
             _note_cancel(run_dir)
         running = [info for info in active if not info.is_pending]
+        if not running:  # what began before scancel came is ended like one that ran
+            ids, now = {info.job_id for info in waiting}, True
+            running = [info for info in jobs_of(run_dir) if info.job_id in ids and info.nodes]
         if not running:
             return Ended(str(run_dir), True, "pending", "it was waiting; taken out of the queue", waiting[-1].job_id)
         return _end_job(run_dir, running[0], now=now, timeout_s=timeout_s, say=say)

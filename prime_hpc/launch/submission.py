@@ -15,7 +15,7 @@ from prime_hpc.config import Experiment, Loaded, Problem
 from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import write_site
-from prime_hpc.launch.checks import check, starts_elsewhere
+from prime_hpc.launch.checks import check, homes, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.monitor.logs import copy_new
@@ -129,16 +129,18 @@ def _refuse(loaded: Loaded, made: Submission, *, quiet: bool) -> None:
     if not quiet:
         print_warnings(findings)
     refuse_errors(loaded, findings)
-    run_dir, scratch = made.experiment.run_dir.resolve(), made.site.scratch
-    if not (scratch is not None and run_dir.is_relative_to(scratch)) and not any(f.code == "PH313" for f in findings):
-        warning = unseen_by_others(run_dir, made.placement.num_nodes)
-        if warning:
-            print(f"warning: output_dir: {warning}", file=sys.stderr)
+    told = {finding.key for finding in findings if finding.code == "PH313"}
+    for key, folder in homes(made.experiment).items():
+        if key not in told and (warning := unseen_by_others(folder, made.placement.num_nodes, made.site.scratch)):
+            print(f"warning: {key}: {warning}", file=sys.stderr)
 
 
-def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Return why other nodes may not see a run directory, by its file system's type; None: nothing says so."""
-    if num_nodes < 2:
+def unseen_by_others(
+    folder: Path, num_nodes: int, scratch: Path | None = None, mounts: Path = Path("/proc/mounts")
+) -> str | None:
+    """Return why other nodes may not see a directory, by its file system's type; None: nothing says so, or the site
+    does: it lies below its scratch."""
+    if num_nodes < 2 or (scratch is not None and folder.is_relative_to(scratch)):
         return None
     best, kind = "", ""
     try:
@@ -148,11 +150,11 @@ def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/m
     for line in lines:
         fields = line.split()
         point = fields[1].replace("\\040", " ") if len(fields) > 2 else "-"
-        if run_dir.is_relative_to(point) and len(point) >= len(best):
+        if folder.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, fields[2]
     if kind not in _LOCAL_FILE_SYSTEMS:
         return None
-    return f"{run_dir} is on {best} ({kind}), a file system of this host alone, and the job has {num_nodes} nodes"
+    return f"{folder} is on {best} ({kind}), a file system of this host alone, and the job has {num_nodes} nodes"
 
 
 def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:

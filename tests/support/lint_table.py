@@ -223,6 +223,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH312", "info", {"inference": {"server": {"host": "127.0.0.1"}}}, {}, "listen on all addresses"),
     ("PH312", "warning", {"inference": None}, {}, "starts no server"),
     ("PH313", "error", {"output_dir": "/tmp/runs"}, {}, "below /tmp"),
+    ("PH313", "error", {"ckpt": {"path": "/tmp/checkpoints"}}, {}, "/tmp/checkpoints is below /tmp"),
     ("PH313", "error", {"output_dir": "/nvme/me/runs"}, {"node_local": "/nvme/$USER"}, "below /nvme"),
     ("PH313", "warning", {"output_dir": "/tmp/runs", "trainer": {"num_ranks": 2}, "inference": None}, {}, "below /tmp"),
     (

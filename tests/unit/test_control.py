@@ -13,7 +13,7 @@ import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import load_site
-from prime_hpc.launch import local
+from prime_hpc.launch import local, stop_resume
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.stop_resume import Ended, load_to_resume
@@ -46,6 +46,21 @@ def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path
     assert [job["state"] for job in fake.jobs()] == ["CANCELLED"] * 2
     assert [call[1] for call in fake.calls("scancel")] == ["101", "100"], "the successor first: it would start"
     assert not (run_dir(config) / "STOP").exists()
+
+
+def test_cancel_of_a_job_that_begins_before_scancel_comes(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(load(config))
+    scancel = stop_resume.run_slurm
+
+    def between(argv: list[str], *others: float) -> str:
+        fake.change("100", state="RUNNING", nodes="n1")
+        return scancel(argv, *others)
+
+    monkeypatch.setattr(stop_resume, "run_slurm", between)
+    result = cancel(config)
+    assert (result.ended, result.outcome, result.note) == (True, "cancelled", "ended without a new save")
 
 
 def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> None:

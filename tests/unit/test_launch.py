@@ -1,10 +1,12 @@
 """What is refused before anything starts."""
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +144,26 @@ def test_a_full_disk_has_no_room_for_what_is_small(
         check(loaded(tmp_path, model))
 
 
+def test_checkpoints_elsewhere_are_looked_at_where_they_are(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="ckpt.path: .*file/own cannot be written"):
+        check(loaded(tmp_path, model, ckpt={"path": str(tmp_path / "file" / "own")}))
+    check(loaded(tmp_path, model, ckpt={"path": str(tmp_path / "file" / "own")}), role="orchestrator")
+    own = Path(f"/dev/shm/prime-hpc-test-{os.getpid()}")  # another file system than the run's
+    (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1073741824}}')
+    usage = shutil.disk_usage(tmp_path)
+    try:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(1 if path == own else 8) << 30))
+        with pytest.raises(ConfigError, match=rf"ckpt.path: .*{own} has 1.00 GiB free, but .* 12.00 GiB") as refused:
+            check(loaded(tmp_path, model, ckpt={"path": str(own)}))
+        keys = [problem.key for problem in refused.value.problems]
+        assert "ckpt.path" in keys and "output_dir" not in keys
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
 def test_a_job_needs_the_room_that_its_preflight_will_ask_for(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,3 +257,22 @@ def test_context_beyond_the_model_is_refused(tmp_path: Path, model: Path) -> Non
             tmp_path, model, seq_len=512, orchestrator={"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 64}}
         )
     )
+
+
+def test_a_second_interrupt_of_a_followed_job_is_passed_on_and_its_end_waited_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = SimpleNamespace(job_id="7", paths=SimpleNamespace(stdout=tmp_path / "log"))
+    seen: list[str] = []
+
+    def follow(*_: object, from_end: bool = False, **__: object) -> None:
+        seen.append("ending" if from_end else "running")
+        if len(seen) < 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "_start", lambda run_dir: job)
+    monkeypatch.setattr(local, "prepare_run", lambda loaded: None)
+    monkeypatch.setattr(local, "end_local", lambda run_dir, controller: seen.append("told"))
+    monkeypatch.setattr(local, "_follow", follow)
+    assert local.submit_local(loaded(tmp_path, model), follow=True, dry_run=False, as_json=False) == 130
+    assert seen == ["running", "told", "ending", "told", "ending"]

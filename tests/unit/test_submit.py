@@ -430,10 +430,21 @@ def test_another_users_run_is_refused_before_the_queue(fake: FakeSlurm, config: 
 def test_a_file_system_of_one_host_is_noticed(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("/dev/a / ext4 rw 0 0\nsrv:/x /home nfs4 rw 0 0\n/dev/b /home/my\\040disk xfs rw 0 0\n")
-    assert unseen_by_others(Path("/home/u/run"), 4, mounts) is None
-    assert unseen_by_others(Path("/data/run"), 1, mounts) is None
-    assert "on / (ext4)" in str(unseen_by_others(Path("/data/run"), 4, mounts))
-    assert "(xfs)" in str(unseen_by_others(Path("/home/my disk/run"), 4, mounts))
+    assert unseen_by_others(Path("/home/u/run"), 4, mounts=mounts) is None
+    assert unseen_by_others(Path("/data/run"), 1, mounts=mounts) is None
+    assert "on / (ext4)" in str(unseen_by_others(Path("/data/run"), 4, mounts=mounts))
+    assert unseen_by_others(Path("/data/run"), 4, Path("/data"), mounts) is None
+    assert "(xfs)" in str(unseen_by_others(Path("/home/my disk/run"), 4, mounts=mounts))
+
+
+def test_so_is_one_of_the_checkpoints_alone(
+    fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submission, "unseen_by_others", lambda folder, *_: f"{folder} is local")
+    submit(load(config, "--ckpt.path", str(tmp_path / "own")), dry_run=True)
+    said = capsys.readouterr().err
+    assert f"warning: output_dir: {run_dir(config).resolve()} is local" in said
+    assert f"warning: ckpt.path: {(tmp_path / 'own').resolve()} is local" in said
 
 
 def test_sites_defaults_in_the_environment_are_mentioned(

@@ -417,6 +417,21 @@ def test_cancel_ends_the_successor_in_which_a_point_runs(slurm: FakeSlurm, folde
     assert [job["state"] for job in slurm.jobs()] == ["CANCELLED", "CANCELLED", "RUNNING"]
 
 
+def test_a_point_that_begins_before_scancel_comes_is_not_counted_as_waiting(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(write_sweep(folder, "seeds: 1\n"))
+    scancel = cancel.run_slurm
+
+    def between(argv: list[str], *others: float) -> str:
+        slurm.change(slurm.jobs()[0]["id"], state="RUNNING", nodes="n1")
+        return scancel(argv, *others)
+
+    monkeypatch.setattr(cancel, "run_slurm", between)
+    assert run(["cancel", str(folder / "out" / "s")], "sweep") == 0
+    assert "0 taken out of the queue, 0 saved and ended, 1 ended without a save" in capsys.readouterr().out
+
+
 def test_a_point_that_was_cancelled_while_it_started_has_saved_nothing(slurm: FakeSlurm, folder: Path) -> None:
     submit(write_sweep(folder, AXES))
     sweep = read_sweep(folder / "out" / "s")

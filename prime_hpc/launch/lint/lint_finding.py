@@ -84,7 +84,7 @@ CODES = {
     "PH310": "signal lead",
     "PH311": "time limit too short to get anywhere",
     "PH312": "server on the loopback address",
-    "PH313": "output directory that other nodes do not see",
+    "PH313": "directory of the run or of its checkpoints that other nodes do not see",
     "PH314": "dependency that Slurm cannot read",
     "PH315": "CPUs",
     "PH316": "memory",

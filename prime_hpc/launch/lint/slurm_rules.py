@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import sampling_role
+from prime_hpc.launch.checks import homes
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.slurm.containers import fixed_part
 from prime_hpc.slurm.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
@@ -263,22 +264,22 @@ def values(subject: Subject) -> Iterator[Finding]:
 
 
 def paths(subject: Subject) -> Iterator[Finding]:
-    """Check that the run directory is the same on all nodes, and on this one."""
+    """Check that the run's directories are the same on all nodes, and on this one."""
     experiment, site = subject.experiment, subject.site
-    run_dir = experiment.run_dir.resolve()
     local = [*_NODE_LOCAL, *([fixed_part(site.node_local)] if site.node_local else [])]
-    home = next((root for root in local if root and run_dir.is_relative_to(root)), None)
-    if home is None or (site.scratch is not None and run_dir.is_relative_to(site.scratch)):
-        return
     many = subject.num_nodes > 1
-    yield Finding(
-        "PH313",
-        "error" if many else "warning",
-        "output_dir",
-        f"{run_dir} is below {home}, which each node has for itself"
-        + (f": the {subject.num_nodes} nodes of the job do not see one another's files" if many else ""),
-        "a directory of the shared file system" + (f", for instance {site.scratch}" if site.scratch else ""),
-    )
+    for key, folder in homes(experiment).items():
+        home = next((root for root in local if root and folder.is_relative_to(root)), None)
+        if home is None or (site.scratch is not None and folder.is_relative_to(site.scratch)):
+            continue
+        yield Finding(
+            "PH313",
+            "error" if many else "warning",
+            key,
+            f"{folder} is below {home}, which each node has for itself"
+            + (f": the {subject.num_nodes} nodes of the job do not see one another's files" if many else ""),
+            "a directory of the shared file system" + (f", for instance {site.scratch}" if site.scratch else ""),
+        )
 
 
 def networks(subject: Subject) -> Iterator[Finding]:

@@ -117,6 +117,8 @@ def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: floa
         if (read_record(sweep.run_dir(view.row)) or {}).get("successor"):
             write_record(sweep.run_dir(view.row), successor=None)
     waiting = {info.job_id for info in pending}
+    if waiting:  # those that began before scancel came held nodes
+        waiting -= {info.job_id for info in _jobs_of(sweep, live) if info.nodes}
     running = [view for view in live if view.status.job_id not in waiting]
     ask = PatientAsk(ASK_EVERY_S)
     if running and save:

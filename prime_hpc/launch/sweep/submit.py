@@ -131,8 +131,7 @@ def _submit(
     parts = plan_parts(sweep, jobs, views, site, throttle=throttle, lanes=lanes)
     report.parts = [part.as_dict() for part in parts]
     num_nodes = max((part.placement.num_nodes for part in parts), default=0)
-    if not (site.scratch is not None and sweep.dir.is_relative_to(site.scratch)):
-        report.warnings += filter(None, [unseen_by_others(sweep.dir, num_nodes)])
+    report.warnings += filter(None, [unseen_by_others(sweep.dir, num_nodes, site.scratch)])
     if not dry_run:
         # without a container the jobs run in this very environment
         on_gpus = any(group.device == "cuda" for part in parts for group in part.placement.groups)
