@@ -14,9 +14,10 @@ import pytest
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import load_site
 from prime_hpc.launch import local
+from prime_hpc.launch.cancel import Ended
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.prepare import prepare_run
-from prime_hpc.launch.stop_resume import Ended, load_to_resume
+from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import queue_successor
