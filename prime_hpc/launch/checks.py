@@ -395,7 +395,9 @@ def _space(experiment: Experiment, role: str | None, by_slurm: bool) -> list[Pro
         if free < needed:
             text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {why}"
             problems.append(Problem(f"{text}; free some space or choose another {key}", key))
-    if not problems and experiment.ckpt is not None and away is None:  # on Lustre one checkpoint's files lie on single OSTs
+    if (
+        not problems and experiment.ckpt is not None and away is None
+    ):  # on Lustre one checkpoint's files lie on single OSTs
         key, root = list(roots.items())[-1]
         ranks = experiment.trainer.num_ranks
         if lack := lack_of_room(root, ranks, _weights_bytes(experiment) * _MASTER_AND_MOMENTS // ranks):

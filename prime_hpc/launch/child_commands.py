@@ -14,10 +14,11 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child, is_parent
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
+from prime_hpc.config.run_files import RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
+from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
-from prime_hpc.store.run_dirs import find_run, outputs_folder, read_rows
+from prime_hpc.store.run_dirs import find_run, outputs_folder
 
 POLL_S = 0.5
 _EXPERIMENTS = (".yaml", ".yml", ".toml")
@@ -120,15 +121,26 @@ class Row:
     name: str
     path: str
     state: ChildState | None
+    is_at_rest: bool
+    """It has not ended, and its trainer does not run: the state is that one's last word."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"name": self.name, "path": self.path, **(asdict(self.state) if self.state else {"phase": "new"})}
+        state = asdict(self.state) if self.state else {"phase": "new"}
+        return {"name": self.name, "path": self.path, "at_rest": self.is_at_rest, **state}
 
 
 def list_rows(parent_dir: Path) -> list[Row]:
     """All children of a run directory."""
-    return [Row(n, str(parent_dir / n), read_state(parent_dir / n)) for n in list_children(parent_dir)]
+    states = {name: read_state(parent_dir / name) for name in list_children(parent_dir)}
+    live = [name for name, state in states.items() if state is not None and not state.has_ended]
+    at_rest = live if live and not _trainer_runs(parent_dir) else []
+    return [Row(name, str(parent_dir / name), state, name in at_rest) for name, state in states.items()]
+
+
+def _trainer_runs(parent_dir: Path) -> bool:
+    """Return whether a parent's trainer runs, or is about to, as far as can be told."""
+    return status_of(parent_dir, details=False).state in ("starting", "running", "saving", "ending")
 
 
 def find_child(parent_dir: Path, word: str) -> Path:
@@ -147,7 +159,7 @@ def find_child(parent_dir: Path, word: str) -> Path:
 def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
     """Have a child saved and ended (and its directory deleted); returns what became of it.
 
-    A child that no trainer has seen is deleted at once.
+    A child that no trainer has seen is deleted at once. One whose trainer does not run ends once that comes back.
 
     Raises:
         ConfigError: it did not end in time.
@@ -159,10 +171,11 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
         delete, said = True, "no trainer had seen it"
     elif state.has_ended:
         said = f"it was {state.phase} already"
-    elif at_rest := _at_rest(path):
-        if not delete:
-            raise ConfigError(f"{path.name} is {state.phase}{at_rest}; --delete deletes its directory")
+    elif not _trainer_runs(path.parent):
         said = f"it was at step {state.step}"
+        if not delete:
+            (path / STOP).touch()
+            return f"{said} and ends when its trainer is back{_back(path)}; --delete deletes its directory now"
     else:
         said = _stop_child(path, timeout_s)
     if not delete:
@@ -176,14 +189,8 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
     return f"{said}; its directory is deleted"
 
 
-def _at_rest(path: Path) -> str:
-    """Return what is to be said of a child that has not ended where its trainer has; else nothing."""
-    rows = read_rows(path.parent / ATTEMPTS_JSONL)
-    if not rows or rows[-1]["ended"] is None:
-        return ""
-    return (
-        f", but its trainer does not run: `prime-hpc resume {path.parent}` goes on with it, if the job does not itself"
-    )
+def _back(path: Path) -> str:
+    return f" (`prime-hpc resume {path.parent}`, if the job does not come back itself)"
 
 
 def _stop_child(path: Path, timeout_s: float) -> str:
@@ -206,8 +213,13 @@ def resume_child(path: Path) -> str:
     """
     state = read_state(path)
     if state is None or not state.has_ended:
+        at_rest = state is not None and not _trainer_runs(path.parent)
+        if at_rest and (path / STOP).exists():
+            (path / STOP).unlink(missing_ok=True)
+            return f"it was to end when its trainer is back{_back(path)}"
         phase = "new" if state is None else state.phase
-        raise ConfigError(f"{path.name} has not ended: it is {phase}{_at_rest(path)}")
+        words = f", but its trainer does not run{_back(path)}" if at_rest else ""
+        raise ConfigError(f"{path.name} has not ended: it is {phase}{words}")
     if state.phase == "done" and load_run(path).max_steps <= state.step:
         steps = f"{path.name} is done with its {state.step} steps"
         raise ConfigError(f"{steps}: add another run, or raise max_steps in {path / RUN_YAML}")

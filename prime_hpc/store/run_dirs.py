@@ -59,6 +59,9 @@ class AttemptRow(TypedDict, total=False):
     permanent: bool
 
 
+_OF_EVERY_ATTEMPT = AttemptRow(incarnation=0, host="", pid=0, ended=None, outcome=None, cause=None, lost_nodes=[])
+
+
 class SubmissionRecord(TypedDict, total=False):
     """The record of a run's newest submission, see `slurm.submission_record.open_record`."""
 
@@ -176,7 +179,8 @@ def read_rows(path: Path | str) -> list[AttemptRow]:
 
 
 def parse_attempts(content: bytes) -> list[AttemptRow]:
-    """Read the lines of `attempts.jsonl`: the last of each attempt, in order; torn and foreign ones are left out."""
+    """Read the lines of `attempts.jsonl`: the last of each attempt, in order; torn and foreign ones are left out, and
+    fields that every attempt has are filled in where a line was made by hand."""
     rows: dict[int, AttemptRow] = {}
     for line in content.splitlines():
         try:
@@ -184,7 +188,7 @@ def parse_attempts(content: bytes) -> list[AttemptRow]:
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("attempt"), int):
-            rows[row["attempt"]] = cast(AttemptRow, row)
+            rows[row["attempt"]] = cast(AttemptRow, _OF_EVERY_ATTEMPT | row)
     return [rows[number] for number in sorted(rows)]
 
 

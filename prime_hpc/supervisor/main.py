@@ -79,7 +79,7 @@ from prime_hpc.supervisor.roles.spec import (
 )
 from prime_hpc.supervisor.roles.srun_environment import for_srun
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
-from prime_hpc.supervisor.supervisor import Supervisor
+from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 
 LAST_CALL_S = 60.0
 """Left of the job's time, it asks to be requeued whatever it could not read."""
@@ -325,8 +325,8 @@ def _prepare(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)
     )
-    specs = one_after_another(specs)
-    return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup, controls)
+    plan = RolePlan(one_after_another(specs), urls, environment, steps, spares, checkup)
+    return Supervisor(experiment, run_dir, attempt, plan, controls)
 
 
 def _how_agents_return(

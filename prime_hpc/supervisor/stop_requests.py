@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from loguru import logger
 
@@ -44,6 +45,14 @@ class StopRequest:
     """Slurm starts the job again by itself."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes whose loss is the reason."""
+
+
+class Stop(NamedTuple):
+    """An end that is under way: the workers save."""
+
+    request: StopRequest
+    deadline: float
+    """By the supervisor's clock."""
 
 
 class Controls:
@@ -186,20 +195,21 @@ class Controls:
         self._look_for_stop(self._names())  # `poll` looks for none once a signal has come, nor at the very end
         return self._of_request()
 
-    def stop_or_cancel(self, request: StopRequest, deadline: float, now: float) -> tuple[StopRequest, float]:
-        """Return the end that is under way, and its deadline; a scancel that came since takes its place, and Slurm may
-        have put the job back into the queue meanwhile. Looks for WHY, as `poll` does no more: people ask about a save
-        that takes long."""
+    def stop_or_cancel(self, stop: Stop, now: float) -> Stop:
+        """Return the end that is under way; a scancel that came since takes its place, and Slurm may have put the job
+        back into the queue meanwhile. Looks for WHY, as `poll` does no more: people ask about a save that takes
+        long."""
+        request = stop.request
         if time.monotonic() >= self._next_look_for_why:  # `poll` moves its own on, with a grace time too
             self._next_look_for_why = time.monotonic() + LOOK_S
             self._look_for_why(self._names())
         cancel = self.cancelled(request.outcome)
         if cancel is None:
             is_again = self._of_slurm is not None and self._of_slurm.by_slurm
-            return (replace(request, by_slurm=True) if is_again else request), deadline
+            return stop._replace(request=replace(request, by_slurm=True)) if is_again else stop
         logger.warning(f"{cancel.reason}: the save under way has {cancel.budget_s:.0f} s more, the job stays ended")
         cancel = replace(cancel, reason=f"{cancel.reason}; before that: {request.reason}")
-        return cancel, min(deadline, now + cancel.budget_s)
+        return Stop(cancel, min(stop.deadline, now + cancel.budget_s))
 
     def _of_signal(self, number: int) -> StopRequest:
         name = signal.Signals(number).name

@@ -6,6 +6,7 @@ The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.console import Console
 from prime_hpc.runtime import activity
-from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
+from prime_hpc.runtime.clock import STOPPED_S
 from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
@@ -25,21 +26,18 @@ from prime_hpc.supervisor.agent import BEAT_S, FENCE
 from prime_hpc.supervisor.attempt.fence import Fence
 from prime_hpc.supervisor.attempt.restart_policy import FINAL
 from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
-from prime_hpc.supervisor.heartbeat import LoopGaps, Pulse
-from prime_hpc.supervisor.hub import Hubs
+from prime_hpc.supervisor.heartbeat import LoopGaps
 from prime_hpc.supervisor.preflight.phase import Checkup
-from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.roles.at_crash import Hold, SaveFirst, may_outlive
 from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
 from prime_hpc.supervisor.roles.health import HealthChecks
-from prime_hpc.supervisor.roles.kept_roles import KeptRoles, keep_servers
+from prime_hpc.supervisor.roles.led_roles import LedRoles
 from prime_hpc.supervisor.roles.process import Role, end_roles, known_urls, may_start, reap_roles
-from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.run_watch import RunWatch
 from prime_hpc.supervisor.status_file import LiveStatus
-from prime_hpc.supervisor.stop_requests import Controls, StopRequest
+from prime_hpc.supervisor.stop_requests import Controls, Stop
 
 TICK_S = 0.2
 SAVES_OF_ATTEMPT = 10_000
@@ -50,6 +48,23 @@ HELD_UP_S = 5.0
 """A longer gap between two ticks is the supervisor's own, as when the file system hangs: for nobody does it count."""
 
 
+@dataclass(frozen=True)
+class RolePlan:
+    """The roles of an attempt, and with what they are started."""
+
+    specs: Sequence[RoleSpec]
+    """With `steps` all of them are `StepSpec`s."""
+    urls: Urls
+    """Of the servers, by group; with `steps` they are learnt from the agents."""
+    environment: dict[str, str]
+    steps: StepContext | None = None
+    """The Slurm job; None: processes of this machine."""
+    spares: Sequence[str] = ()
+    """Nodes of a homogeneous job that take over a lost server."""
+    checkup: Checkup | None = None
+    """Of the nodes, before any role starts."""
+
+
 class Supervisor:
     """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 66 directory gone, 130 interrupted."""
 
@@ -58,55 +73,37 @@ class Supervisor:
         experiment: Experiment,
         run_dir: Path,
         attempt: Attempt,
-        specs: list[RoleSpec],
-        urls: Urls,
-        environment: dict[str, str],
-        steps: StepContext | None = None,
-        spares: list[str] | None = None,
-        checkup: Checkup | None = None,
+        plan: RolePlan,
         controls: Controls | None = None,
-        kept: KeptRoles | None = None,
+        led: LedRoles | None = None,
     ) -> None:
         """Args:
         experiment, run_dir, attempt: what is run.
-        specs: its roles; with `steps` all of them are `StepSpec`s.
-        urls: of the servers, by group; with `steps` they are learnt from the agents.
-        environment: of the roles.
-        steps: the Slurm job; None: processes of this machine.
-        spares: nodes of a homogeneous job that take over a lost server.
-        checkup: of the nodes, before any role starts.
+        plan: its roles.
         controls: that listen since the attempt began; default: new ones.
-        kept: roles of the job's earlier attempt that go on.
+        led: what the job's earlier attempt has left.
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
         self.attempt = attempt
-        self._specs = specs
-        self._urls = urls
-        self._environment = environment
-        self._steps = steps
-        self._checkup = checkup
-        self._kept = kept
-        self.left: KeptRoles | None = None
-        """After `run`: roles that go on in the run's next attempt in this job (`follow`)."""
-        self._roles: list[Role] = list(kept.roles) if kept is not None else []
-        self._clock = kept.clock if kept is not None else AwakeClock()
-        retry_s = experiment.slurm.restart.replica_retry_s
-        self._replicas = kept.replicas if kept is not None else Replicas(retry_s, spares or [], self._clock.now)
-        self._bus_statuses: dict[tuple[str, int], dict[str, Any]] = kept.statuses if kept is not None else {}
-        self._hubs = kept.hubs if kept is not None else Hubs()
-        self._hold = Hold(attempt.incarnation, self._hubs.publish)
-        self._save_first = SaveFirst(attempt.attempt * SAVES_OF_ATTEMPT + SAVES_OF_ATTEMPT - 1, self._hubs.publish)
+        self._plan = plan
+        restart = experiment.slurm.restart
+        self._led = led or LedRoles.begin(restart, plan.spares)
+        self.left: LedRoles | None = None
+        """After `run`: what goes on in the run's next attempt in this job (`follow`)."""
+        clock, publish = self._led.clock, self._led.hubs.publish
+        self._hold = Hold(attempt.incarnation, publish)
+        self._save_first = SaveFirst(attempt.attempt * SAVES_OF_ATTEMPT + SAVES_OF_ATTEMPT - 1, publish)
         self._ended_by: tuple[Role | None, list[str]] = None, []  # the role, and its nodes that were lost
-        self._stop: tuple[StopRequest, float] | None = None
-        self._health = HealthChecks(self._clock.now)
-        self._fence = Fence(self._paths, attempt.incarnation, self._clock.now, experiment.supervisor.read_timeout_s)
-        self._gaps = LoopGaps(self._clock)
+        self._stop: Stop | None = None
+        self._health = HealthChecks(clock.now)
+        self._fence = Fence(self._paths, attempt.incarnation, clock.now, experiment.supervisor.read_timeout_s)
+        self._gaps = LoopGaps(clock)
         self._ready_at: float | None = None
         self._children: ChildOrchestrators | None = None
-        self._console = Console(run_dir, experiment.num_steps, kind=experiment.kind, clock=self._clock)
-        lead_s = experiment.slurm.restart.signal_lead_s
-        self._controls = controls or Controls(run_dir, steps.allocation if steps else None, lead_s)
+        self._console = Console(run_dir, experiment.num_steps, kind=experiment.kind, clock=clock)
+        allocation = plan.steps.allocation if plan.steps else None
+        self._controls = controls or Controls(run_dir, allocation, restart.signal_lead_s)
         self._controls.needs_s = self._console.needs_s
         self._saves_asked = self._controls.num_saves
         self._live = LiveStatus(run_dir, attempt=attempt.attempt, job_id=attempt.job_id)
@@ -117,15 +114,9 @@ class Supervisor:
         self._others = [process.pid for process in family(os.getpid())[1:]]  # here before: none of the run's
         activity.introduce("supervisor", 0, self._paths.root)
         self._controls.install()
-        hubs, stall_s = self._hubs, self._experiment.slurm.restart.stall_s
-        if self._kept is not None:
-            self._reaper, self._pulse = self._kept.reaper, self._kept.pulse
-        else:
-            self._reaper = Reaper()
-            self._pulse = Pulse(lambda: hubs.publish("pulse", time=time.time()), self._clock, stall_s)
-        on_nodes = self._steps is not None
-        run = self._experiment, self._paths.root, self.attempt.attempt, self._clock, self._environment, on_nodes
-        self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hubs.publish, self._controls)
+        led, environment, on_nodes = self._led, self._plan.environment, self._plan.steps is not None
+        run = self._experiment, self._paths.root, self.attempt.attempt, led.clock, environment, on_nodes
+        self._run_watch = RunWatch(*run, led.statuses, led.roles, led.hubs.publish, self._controls)
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._open_hub()
@@ -146,9 +137,7 @@ class Supervisor:
             ended = self._end(ended)
             self._run_watch.close()
             if self.left is None:
-                self._pulse.close()
-                hubs.close()
-                self._reaper.close()
+                led.close()
                 self._controls.restore()
         return ended.code
 
@@ -156,14 +145,12 @@ class Supervisor:
         """Return the run's next attempt in this job, with the roles that this one left."""
         assert self.left is not None
         self.left.forget_others()
-        specs = self.left.placed(self._specs)
-        run = self._experiment, self._paths.root, attempt, specs, self._urls, self._environment
-        return Supervisor(*run, self._steps, controls=self._controls, kept=self.left)
+        plan = replace(self._plan, specs=self.left.placed(self._plan.specs), checkup=None)
+        return Supervisor(self._experiment, self._paths.root, attempt, plan, self._controls, self.left)
 
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
-        if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
-            self._bus_statuses[payload["role"], payload["index"]] = payload
-        elif self._children is not None and (topic == "run" or "/" in topic):
+        self._led.on_message(topic, payload)
+        if self._children is not None and (topic == "run" or "/" in topic):
             self._children.on_message(topic, payload)
         elif topic == "held":
             self._hold.on_message(payload)
@@ -171,28 +158,26 @@ class Supervisor:
             self._save_first.on_message(payload)
         elif topic == "agent":
             self._run_watch.on_message(payload)
-            for role in self._roles:
-                if role.spec.label == payload.get("label"):
-                    role.on_message(payload)
 
     def _open_hub(self) -> None:
-        incarnation, on_nodes = self.attempt.incarnation, self._steps is not None
-        if self._kept is not None:
-            self._hubs.keep(self._kept.no_servers)
+        hubs, on_nodes = self._led.hubs, self._plan.steps is not None
+        hubs.keep(self._led.no_servers)
         try:
-            self._hub = self._hubs.open(self._environment, incarnation, self._on_message, on_nodes=on_nodes)
+            of_attempt = self._plan.environment, self.attempt.incarnation
+            self._hub = hubs.open(*of_attempt, self._on_message, on_nodes=on_nodes)
         except (ConfigError, StoreError) as error:  # no such network on this node; no port, which another one may have
             raise Ended(1 if on_nodes and isinstance(error, (NodeError, StoreError)) else 2, str(error)) from error
 
     def _check_nodes(self) -> None:
         """Preflight. Raises Ended where a node is bad, or where somebody wants the attempt to end."""
-        if self._checkup is None:
+        if (checkup := self._plan.checkup) is None:
             return
         self._live.write(now=True, **{**self._facts(), "state": "preflight"})
-        report = self._checkup.run(self.attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
+        environment = self._plan.environment
+        report = checkup.run(self.attempt.attempt, lambda: self._controls.poll() is not None, environment)
         self._handle_requests()
         if not report.ok:
-            blamed = self._checkup.nodes_at_fault(report)
+            blamed = checkup.nodes_at_fault(report)
             self._note_lost(list(blamed))
             causes = [f"{node}: {why}" for node, why in report.bad.items()] + report.problems
             raise Ended(1, f"preflight: {'; '.join(causes)}", "node_lost" if blamed else "failed")
@@ -203,32 +188,31 @@ class Supervisor:
             attempt=self.attempt.attempt,
             incarnation=self.attempt.incarnation,
             resume_step=self.attempt.resume_step,
-            inference_urls=self._urls.get("inference", []),
-            teacher_urls=self._urls.get("teacher", []),
+            inference_urls=self._plan.urls.get("inference", []),
+            teacher_urls=self._plan.urls.get("teacher", []),
         )
         fence_s = str(self._experiment.slurm.restart.fence_s)
-        environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1", FENCE: fence_s}
+        environment = {**self._plan.environment, **facts, "PYTHONUNBUFFERED": "1", FENCE: fence_s}
         if is_parent(self._experiment):
-            run = self._paths.root, self._experiment, self.attempt, self._environment
-            self._children = ChildOrchestrators(*run, self._hubs.publish, self._reaper, clock=self._clock.now)
+            run = self._paths.root, self._experiment, self.attempt, self._plan.environment
+            led = self._led
+            self._children = ChildOrchestrators(*run, led.hubs.publish, led.reaper, clock=led.clock.now)
         show_latest_logs(self._paths, self.attempt)
-        if self._kept is not None:
-            self._kept.take_into(self.attempt, self._paths)
-            self._kept.go_on(self.attempt, self._hub.place)
-        here = [role.spec.label for role in self._roles]
-        for spec in [spec for spec in self._specs if spec.label not in here]:
+        self._led.take_into(self.attempt, self._paths)
+        self._led.go_on(self.attempt, self._hub.place)
+        here = [role.spec.label for role in self._led.roles]
+        for spec in [spec for spec in self._plan.specs if spec.label not in here]:
             role = self._make_role(spec, environment)
-            self._roles.append(role)  # before it starts: its agents may speak at once
+            self._led.roles.append(role)  # before it starts: its agents may speak at once
             if role.state == "waiting":
-                role.started = self._clock.now()
+                role.started = self._led.clock.now()
                 logger.info(f"{spec.label} shares a GPU with {', '.join(spec.after)}: it starts when they are ready")
             else:
                 self._begin(role)
         write_attempt(self._paths.attempts, self.attempt)  # a later attempt asks what became of these nodes
 
     def _begin(self, role: Role) -> None:
-        role.start()
-        self._reaper.watch(role.pid)
+        self._led.start(role)
         if role.has_agents:
             self.attempt.nodes[role.spec.label] = list(role.hosts)
         logger.info(f"started {role.spec.label} (process {role.pid}): {' '.join(role.command)}")
@@ -236,40 +220,40 @@ class Supervisor:
     def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
         log_dir = self._paths.logs(self.attempt.attempt, spec.name)
         log_dir.mkdir(parents=True, exist_ok=True)  # here, once: not by a role's processes on many nodes
-        of_role = log_dir, environment, self._bus_statuses
-        if self._steps is None:
-            return Role(spec, *of_role, self._clock.now)
+        of_role, clock = (log_dir, environment, self._led.statuses), self._led.clock.now
+        if self._plan.steps is None:
+            return Role(spec, *of_role, clock)
         assert isinstance(spec, StepSpec)
         self.attempt.nodes[spec.label] = list(spec.hosts)
         grace_s = self._experiment.supervisor.grace_s
-        return StepRole(spec, *of_role, self._steps, self._hubs.publish, grace_s, self._clock.now)
+        return StepRole(spec, *of_role, self._plan.steps, self._led.hubs.publish, grace_s, clock)
 
     # ------------------------------------------------------------------------------------------------ watch
 
     def _tick(self) -> None:
         self._detect_own_stall()
-        self._pulse.tick()
+        self._led.pulse.tick()
         self._fence.look()
         self._handle_requests()
-        for role in self._roles:
-            if role.state == "waiting" and may_start(role, self._roles):
+        for role in self._led.roles:
+            if role.state == "waiting" and may_start(role, self._led.roles):
                 self._begin(role)
             elif role.state not in ("waiting", "done", "away"):
                 self._look_at(role)
-        self._replicas.restart_lost(self._roles, self._begin)
+        self._led.replicas.restart_lost(self._led.roles, self._begin)
         if self._children is not None:
-            num_servers = sum(role.is_server for role in self._roles)
+            num_servers = sum(role.is_server for role in self._led.roles)
             self._children.tick(
-                known_urls(self._urls, self._roles).get("inference", []), num_servers, self._hub.address
+                known_urls(self._plan.urls, self._led.roles).get("inference", []), num_servers, self._hub.address
             )
-        to_come = [role for role in self._roles if role.state in ("waiting", "starting")]
-        waiting = {role.spec.label: self._clock.now() - role.started for role in to_come}
+        to_come = [role for role in self._led.roles if role.state in ("waiting", "starting")]
+        waiting = {role.spec.label: self._led.clock.now() - role.started for role in to_come}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self.attempt.began:.0f} s")
         self._console.tick(waiting)
         self._live.write(**self._facts())
-        workers = [r for r in self._roles if not r.is_server]
+        workers = [r for r in self._led.roles if not r.is_server]
         if all(r.state == "done" for r in workers) and (self._children is None or self._children.is_idle):
             raise self._finished()
 
@@ -279,7 +263,7 @@ class Supervisor:
         is_over = self._children is None and 0 < (progress["max_steps"] or 0) <= (progress["step"] or 0)
         if self._stop is None or is_over:
             return Ended(0, "done")
-        request = self._stop[0]
+        request = self._stop.request
         return Ended(request.code, request.reason, request.outcome)
 
     def _facts(self) -> dict[str, Any]:
@@ -287,15 +271,15 @@ class Supervisor:
         return {
             "state": "saving" if self._stop is not None else state,
             **self._console.progress(),
-            "roles": {r.spec.label: r.state for r in self._roles},
+            "roles": {r.spec.label: r.state for r in self._led.roles},
             "nodes": self.attempt.nodes,
-            "cause": self._stop[0].reason if self._stop else None,
+            "cause": self._stop.request.reason if self._stop else None,
             **self._run_watch.facts(),
         } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
 
     def _detect_own_stall(self) -> None:
         """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
-        watched: list[Role | ChildOrchestrators] = [*self._roles, *([self._children] if self._children else [])]
+        watched: list[Role | ChildOrchestrators] = [*self._led.roles, *([self._children] if self._children else [])]
         gap, stopped = self._gaps.take()
         gap -= self._health.take_asking_s()
         if gap > HELD_UP_S:
@@ -303,7 +287,7 @@ class Supervisor:
             for one in watched:
                 one.extend_deadlines(gap)
             if self._stop is not None:
-                self._stop = self._stop[0], self._stop[1] + gap
+                self._stop = self._stop._replace(deadline=self._stop.deadline + gap)
         if stopped > STOPPED_S:
             self._fence.look(at_once=True)  # the next STOP or SAVE may be for a newer attempt
             for one in watched:
@@ -314,9 +298,9 @@ class Supervisor:
     def _handle_requests(self) -> None:
         """Signals, the files SAVE and STOP, the time limit."""
         if self._controls.force_requested:
-            for role in self._roles:
+            for role in self._led.roles:
                 role.kill()
-        for role in [role for role in self._roles if role.warned]:
+        for role in [role for role in self._led.roles if role.warned]:
             self._controls.note_warning(role.warned)
             role.warned = 0
         request = self._controls.poll()
@@ -326,11 +310,11 @@ class Supervisor:
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
             logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
-            self._hubs.publish("save", id=self.attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
+            self._led.hubs.publish("save", id=self.attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
         if self._stop is not None:
-            request, deadline = self._stop = self._controls.stop_or_cancel(*self._stop, self._clock.now())
+            request, deadline = self._stop = self._controls.stop_or_cancel(self._stop, self._led.clock.now())
             self.attempt.next = "slurm" if request.by_slurm else None
-            if self._clock.now() > deadline:
+            if self._led.clock.now() > deadline:
                 cause = f"{request.reason}; not saved within {request.budget_s:.0f} s"
                 raise Ended(request.code or 1, cause, request.outcome if request.outcome in FINAL else "failed")
         elif request is not None:
@@ -339,11 +323,11 @@ class Supervisor:
             if not request.save or self._ready_at is None:
                 raise Ended(request.code, request.reason, request.outcome)
             logger.warning(f"{request.reason}: saving, then ending (at most {request.budget_s:.0f} s)")
-            self._stop = (request, self._clock.now() + request.budget_s)
-            self._hubs.publish("stop", reason=request.reason, save=True)
+            self._stop = Stop(request, self._led.clock.now() + request.budget_s)
+            self._led.hubs.publish("stop", reason=request.reason, save=True)
 
     def _look_at(self, role: Role) -> None:
-        role.send_launch_order(known_urls(self._urls, self._roles))
+        role.send_launch_order(known_urls(self._plan.urls, self._led.roles))
         if lost := role.lost_hosts(self._experiment.slurm.restart.node_timeout_s):
             self._on_lost_nodes(role, lost)
         elif not role.running:
@@ -357,8 +341,8 @@ class Supervisor:
         elif role.state == "starting":
             if self._health.is_ready(role) if role.is_server else role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True
-                logger.info(f"{role.spec.label} is ready after {self._clock.now() - role.started:.0f} s")
-            elif self._clock.now() - role.started > role.start_timeout_s:
+                logger.info(f"{role.spec.label} is ready after {self._led.clock.now() - role.started:.0f} s")
+            elif self._led.clock.now() - role.started > role.start_timeout_s:
                 self._on_unexpected_exit(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:
             if self._health.has_failed(role):
@@ -381,14 +365,14 @@ class Supervisor:
             cause, outcome = f"the agents of {role.spec.label} on {', '.join(hosts)} did not start in time", "failed"
         if self._is_done_with(role):
             return
-        can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
-        others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
+        can_go_on = self._plan.steps is not None and self._plan.steps.no_kill and role.is_server and role.was_ready
+        others = any(r.state == "ready" for r in self._led.roles if r.spec.name == role.spec.name and r is not role)
         if not can_go_on or not others:
             self._kill_and_log(role, cause, hosts)
             raise Ended(1, cause, outcome)
-        self._hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
-        self._kill(role)
-        where = self._replicas.mark_lost(role, hosts)
+        self._led.hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
+        self._led.kill(role)
+        where = self._led.replicas.mark_lost(role, hosts)
         logger.warning(f"{cause}; the run goes on without it: {where}")
 
     def _note_lost(self, hosts: Sequence[str]) -> None:
@@ -400,13 +384,13 @@ class Supervisor:
             self._on_lost_nodes(role, lost)
         if self._is_done_with(role):  # it may have said so meanwhile
             return
-        if self._replicas.awaiting_recovery(role):
-            self._kill(role)
-            logger.warning(f"{cause}; {self._replicas.mark_lost(role, role.hosts)}")
+        if self._led.replicas.awaiting_recovery(role):
+            self._led.kill(role)
+            logger.warning(f"{cause}; {self._led.replicas.mark_lost(role, role.hosts)}")
             return
         # one that never served has a reason that a second start does not change
         if role.was_ready and role.restarts < role.spec.max_restarts:
-            self._kill(role, reap=True)
+            self._led.kill(role, reap=True)
             role.restarts += 1
             logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
             self._begin(role)
@@ -414,15 +398,8 @@ class Supervisor:
         self._kill_and_log(role, cause)
         if self._ready_at is not None and self._children is None:
             needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
-            self._save_first.ask(self._roles, role, needs_s, left_s, self._pulse, self._is_over)
+            self._save_first.ask(self._led.roles, role, needs_s, left_s, self._led.pulse, self._is_over)
         raise Ended(1, cause, permanent=permanent)
-
-    def _kill(self, role: Role, *, reap: bool = False) -> None:
-        """End a role at once; `reap`: and wait until it has given everything back."""
-        role.kill()
-        if reap:
-            role.reap()
-        self._reaper.forget(role.pid)
 
     def _is_done_with(self, role: Role) -> bool:
         if self._stop is not None and (role.is_server or role.has_reported("done")):
@@ -437,42 +414,41 @@ class Supervisor:
     def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
         """End a role without which the attempt is over. Raises Ended where somebody had asked for its end."""
         tail = role.log_excerpt()
-        self._kill(role, reap=True)
+        self._led.kill(role, reap=True)
         role.state = "dead"
         self._ended_by = role, list(lost)
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
         if self._stop is not None:  # the true cause is what the end was asked for
-            request = self._stop[0]
+            request = self._stop.request
             raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
 
-    def _roles_to_leave(self, ended: Ended) -> KeptRoles | None:
+    def _roles_to_leave(self, ended: Ended) -> LedRoles | None:
         """Return the servers, where another role crashed that had been at work, and the orchestrator where that was the
         trainer; None: everything ends."""
         role, lost = self._ended_by
-        is_possible = self._experiment.slurm.restart.in_place and self._steps is not None and self._children is None
-        if not is_possible or role is None or role.is_server or not role.was_ready:
+        is_allowed = self._experiment.slurm.restart.in_place and self._plan.steps is not None
+        if not is_allowed or self._children is not None or role is None or role.is_server or not role.was_ready:
             return None
         is_asked = self._stop is not None or self._controls.final_request() is not None
         if self._fence.is_fenced or is_asked or ended.outcome not in ("failed", "node_lost"):
             return None
-        led_by = self._replicas, self._hubs, self._pulse, self._reaper, self._clock
-        left = keep_servers(self._roles, lost, self._bus_statuses, *led_by)
+        left = self._led.servers_without(lost)
         if left is not None and role.spec.name == "trainer" and may_outlive(self._experiment):
-            self._hold.ask(self._roles, lost, left)
+            self._hold.ask(self._led.roles, lost, left)
         return left
 
     def _end(self, ended: Ended) -> Ended:
         """End every role that no later attempt takes over, with all it started, and write down how this one ended:
         as returned, cancelled or stopped if somebody asked for that meanwhile."""
         kept, spared = (self.left.roles, self.left.no_servers) if self.left is not None else ([], [])
-        self._hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
-        over = [role for role in self._roles if role not in kept]
+        self._led.hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
+        over = [role for role in self._led.roles if role not in kept]
         children = self._children.pids if self._children is not None else []
-        killed = end_roles(over, self._experiment.supervisor.grace_s, children, self._pulse.tick)
+        killed = end_roles(over, self._experiment.supervisor.grace_s, children, self._led.pulse.tick)
         if self._children is not None:
             self._children.end(ended.cause)
         serving = [role.pid for role in kept if role.was_started]
-        if killed := [*killed, *reap_roles(over, [*self._others, self._reaper.pid, *serving])]:
+        if killed := [*killed, *reap_roles(over, [*self._others, *serving])]:
             logger.debug(f"processes that had to be killed: {killed}")
         self._console.close()
         if (final := self._controls.final_request(ended.outcome)) is not None:

@@ -20,7 +20,7 @@ from prime_hpc.supervisor.attempt import fence
 from prime_hpc.supervisor.roles import at_crash
 from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.spec import RoleSpec
-from prime_hpc.supervisor.supervisor import Supervisor
+from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 from tests.support.runs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def supervise(run_dir: Path, specs: list[RoleSpec], *, read: bool = True, **sett
     (run_dir / "incarnation" / "000001").touch()  # the attempt's claim
     attempt = begin(attempts, incarnation=1, why="test", resume_step=None, job_id=None)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = Supervisor(experiment, run_dir, attempt, specs, {}, environment).run()
+    code = Supervisor(experiment, run_dir, attempt, RolePlan(specs, {}, environment)).run()
     return code, dict(read_attempts(attempts)[-1]) if read else {}
 
 

@@ -21,7 +21,7 @@ from prime_hpc.runtime.process_tree import family
 from prime_hpc.store.attempts import begin
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.roles.spec import RoleSpec
-from prime_hpc.supervisor.supervisor import Supervisor
+from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 from tests.support.runs import ROOT, background, command, rows, wait_until
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_step_that_stands_still_is_looked_into_once_and_kept(tmp_path: Path) -
     waker.start()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     spec = RoleSpec("trainer", script, start_timeout_s=LIMIT_S)
-    code = Supervisor(experiment, run_dir, attempt, [spec], {}, environment).run()
+    code = Supervisor(experiment, run_dir, attempt, RolePlan([spec], {}, environment)).run()
     waker.join()
     assert code == 0
     assert seen[0]["headline"].startswith("trainer rank 0 on ") and seen[0]["diagnosis"]["kind"] == "stopped"

@@ -20,7 +20,7 @@ from prime_hpc.supervisor.agent import LaunchOrder
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.roles.slurm_step import Hellos, StepContext, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec
-from prime_hpc.supervisor.supervisor import Supervisor
+from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 from tests.support.led_run import stand_in
 
 SRUN = f"""#!{sys.executable}
@@ -67,7 +67,7 @@ def main() -> int:
     paths = RunPaths(run_dir)
     attempt = begin(paths.attempts, incarnation=claim_incarnation(paths), why="test", resume_step=None, job_id="7")
     steps = StepContext(Allocation("7", (("n1", "n2", "n3"),), "n1", 0), run_dir, no_kill=True)
-    supervisor = Supervisor(experiment, run_dir, attempt, specs, {}, dict(os.environ), steps, ["n3"])
+    supervisor = Supervisor(experiment, run_dir, attempt, RolePlan(specs, {}, dict(os.environ), steps, ["n3"]))
     code = supervisor.run()
     while supervisor.left and (following := begin_in_place(supervisor, experiment, run_dir, Patience(30.0))):
         supervisor, code = following, following.run()

@@ -18,7 +18,7 @@ from prime_hpc.store.attempts import begin
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.agent import LaunchOrder
 from prime_hpc.supervisor.roles.slurm_step import Hellos, StepContext, StepSpec
-from prime_hpc.supervisor.supervisor import Supervisor
+from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 
 HOSTS = ("n1", "n2")
 SRUN = f"""#!{sys.executable}
@@ -64,7 +64,7 @@ def main() -> int:
     paths = RunPaths(run_dir)
     attempt = begin(paths.attempts, incarnation=claim_incarnation(paths), why="test", resume_step=None, job_id="7")
     steps = StepContext(Allocation("7", (HOSTS,), "n1", 0), run_dir, no_kill=True)
-    return Supervisor(experiment, run_dir, attempt, [spec], {}, dict(os.environ), steps).run()
+    return Supervisor(experiment, run_dir, attempt, RolePlan([spec], {}, dict(os.environ), steps)).run()
 
 
 if __name__ == "__main__":

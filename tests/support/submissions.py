@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import Loaded, load_experiment
-from prime_hpc.launch import stop_resume
-from prime_hpc.launch.stop_resume import Ended, cancel_run
+from prime_hpc.launch import cancel as cancel_module
+from prime_hpc.launch.cancel import Ended, cancel_run
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.store.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
@@ -23,8 +23,8 @@ def use_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm
     fake = FakeSlurm(tmp_path)
     fake.use(monkeypatch)
     monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.0)
-    monkeypatch.setattr(stop_resume, "POLL_S", 0.05)
-    monkeypatch.setattr(stop_resume, "ASK_EVERY_S", 0.2)
+    monkeypatch.setattr(cancel_module, "POLL_S", 0.05)
+    monkeypatch.setattr(cancel_module, "ASK_EVERY_S", 0.2)
     monkeypatch.chdir(tmp_path)
     return fake
 

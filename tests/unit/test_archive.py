@@ -18,7 +18,7 @@ from prime_hpc.launch.archive import archive, contents, packed_file
 from prime_hpc.launch.archive.contents import choose
 from prime_hpc.launch.archive.folder_copy import FolderCopy
 from prime_hpc.launch.archive.packed_file import PackedFile
-from prime_hpc.launch.stop_resume import load_to_resume
+from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.sweep.state import _link_log, log_name
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.checkpoint.checkpoints import list_checkpoints

@@ -37,12 +37,18 @@ def controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: Verdict, 
 def saving(controls: Controls) -> Any:
     """A supervisor with all roles at work, as far as requests reach."""
     one: Any = object.__new__(Supervisor)
-    one._controls, one._roles, one._saves_asked, one._stop, one._children = controls, [], 0, None, None
+    one._controls, one._saves_asked, one._stop, one._children = controls, 0, None, None
     one.attempt = SimpleNamespace(next=None, attempt=1, lost_nodes=[])
     one._ready_at, one.now, one.left = 1.0, 0.0, None
-    one._clock = SimpleNamespace(now=lambda: one.now)
+    one._led = SimpleNamespace(
+        roles=[],
+        clock=SimpleNamespace(now=lambda: one.now),
+        hubs=SimpleNamespace(publish=lambda *_, **__: None),
+        pulse=SimpleNamespace(tick=None),
+        servers_without=lambda lost: pytest.fail("its servers were kept"),
+        kill=lambda role, *, reap: None,
+    )
     one._run_watch = SimpleNamespace(ask_why=lambda: None)
-    one._hubs = SimpleNamespace(publish=lambda *_, **__: None)
     one._console = SimpleNamespace(progress=lambda: {"step": 5, "max_steps": 100}, close=lambda: None)
     return one
 
@@ -81,7 +87,7 @@ def test_a_scancel_while_a_crashed_attempt_is_ended_is_heeded(tmp_path: Path, mo
     asked = controls(tmp_path, monkeypatch, CANCELLED)
     one = saving(asked)
     one._experiment = SimpleNamespace(supervisor=SimpleNamespace(grace_s=0.0))
-    one._others, one._pulse, one._reaper = [], SimpleNamespace(tick=None), SimpleNamespace(pid=0)
+    one._others = []
     written: list[Ended] = []
 
     def write_down(ended: Ended) -> Ended:
@@ -144,11 +150,10 @@ def test_a_stop_while_a_crashed_attempt_saves_is_heeded(
     one._experiment = SimpleNamespace(
         supervisor=SimpleNamespace(grace_s=0.0), slurm=SimpleNamespace(restart=SimpleNamespace(in_place=True))
     )
-    one._steps, one._fence = SimpleNamespace(), SimpleNamespace(is_fenced=False)
+    one._plan, one._fence = SimpleNamespace(steps=SimpleNamespace()), SimpleNamespace(is_fenced=False)
     one._ended_by = SimpleNamespace(is_server=False, was_ready=True), []
-    one._others, one._pulse, one._reaper = [], SimpleNamespace(tick=None), SimpleNamespace(pid=0)
+    one._others = []
     one._write_down = lambda ended: ended
-    monkeypatch.setattr(supervisor, "keep_servers", lambda *_: pytest.fail("its servers were kept"))
     monkeypatch.setattr(supervisor, "reap_roles", lambda *_: [])  # it would end all children of this process
     if by == "file":
         (tmp_path / STOP).touch()
@@ -168,11 +173,10 @@ def test_a_node_that_is_lost_while_a_stop_saves_brings_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = saving(controls(tmp_path, monkeypatch, CANCELLED, 5000))
-    one._steps, one._reaper = SimpleNamespace(no_kill=True), SimpleNamespace(forget=lambda pid: None)
+    one._plan = SimpleNamespace(steps=SimpleNamespace(no_kill=True))
     (tmp_path / STOP).touch()
     one._handle_requests()
     role: Any = SimpleNamespace(spec=SimpleNamespace(label="trainer", name="trainer"), pid=1, log_file="log")
-    role.kill = role.reap = lambda: None
     role.is_server, role.was_ready, role.state = False, True, "ready"
     role.log_excerpt, role.has_reported = lambda: "", lambda state: False
     with pytest.raises(Ended, match="STOP was found; nothing was saved: node n2 of trainer was lost") as raised:

@@ -13,10 +13,12 @@ import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import load_site
-from prime_hpc.launch import local, stop_resume
+from prime_hpc.launch import cancel as cancel_module
+from prime_hpc.launch import local
+from prime_hpc.launch.cancel import Ended
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.prepare import prepare_run
-from prime_hpc.launch.stop_resume import Ended, load_to_resume
+from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import queue_successor
@@ -52,13 +54,13 @@ def test_cancel_of_a_job_that_begins_before_scancel_comes(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(load(config))
-    scancel = stop_resume.run_slurm
+    scancel = cancel_module.run_slurm
 
     def between(argv: list[str], *others: float) -> str:
         fake.change("100", state="RUNNING", nodes="n1")
         return scancel(argv, *others)
 
-    monkeypatch.setattr(stop_resume, "run_slurm", between)
+    monkeypatch.setattr(cancel_module, "run_slurm", between)
     result = cancel(config)
     assert (result.ended, result.outcome, result.note) == (True, "cancelled", "ended without a new save")
 

@@ -127,6 +127,15 @@ def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: P
     assert row["ended"] is not None and "4711 on login2" in str(row["cause"])
 
 
+def test_a_line_made_by_hand_is_an_attempt_that_left_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+    path.write_text('{"attempt": 1}\n')
+    close_crashed_attempts(tmp_path, RunPaths(tmp_path), None)
+    (row,) = read_attempts(path)
+    assert row["outcome"] == "failed" and row["ended"] is not None
+    assert begin(path, incarnation=1, why="again", resume_step=None, job_id=None).attempt == 2
+
+
 @pytest.mark.parametrize("name", [".", "..", "", ".hidden", "-rf", "~", "a/b", "a\nb", " a", "x" * 201])
 def test_a_name_that_would_be_another_place_is_refused(tmp_path: Path, model: Path, name: str) -> None:
     other = prepare_run(loaded(tmp_path, model, name="other"))

@@ -111,24 +111,30 @@ def test_list_remove_and_resume(tmp_path: Path, parent: Path, capsys: pytest.Cap
     assert main(["runs", "remove", str(parent), "done"]) == 0 and (many / "run_done" / STATE).exists()
     assert main(["runs", "remove", str(parent), "done", "--delete"]) == 0
     assert list_children(many) == ["run_failed"]
-    write_state(many / "run_failed", ChildState("training", step=2, max_steps=4))
-    assert main(["runs", "remove", str(parent), "failed", "--timeout", "0.1"]) == 2  # no trainer is there to obey
-    assert not (many / "run_failed" / "STOP").exists()
 
 
 def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture) -> None:
-    """Nobody would obey: that is said at once, with what goes on with it."""
+    """Nobody obeys now, which is said at once: it trains in no slot, and a STOP waits for the trainer."""
     child, many = write(tmp_path, "c", max_steps=4), tmp_path / "many"
     assert main(["runs", "add", str(parent), str(child)]) == 0
-    write_state(many / "run_c", ChildState("training", step=2, max_steps=4))
+    write_state(many / "run_c", ChildState("training", slot=0, step=2, max_steps=4))
     attempt = Attempt(1, 1, 5.0, "first start")
     write_attempt(many / "attempts.jsonl", attempt)
     assert main(["runs", "remove", str(parent), "c", "--timeout", "0.1"]) == 2
     assert "did not end within" in capsys.readouterr().err
+    assert main(["runs", "list", str(parent)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["run_c", "training", "2/4", "0", "0"]
     write_attempt(many / "attempts.jsonl", replace(attempt, ended=6.0, outcome="interrupted"))
-    for verb in ("remove", "resume"):
-        assert main(["runs", verb, str(parent), "c"]) == 2
-        assert f"its trainer does not run: `prime-hpc resume {many}` goes on with it" in capsys.readouterr().err
+    assert main(["runs", "list", str(parent)]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[1].startswith("run_c  at rest  2/4   -     0       its trainer does not")
+    )
+    assert main(["runs", "resume", str(parent), "c"]) == 2
+    back = f"(`prime-hpc resume {many}`, if the job does not come back itself)"
+    assert f"it is training, but its trainer does not run {back}" in capsys.readouterr().err
+    assert main(["runs", "remove", str(parent), "c"]) == 0 and (many / "run_c" / "STOP").exists()
+    assert f"it was at step 2 and ends when its trainer is back {back}" in capsys.readouterr().out
+    assert main(["runs", "resume", str(parent), "c"]) == 0 and not (many / "run_c" / "STOP").exists()
     assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == []
 
 

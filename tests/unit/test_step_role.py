@@ -4,13 +4,14 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import Ended
 from prime_hpc.supervisor.roles import slurm_step
+from prime_hpc.supervisor.roles.led_roles import LedRoles
 from prime_hpc.supervisor.roles.slurm_step import HELLO_TIMEOUT_S, StepContext, StepRole, StepSpec
 from prime_hpc.supervisor.supervisor import Supervisor
 
@@ -129,8 +130,8 @@ def test_exit_codes_may_come_while_they_are_read(world: World) -> None:
 @pytest.fixture
 def supervisor() -> Any:
     one: Any = object.__new__(Supervisor)
-    one._steps, one._stop, one._urls = SimpleNamespace(no_kill=True), None, {}
-    one._reaper = SimpleNamespace(forget=lambda pid: None)
+    one._plan, one._stop = SimpleNamespace(steps=SimpleNamespace(no_kill=True), urls={}), None
+    one._led = LedRoles(*[cast(Any, SimpleNamespace(forget=lambda pid: None))] * 5)
     one._experiment = SimpleNamespace(slurm=SimpleNamespace(restart=SimpleNamespace(node_timeout_s=1e9)))
     one.attempt = SimpleNamespace(lost_nodes=[])
     return one
@@ -144,7 +145,7 @@ def test_nodes_of_a_step_that_never_began_are_not_to_blame(
     role = world.role("trainer", "n1", "n2", "n3")
     role.log_file.touch()
     role._process = subprocess.Popen(["sleep", "60"])
-    supervisor._roles = [role]
+    supervisor._led.roles.append(role)
     for host in spoke:
         role.on_message(said("hello", 2, host))
     world.now = HELLO_TIMEOUT_S + 1

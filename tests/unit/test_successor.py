@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import load_run
-from prime_hpc.launch import stop_resume
+from prime_hpc.launch import cancel as cancel_module
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.submission import submit
 from prime_hpc.observe.metric_names import is_known
@@ -163,14 +163,14 @@ def test_cancel_takes_out_one_that_was_queued_meanwhile(
     fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.limit(None)
-    ask = stop_resume.run_slurm
+    ask = cancel_module.run_slurm
 
     def between(argv: list[str], *others: float) -> str:
         if argv == ["scancel", "100"]:
             queue_successor(run, "100")
         return ask(argv, *others)
 
-    monkeypatch.setattr(stop_resume, "run_slurm", between)
+    monkeypatch.setattr(cancel_module, "run_slurm", between)
     assert cancel(run.parents[1] / "exp.yaml", now=True).ended
     assert [job["state"] for job in fake.jobs()] == ["CANCELLED"] * 2
 

@@ -3,7 +3,8 @@
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.slurm_step import StepSpec
 from prime_hpc.supervisor.roles.spec import split_gpus
-from prime_hpc.supervisor.supervisor import Supervisor
+from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 
 
 def experiment(tmp_path: Path, **values: object) -> Experiment:
@@ -62,11 +63,14 @@ def test_a_job_whose_batch_host_has_no_port_for_the_hub_comes_back(error: Except
     """2 would say that the config can run nowhere; with the next attempt the ports, or the node, may be others."""
 
     class NoHubs:
+        def keep(self, roles: list[str]) -> None: ...
+
         def open(self, *arguments: object, **options: object) -> None:
             raise error
 
-    one = Supervisor.__new__(Supervisor)
-    vars(one).update(_hubs=NoHubs(), _kept=None, _steps=object() if on_nodes else None, _environment={})
+    one: Any = Supervisor.__new__(Supervisor)
+    one._led = SimpleNamespace(hubs=NoHubs(), no_servers=[])
+    one._plan = RolePlan([], {}, {}, cast(Any, object()) if on_nodes else None)
     one.attempt = Attempt(1, 1, 0.0, "first start")
     with pytest.raises(Ended) as ended:
         one._open_hub()

@@ -16,7 +16,7 @@ from prime_hpc.cli.verbs.experiment import submit as submit_verb
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.launch.plan import when
 from prime_hpc.launch.plan.when import ask_when, best_shape
-from prime_hpc.launch.stop_resume import load_to_resume
+from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
 from prime_hpc.store.run_paths import RunPaths

@@ -6,9 +6,9 @@ exists, and how long it has been silent decide.
 
 import math
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, integer, number, span
+from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, by_hand
 
@@ -67,13 +67,20 @@ def _is_newer(one: Evidence) -> bool:
     return one.record.get("state") == "local" or str(one.record.get("job_id")) not in known
 
 
+class _Verdict(NamedTuple):
+    """A run's state, and why."""
+
+    state: str
+    note: str = ""
+    job: "JobInfo | None" = None
+    """By which it is told."""
+
+
 def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     """Return the state of a run and why; besides these two, processes of this host and the trainer's rows are looked
     at."""
     record, last, word = one.record or {}, one.last, one.word or {}
     status = RunStatus(one.path.name, str(one.path), "not started", since=one.since or None)
-    if record.get("job_id") is not None and record.get("state") != "local":
-        status.job_id = str(record["job_id"])
     status.word = number(word.get("time"))
     if last is not None:
         status.attempt, status.why = last["attempt"], last.get("why")
@@ -87,18 +94,21 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     status.step, status.max_steps = integer(word.get("step")), integer(word.get("max_steps"))
     if last is None or _is_newer(one):
         status.nodes, status.roles = {}, {}
-        _judge_submission(status, one, queue, now)
-        if one.unreadable is not None and not status.is_under_way:  # by what it wrote it may be anything
-            status.state, status.note = "unreadable", one.unreadable
-    elif last.get("ended") is None:
-        _judge_open(status, one, queue, now)
+        job_id = record.get("job_id") if record.get("state") != "local" else None
+        verdict = _of_submission(one, queue, now)
+        if one.unreadable is not None and verdict.state not in UNDER_WAY:  # by what it wrote it may be anything
+            verdict = verdict._replace(state="unreadable", note=one.unreadable)
     else:
-        _judge_ended(status, one, queue)
-    status.no_successor = record.get("no_successor")
+        job_id = last.get("job_id")
+        verdict = _of_open_attempt(one, queue, now) if last.get("ended") is None else _of_ended_attempt(one, queue)
+    status.state, status.note, status.job_id = verdict.state, verdict.note, None if job_id is None else str(job_id)
+    if verdict.job is not None:
+        _take_job(status, verdict.job)
     if status.is_final:
-        status.time_left_s, status.no_successor = None, None
-        status.servers, status.gpus, status.doing = {}, {}, {}
-    elif isinstance(stall := word.get("stall"), dict):
+        status.servers, status.gpus, status.doing, status.time_left_s = {}, {}, {}, None
+        return status
+    status.no_successor = record.get("no_successor")
+    if isinstance(stall := word.get("stall"), dict):
         step, seconds = integer(stall.get("step")) or 0, number(stall.get("seconds")) or 0.0
         status.stall = f"step {step + 1} for {span(seconds)}: {stall.get('headline')}"
         status.stall += f"; see {stall.get('file')}"
@@ -122,45 +132,38 @@ def _texts(value: Any) -> dict[str, str]:
     return {str(key): str(text) for key, text in value.items()} if isinstance(value, dict) else {}
 
 
-def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float) -> None:
+def _of_submission(one: Evidence, queue: Queue, now: float) -> _Verdict:
     """Judge a run that was submitted (or only prepared) and of which no attempt has begun."""
     record = one.record
     if record is None and (roles := by_hand(one.path)):
-        status.state, status.note = "by hand", f"nobody supervises what was started here: {', '.join(roles)}"
-        return
+        return _Verdict("by hand", f"nobody supervises what was started here: {', '.join(roles)}")
     if record is None:
-        status.note = "it was prepared, but nothing has started it"
-        return
+        return _Verdict("not started", "it was prepared, but nothing has started it")
     state, age = record.get("state"), now - (number(record.get("time")) or now)
     if state == "failed":
-        status.state, status.note = "failed", str(record.get("error") or "sbatch refused the job")
-        _stay_as_before(status, one)
-    elif state == "local":
-        status.state = "starting" if age < QUIET_S else "lost"
-        status.note = "as a local job" if age < QUIET_S else f"the local job began no attempt in {span(age)}"
-        if status.state == "lost":
-            _stay_as_before(status, one)
-    elif state == "sending" and (job := _sent(record, queue)) is None:
-        status.state = "submitting" if queue.trouble or (age < SUBMITTING_S and _client_lives(record)) else "lost"
-        status.note = (
-            f"Slurm cannot be asked whether the job arrived: {queue.trouble}"
-            if queue.trouble
-            else "sbatch has not answered yet"
-            if status.state == "submitting"
-            else "the submission was interrupted, and Slurm has no job with its token: submit it again"
-        )
-        if status.state == "lost":
-            _stay_as_before(status, one)
-    else:
-        job = job if state == "sending" else _find(queue, record, record.get("job_id"))
-        _judge_waiting(status, job, queue, age, is_cancelled=_was_cancelled(record, job, number(record.get("time"))))
+        return _in_vain(one, "failed", str(record.get("error") or "sbatch refused the job"))
+    if state == "local" and age < QUIET_S:
+        return _Verdict("starting", "as a local job")
+    if state == "local":
+        return _in_vain(one, "lost", f"the local job began no attempt in {span(age)}")
+    if state != "sending":
+        return _of_waiting_job(record, _find(queue, record, record.get("job_id")), queue, age)
+    if (job := _sent(record, queue)) is not None:
+        return _of_waiting_job(record, job, queue, age)
+    if queue.trouble:
+        return _Verdict("submitting", f"Slurm cannot be asked whether the job arrived: {queue.trouble}")
+    if age < SUBMITTING_S and _client_lives(record):
+        return _Verdict("submitting", "sbatch has not answered yet")
+    words = "the submission was interrupted, and Slurm has no job with its token: submit it again"
+    return _in_vain(one, "lost", words)
 
 
-def _stay_as_before(status: RunStatus, one: Evidence) -> None:
-    """Have a run that was over remain so where it was submitted again and no job came of it."""
+def _in_vain(one: Evidence, state: str, note: str) -> _Verdict:
+    """Judge a submission of which no job came: a run that was over remains so."""
     outcome = str((one.last or {}).get("outcome"))
     if outcome in _OVER:
-        status.state, status.note = _OVER[outcome], f"submitted again since, in vain: {status.note}"
+        return _Verdict(_OVER[outcome], f"submitted again since, in vain: {note}")
+    return _Verdict(state, note)
 
 
 def _sent(record: SubmissionRecord, queue: Queue) -> "JobInfo | None":
@@ -177,139 +180,114 @@ def _client_lives(record: SubmissionRecord) -> bool:
     return pid is None or record.get("host") != socket.gethostname() or psutil.pid_exists(pid)
 
 
-def _judge_waiting(status: RunStatus, job: "JobInfo | None", queue: Queue, age: float, *, is_cancelled: bool) -> None:
+def _of_waiting_job(record: SubmissionRecord, job: "JobInfo | None", queue: Queue, age: float) -> _Verdict:
     """Judge a job that was sent and has not begun an attempt."""
     if job is not None and job.is_pending:
-        _take_job(status, job, "pending")
-        status.note = _why_pending(job)
-    elif job is not None and job.is_active:
-        _take_job(status, job, "starting")
-        status.note = f"its nodes are {job.state.lower()}, no attempt has begun yet" if job.state != "RUNNING" else ""
-    elif is_cancelled:
-        status.state, status.note = "stopped", "cancelled before an attempt began"
-    elif job is not None:
-        _take_job(status, job, "lost")
-        status.note = f"job {job.job_id} ended ({job.state}) before an attempt began"
-        status.note += "; see its output (logs --role slurm)" if job.nodes else ""
-    elif queue.trouble:
-        status.state, status.note = "pending", f"Slurm cannot be asked: {queue.trouble}"
-    else:
-        status.state = "lost"
-        status.note = f"job {status.job_id} is gone from Slurm and began no attempt (sent {span(age)} ago)"
+        return _Verdict("pending", _why_pending(job), job)
+    if job is not None and job.is_active:
+        is_up = job.state == "RUNNING"
+        note = "" if is_up else f"its nodes are {job.state.lower()}, no attempt has begun yet"
+        return _Verdict("starting", note, job)
+    if _was_cancelled(record, job, number(record.get("time"))):
+        return _Verdict("stopped", "cancelled before an attempt began")
+    if job is not None:
+        note = f"job {job.job_id} ended ({job.state}) before an attempt began"
+        return _Verdict("lost", note + ("; see its output (logs --role slurm)" if job.nodes else ""), job)
+    if queue.trouble:
+        return _Verdict("pending", f"Slurm cannot be asked: {queue.trouble}")
+    return _Verdict(
+        "lost", f"job {record.get('job_id')} is gone from Slurm and began no attempt (sent {span(age)} ago)"
+    )
 
 
-def _judge_open(status: RunStatus, one: Evidence, queue: Queue, now: float) -> None:
+def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
     """Judge an attempt that wrote no end: alive, or gone without a word."""
-    last, record = one.last or {}, one.record or {}
-    reported = [t for t in (number(last.get("began")), status.word) if t is not None]
-    silent = max(0.0, now - max(reported, default=0.0))
+    last, record = one.last or AttemptRow(), one.record or SubmissionRecord()
+    heard = max(number(last.get("began")) or 0.0, number((one.word or {}).get("time")) or 0.0)
+    silent, no_end = max(0.0, now - heard), f"attempt {last['attempt']} wrote no end"
     if last.get("job_id") is None:
-        status.job_id = None
-        _judge_local(status, one, silent)
-        return
+        return _of_process(one, silent, no_end)
     job = _find(queue, record, last.get("job_id"), record.get("job_id"))
     if job is None or not job.is_active:
         later = _find(queue, record, record.get("successor"))
         job = later if later is not None and _may_start(later) else job
-    status.job_id = job.job_id if job else str(last["job_id"])
-    if max(reported, default=0.0) > queue.asked and (job is None or job.is_pending):
-        _alive(status, one, silent)  # the answer is of a moment before this attempt began
-    elif job is None:
-        if silent < (SILENT_S if queue.trouble else QUIET_S / 4):
-            _alive(status, one, silent)
-        else:
-            status.state = "lost"
-            gone = f"Slurm cannot be asked ({queue.trouble})" if queue.trouble else f"job {status.job_id} is gone"
-            status.note = f"{gone}, and attempt {status.attempt} wrote no end; last word {span(silent)} ago"
-    elif job.is_pending:
-        _take_job(status, job, "requeued")
-        status.note = "; ".join(filter(None, [f"attempt {status.attempt} wrote no end", _why_pending(job)]))
-    elif not job.is_active:
-        _take_job(status, job, "lost")
-        status.note = f"Slurm says {job.state}{f' ({job.reason})' if job.reason else ''}"
-        status.note += f", attempt {status.attempt} wrote no end"
-    elif _is_next_attempt(job, last) and job.state == "COMPLETING":
-        _take_job(status, job, "requeued")
-        status.note = (
-            f"Slurm still ends the last attempt on {job.nodes}; if that takes minutes, a node does not answer: it "
-        )
-        status.note += "must come back, or be set down by an admin, before the job starts again"
-    elif _is_next_attempt(job, last):
-        _take_job(status, job, "starting")
-        status.note = f"a new attempt of job {job.job_id} (restart {job.restarts}); the last one wrote no end"
-    else:
-        _take_job(status, job, "running")
-        _alive(status, one, silent)
-        if job.state == "SUSPENDED":
-            status.note = "suspended by Slurm; it goes on where it was when it is resumed"
+    if heard > queue.asked and (job is None or job.is_pending):
+        return _alive(one, silent)  # the answer is of a moment before this attempt began
+    if job is None and silent < (SILENT_S if queue.trouble else QUIET_S / 4):
+        return _alive(one, silent)
+    if job is None:
+        gone = f"Slurm cannot be asked ({queue.trouble})" if queue.trouble else f"job {last['job_id']} is gone"
+        return _Verdict("lost", f"{gone}, and {no_end}; last word {span(silent)} ago")
+    if job.is_pending:
+        return _Verdict("requeued", "; ".join(filter(None, [no_end, _why_pending(job)])), job)
+    if not job.is_active:
+        return _Verdict("lost", f"Slurm says {job.state}{f' ({job.reason})' if job.reason else ''}, {no_end}", job)
+    if _is_next_attempt(job, last) and job.state == "COMPLETING":
+        note = f"Slurm still ends the last attempt on {job.nodes}; if that takes minutes, a node does not answer: it "
+        note += "must come back, or be set down by an admin, before the job starts again"
+        return _Verdict("requeued", note, job)
+    if _is_next_attempt(job, last):
+        note = f"a new attempt of job {job.job_id} (restart {job.restarts}); the last one wrote no end"
+        return _Verdict("starting", note, job)
+    verdict = _alive(one, silent, job)
+    if job.state == "SUSPENDED":
+        return verdict._replace(note="suspended by Slurm; it goes on where it was when it is resumed")
+    return verdict
 
 
-def _judge_local(status: RunStatus, one: Evidence, silent: float) -> None:
+def _of_process(one: Evidence, silent: float, no_end: str) -> _Verdict:
     """Judge an open attempt without Slurm: its process is looked at where it is on this host."""
     from prime_hpc.store.attempts import is_held
 
-    last = one.last or {}
+    last = one.last or AttemptRow()
     here = last.get("host") == socket.gethostname()
-    known = last.keys() >= {"ended", "host", "pid", "began"}
-    if (known and is_held(last)) if here else silent < SILENT_S:
-        _alive(status, one, silent)
-        return
-    status.state = "lost"
-    status.note = (
-        f"process {last.get('pid')} is gone, and attempt {status.attempt} wrote no end"
-        if here
-        else f"no word from {last.get('host')} for {span(silent)}"
-    )
+    if is_held(last) if here else silent < SILENT_S:
+        return _alive(one, silent)
+    if here:
+        return _Verdict("lost", f"process {last.get('pid')} is gone, and {no_end}")
+    return _Verdict("lost", f"no word from {last.get('host')} for {span(silent)}")
 
 
-def _alive(status: RunStatus, one: Evidence, silent: float) -> None:
-    """State how an attempt goes on, by its own word."""
+def _alive(one: Evidence, silent: float, job: "JobInfo | None" = None) -> _Verdict:
+    """Say how an attempt goes on, by its own word."""
     word, last = one.word or {}, one.last or {}
     own = word.get("attempt") == last.get("attempt")
     # a supervisor that writes no status.json: the trainer's first row tells
-    status.state = _LIVE_WORDS.get(str(word.get("state")), "running") if own else "starting"
+    state = _LIVE_WORDS.get(str(word.get("state")), "running") if own else "starting"
     if not own and (last_row_time(one.path) or 0.0) >= (number(last.get("began")) or 0.0):
-        status.state = "running"
-    if own and word.get("state") == "preflight":
-        status.note = "preflight"
+        state = "running"
+    note = "preflight" if own and word.get("state") == "preflight" else ""
     if own and silent > QUIET_S:
-        status.note = f"no word from the supervisor for {span(silent)}"
+        note = f"no word from the supervisor for {span(silent)}"
+    return _Verdict(state, note, job)
 
 
-def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
+def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
     """Judge an attempt that wrote its end: over, or about to come back."""
-    last, record = one.last or {}, one.record or {}
+    last, record = one.last or AttemptRow(), one.record or SubmissionRecord()
     outcome = str(last.get("outcome"))
-    status.job_id = None if last.get("job_id") is None else str(last["job_id"])
-    status.note = "" if outcome == "completed" else str(last.get("cause") or outcome)
+    cause = "" if outcome == "completed" else str(last.get("cause") or outcome)
     if outcome in _OVER:
-        status.state = _OVER[outcome]
-        return
-    status.state = "failed"
-    job = _coming_back(queue, last, record)
-    next_job = _find(queue, record, record.get("successor")) or job
+        return _Verdict(_OVER[outcome], cause)
+    job, comes_back = _coming_back(queue, last, record), _is_to_come_back(last)
     if job is not None and job.is_pending and _may_start(job):
-        _take_job(status, job, "requeued")
-        status.note = "; ".join(filter(None, [_why_pending(job), f"ended by: {status.note}"]))
-    elif job is not None and job.is_active and not job.is_pending:
+        return _Verdict("requeued", "; ".join(filter(None, [_why_pending(job), f"ended by: {cause}"])), job)
+    if job is not None and job.is_active and not job.is_pending:
         if _is_next_attempt(job, last) and job.state == "COMPLETING":
-            _take_job(status, job, "requeued")
-            status.note = f"Slurm still ends the last attempt; ended by: {status.note}"
-        elif _is_next_attempt(job, last):
-            _take_job(status, job, "starting")
-        elif last.get("next") == IN_PLACE:
-            status.state = "starting"
-        elif outcome != "failed" or _is_to_come_back(last):
-            status.state = "requeued"
-    elif _is_to_come_back(last) and _was_cancelled(record, next_job, number(last.get("ended"))):
-        status.state = "stopped"
-        status.note = f"cancelled before it came back; ended by: {status.note}"
-    elif _is_to_come_back(last) and queue.trouble:
-        status.state = "requeued"
-        status.note += f"; Slurm cannot be asked: {queue.trouble}"
-    elif _is_to_come_back(last):
-        status.state = "lost"
-        status.note = f"it was to come back ({status.note}), but job {status.job_id} is gone: cancelled?"
+            return _Verdict("requeued", f"Slurm still ends the last attempt; ended by: {cause}", job)
+        if _is_next_attempt(job, last):
+            return _Verdict("starting", cause, job)
+        if last.get("next") == IN_PLACE:
+            return _Verdict("starting", cause)
+        return _Verdict("requeued" if outcome != "failed" or comes_back else "failed", cause)
+    if not comes_back:
+        return _Verdict("failed", cause)
+    next_job = _find(queue, record, record.get("successor")) or job
+    if _was_cancelled(record, next_job, number(last.get("ended"))):
+        return _Verdict("stopped", f"cancelled before it came back; ended by: {cause}")
+    if queue.trouble:
+        return _Verdict("requeued", f"{cause}; Slurm cannot be asked: {queue.trouble}")
+    return _Verdict("lost", f"it was to come back ({cause}), but job {last.get('job_id')} is gone: cancelled?")
 
 
 def _was_cancelled(record: SubmissionRecord, job: "JobInfo | None", since: float | None) -> bool:
@@ -354,8 +332,8 @@ def _may_start(job: "JobInfo") -> bool:
     return job.is_active and job.reason != "DependencyNeverSatisfied"
 
 
-def _take_job(status: RunStatus, job: "JobInfo", state: str) -> None:
-    status.state, status.job_id = state, job.job_id
+def _take_job(status: RunStatus, job: "JobInfo") -> None:
+    status.job_id = job.job_id
     status.slurm = f"{job.state} ({job.reason})" if job.reason else job.state
     if job.is_pending:
         status.starts = job.start

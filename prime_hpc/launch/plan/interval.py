@@ -47,7 +47,7 @@ def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
     except OSError:
         neighbours = []
     for path in neighbours:
-        rows = [row for row in read_rows(path / ATTEMPTS_JSONL) if row.get("job_id") and row.get("ended")]
+        rows = [r for r in read_rows(path / ATTEMPTS_JSONL) if r.get("job_id") and r.get("ended") and r.get("began")]
         for row in rows:
             seconds += max(0.0, (row["ended"] or 0.0) - row["began"]) * _num_nodes(row) / num_nodes
             failures += row.get("outcome") == "node_lost"

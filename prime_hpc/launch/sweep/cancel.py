@@ -6,13 +6,14 @@ run. No job is ended that does not carry a token of this sweep.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from prime_hpc.config.errors import Problem
 from prime_hpc.config.run_files import STOP
+from prime_hpc.launch.cancel import GONE_TIMEOUT_S, Say, cancel_run
+from prime_hpc.launch.how_ended import has_saved
 from prime_hpc.launch.monitor.status import PatientAsk
-from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, cancel_run, has_saved
 from prime_hpc.launch.sweep.progress import PointView, ask_strictly, look
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
 from prime_hpc.runtime.backoff import Backoff
@@ -26,8 +27,6 @@ from prime_hpc.store.run_dirs import read_record
 POLL_S, LONGEST_POLL_S = 1.0, 15.0
 ASK_EVERY_S = 5.0
 _IDS_AT_ONCE = 100
-
-Say = Callable[[str], None]
 
 
 @dataclass

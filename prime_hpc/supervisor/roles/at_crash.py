@@ -15,7 +15,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.heartbeat import Pulse
-from prime_hpc.supervisor.roles.kept_roles import Held, KeptRoles
+from prime_hpc.supervisor.roles.led_roles import Held, LedRoles
 from prime_hpc.supervisor.roles.process import Role
 
 LEAST_S = 30.0
@@ -94,7 +94,7 @@ class Hold:
         if payload.get("incarnation") == self._incarnation:
             self._answer = payload
 
-    def ask(self, roles: Sequence[Role], lost: Sequence[str], left: KeptRoles) -> None:
+    def ask(self, roles: Sequence[Role], lost: Sequence[str], left: LedRoles) -> None:
         """Add the orchestrator to what the attempt leaves, if it holds.
 
         Args:

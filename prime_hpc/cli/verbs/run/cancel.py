@@ -7,7 +7,7 @@ import sys
 
 from prime_hpc.cli.common import parse, print_json, say
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.launch.stop_resume import cancel_run
+from prime_hpc.launch.cancel import cancel_run
 from prime_hpc.store.run_dirs import find_run
 
 TIMEOUT_S = 600.0

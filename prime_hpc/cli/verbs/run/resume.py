@@ -8,7 +8,7 @@ import sys
 from prime_hpc.cli.common import parse
 from prime_hpc.cli.verbs.experiment.submit import following
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.launch.stop_resume import load_to_resume
+from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.store.run_dirs import find_run, read_record
 

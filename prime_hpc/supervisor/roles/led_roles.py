@@ -1,14 +1,16 @@
-"""Roles that outlive an attempt, in the same job: the servers, and the orchestrator where only the trainer crashed."""
+"""The roles of a job and all by which they are led. Some outlive an attempt, in the same job: the servers, and the
+orchestrator where only the trainer crashed."""
 
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.sections.slurm import RestartConfig
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.store.attempts import Attempt
 from prime_hpc.store.io import files
@@ -42,22 +44,69 @@ class Held:
 
 
 @dataclass
-class KeptRoles:
-    """The servers of a job between two of its attempts, maybe the orchestrator, and all by which they are led."""
+class LedRoles:
+    """The roles of an attempt, and all by which they are led: what the next attempt in the same job goes on with."""
 
-    roles: list[Role]
-    """In order; none in a run without servers."""
-    swap: dict[str, str]
-    """Lost node of the trainer or the orchestrator -> the spare node that takes its place."""
     replicas: Replicas
     hubs: Hubs
     pulse: Pulse
     reaper: Reaper
     clock: AwakeClock
-    statuses: dict[tuple[str, int], dict[str, Any]]
+    statuses: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     """The last word of each role's processes."""
+    roles: list[Role] = field(default_factory=list)
+    """In order; where an attempt begins, those that the one before has left."""
+    swap: dict[str, str] = field(default_factory=dict)
+    """Lost node of the trainer or the orchestrator -> the spare node that takes its place."""
     held: Held | None = None
-    """Of the orchestrator, which is among the roles."""
+    """Of the orchestrator, where it was left."""
+
+    @classmethod
+    def begin(cls, config: RestartConfig, spares: Sequence[str]) -> "LedRoles":
+        """Return those of a job's first attempt: no roles yet, but a sign of life.
+
+        Args:
+            config: how long the supervisor may stand, and when lost servers are tried again.
+            spares: nodes that no role uses.
+        """
+        clock, hubs = AwakeClock(), Hubs()
+        pulse = Pulse(lambda: hubs.publish("pulse", time=time.time()), clock, config.stall_s)
+        return cls(Replicas(config.replica_retry_s, list(spares), clock.now), hubs, pulse, Reaper(), clock)
+
+    def on_message(self, topic: str, payload: dict[str, Any]) -> None:
+        """Take the word of a role ("status") or of an agent, in a hub's thread."""
+        if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
+            self.statuses[payload["role"], payload["index"]] = payload
+        for role in self.roles if topic == "agent" else ():
+            if role.spec.label == payload.get("label"):
+                role.on_message(payload)
+
+    def start(self, role: Role) -> None:
+        """Start a role, for the first time or again; it ends with the supervisor."""
+        role.start()
+        self.reaper.watch(role.pid)
+
+    def kill(self, role: Role, *, reap: bool = False) -> None:
+        """End a role at once; `reap`: and wait until it has given everything back."""
+        role.kill()
+        if reap:
+            role.reap()
+        self.reaper.forget(role.pid)
+
+    def servers_without(self, lost: Sequence[str]) -> "LedRoles | None":
+        """Return the servers alone, if the next attempt can do with them.
+
+        Args:
+            lost: nodes of the trainer or the orchestrator, which spare nodes are to replace.
+
+        Returns:
+            None where a server never served, had a part of its own on a lost node, or too few nodes are spare.
+        """
+        servers = [role for role in self.roles if role.is_server]
+        if not all(role.was_ready and not set(role.hosts) & set(lost) for role in servers):
+            return None
+        swap = self.replicas.take_spares(lost)
+        return None if swap is None else replace(self, roles=servers, swap=swap, held=None)
 
     @property
     def no_servers(self) -> list[str]:
@@ -76,14 +125,16 @@ class KeptRoles:
 
     def release_orchestrator(self, why: str, grace_s: float) -> None:
         """End the orchestrator: the attempt begins with a new one."""
-        over = [role for role in self.roles if not role.is_server]
         logger.info(f"the orchestrator starts again too: {why}")
-        end_roles(over, grace_s, tick=self.pulse.tick)
-        for role in over:
-            role.reap()
-            self.reaper.forget(role.pid)
+        self._end([role for role in self.roles if not role.is_server], grace_s)
         self.roles = [role for role in self.roles if role.is_server]
         self.held = None
+
+    def _end(self, roles: Sequence[Role], grace_s: float) -> None:
+        end_roles(roles, grace_s, tick=self.pulse.tick)
+        for role in roles:
+            role.reap()
+            self.reaper.forget(role.pid)
 
     def forget_others(self) -> None:
         """Forget what roles said that do not go on."""
@@ -108,7 +159,7 @@ class KeptRoles:
         return [role.spec.label for role in served if not role.belongs_to(incarnation)]
 
     def go_on(self, attempt: Attempt, hub: str) -> None:
-        """Tell the orchestrator, if it is kept, of the attempt, and where (host:port) its roles meet."""
+        """Tell the orchestrator, if it was left, of the attempt, and where (host:port) its roles meet."""
         if self.held is not None:
             step = attempt.resume_step or 0
             self.hubs.publish("go_on", incarnation=attempt.incarnation, step=step, hub=hub)
@@ -125,9 +176,7 @@ class KeptRoles:
 
     def end(self, grace_s: float) -> None:
         """End them and all by which they were led: nobody takes them over."""
-        end_roles(self.roles, grace_s)
-        for role in self.roles:
-            role.reap()
+        self._end(self.roles, grace_s)
         self.close()
 
     def close(self) -> None:
@@ -135,33 +184,3 @@ class KeptRoles:
         self.pulse.close()
         self.hubs.close()
         self.reaper.close()
-
-
-def keep_servers(
-    roles: Sequence[Role],
-    lost: Sequence[str],
-    statuses: dict[tuple[str, int], dict[str, Any]],
-    replicas: Replicas,
-    hubs: Hubs,
-    pulse: Pulse,
-    reaper: Reaper,
-    clock: AwakeClock,
-) -> KeptRoles | None:
-    """Return the servers among the roles of an attempt that is over, if the next one can do with them.
-
-    Args:
-        roles: of the attempt, all in Slurm steps.
-        lost: nodes of the trainer or the orchestrator, which spare nodes are to replace.
-        statuses: the last word of each role's processes.
-        replicas, hubs, pulse, reaper, clock: by which they are led.
-
-    Returns:
-        None where a server never served, had a part of its own on a lost node, or too few nodes are spare.
-    """
-    servers = [role for role in roles if role.is_server]
-    if not all(role.was_ready and not set(role.hosts) & set(lost) for role in servers):
-        return None
-    swap = replicas.take_spares(lost)
-    if swap is None:
-        return None
-    return KeptRoles(servers, swap, replicas, hubs, pulse, reaper, clock, statuses)
