@@ -31,7 +31,7 @@ from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import rl_loss, sft_loss
 from prime_hpc.trainer.perf import FlopsModel
 from prime_hpc.trainer.weights import merge_lora
-from prime_hpc.trainer.weights.lora_files import adapter_identity, read_adapter
+from prime_hpc.trainer.weights.lora_files import WEIGHTS_FILE, adapter_identity, read_adapter
 from prime_hpc.trainer.weights.publish import build_publisher
 from tests.support.lora import adapters_of, fill_randomly, lora_policy, lora_train_step, merged_model, objective
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
@@ -392,6 +392,20 @@ def test_the_merged_model(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not this adapter's base model: it has no model\.layers\.1\."):
         merge_lora.merge(adapter, shallow, tmp_path / "no")
     assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".tmp-*"))
+    config, held = json.loads((adapter / "adapter_config.json").read_text()), load_file(adapter / WEIGHTS_FILE)
+    trained, first = "base_model.model.lm_head.weight", next(name for name in held if "lora_B" in name)
+    foreign = tmp_path / "foreign"  # of another trainer: what is more than A and B would be left out without a word
+    shutil.copytree(adapter, foreign)
+    for stated, tensors, said in (
+        ({"alpha_pattern": {"q_proj": 64}}, held, "alpha_pattern"),
+        ({"use_dora": True}, held, "use_dora"),
+        ({}, held | {trained: torch.ones(2)}, trained),
+        ({}, {name: tensor for name, tensor in held.items() if name != first}, first),
+    ):
+        (foreign / "adapter_config.json").write_text(json.dumps(config | stated))
+        save_file(tensors, foreign / WEIGHTS_FILE)
+        with pytest.raises(ValueError, match=rf"not A and B of one scale alone \({said}\)"):
+            merge_lora.merge(foreign, model, tmp_path / "no")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 12])
