@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+HEADROOM = 0.9
+"""Share of what is available that the processes of a node may take for copies of what they hold."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 _MEMORY = (

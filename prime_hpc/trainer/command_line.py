@@ -9,15 +9,13 @@ Every rank resolves the same words; before anything is trained the ranks compare
 import os
 from collections.abc import Mapping, Sequence
 
-import torch
-import torch.distributed as dist
-
 from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, write_snapshot
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.messaging.network import GLOO, Place, route_to
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.rank_group import RankGroup
 
 ENTRYPOINTS = ("trainer", "sft")
 """In whose scope keys are looked up; the first is taken where none is named."""
@@ -95,22 +93,18 @@ def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, 
     return {} if place is None else {GLOO: place.interface}
 
 
-def agree_on_config(experiment: Experiment, words: Sequence[str], device: torch.device) -> None:
+def agree_on_config(experiment: Experiment, words: Sequence[str]) -> None:
     """Raise on every rank where one of them resolved another config than rank 0; rank 0 writes it down. Collective.
 
     Raises:
         ConfigError: naming the nodes' first differing key, or that another rank has one.
     """
-    rank = dist.get_rank()
-    box = [experiment.model_dump(mode="json") if rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, device=device)
-    differs = sorted(_differing(box[0], experiment.model_dump(mode="json")))
-    wrong = torch.tensor([len(differs)], device=device)
-    dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
-    if wrong.item():
+    ranks, own = RankGroup(), experiment.model_dump(mode="json")
+    differs = sorted(_differing(ranks.broadcast(own), own))
+    if any(ranks.gather_all(bool(differs))):
         where = f"here {', '.join(differs[:5])} differ from rank 0's" if differs else "other ranks have another one"
         raise ConfigError(f"the ranks were started with different configs: {where}; give all nodes the same words")
-    if rank == 0:
+    if ranks.rank == 0:
         folder = experiment.run_dir.resolve() / "roles" / "trainer"
         folder.mkdir(parents=True, exist_ok=True)
         write_snapshot(experiment, folder, list(words))

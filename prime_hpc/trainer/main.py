@@ -172,7 +172,7 @@ def train(
         snapshot_when_out_of_memory(context.log_dir, dist.get_rank(), with_stacks=bool(profile and profile.stacks))
     activity.explain("collectives", last_collectives)
     if by_hand is not None:
-        agree_on_config(experiment, by_hand, device)
+        agree_on_config(experiment, by_hand)
     seed_everything(experiment.seed, dist.get_rank())
     if is_parent(experiment):
         from prime_hpc.trainer.multi.loop import run_multi

@@ -6,19 +6,18 @@ On one node there is a FileStore, and the ranks' own connections stay on the loo
 """
 
 import contextlib
-import datetime
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import FileStore
 
 from prime_hpc.runtime.role_context import RANKS_FILE, RANKS_PREFIX
 from prime_hpc.store.io import scratch
 from prime_hpc.store.io.private import make_private_dir
+from prime_hpc.trainer.rank_group import RankGroup
 
 _NODE_LOCAL = Path("/tmp")
 """Never $TMPDIR, which may be on a shared file system whose locks do not work."""
@@ -69,18 +68,12 @@ def file_store(world_size: int, *, engines_join: bool = False) -> FileStore | No
     return FileStore(path, world_size)
 
 
-def control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+def control_group(device: torch.device, timeout_s: float) -> RankGroup:
     """Return the group over which rank 0 tells the others what to do, between steps. Collective.
 
     Args:
-        device: this rank's. On CUDA it is a gloo group, in which a rank that waits sleeps: NCCL's broadcast is a kernel
-            that spins on every waiting GPU, for as long as a batch takes to come, and takes time slices from an engine
-            on the same GPU.
+        device: this rank's. On CUDA it is a gloo group of its own: NCCL's broadcast is a kernel that spins on every
+            waiting GPU, for as long as a batch takes to come, and takes time slices from an engine on the same GPU.
         timeout_s: deadline of one collective.
-
-    Returns:
-        None: the default group, which on CPU is gloo itself.
     """
-    if device.type != "cuda":
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    return RankGroup(timeout_s if device.type == "cuda" else None)

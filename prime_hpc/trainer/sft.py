@@ -5,7 +5,6 @@ import time
 from loguru import logger
 
 from prime_hpc.store.leases import min_floor, set_last_version
-from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.build import Progress, build_data, without_padding
 from prime_hpc.trainer.data.epochs import StoppedCountingError
@@ -136,6 +135,5 @@ def _finish(trainer: Trainer) -> None:
         finish_bench(trainer)
         return
     last = trainer.experiment.max_steps
-    missing = trainer.rank == 0 and last not in list_versions(trainer.paths)
-    if trainer.agree(Signal.GO if missing else Signal.STOP) is Signal.GO:
+    if trainer.lacks_version(last):
         trainer.publish(last, prune=False)

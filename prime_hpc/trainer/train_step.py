@@ -32,7 +32,6 @@ from prime_hpc.trainer.batching.micro_batches import (
 )
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.batching.rows import group_rows
-from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
 from prime_hpc.trainer.ops.router_replay import check_recorded
@@ -193,7 +192,7 @@ class TrainStep:
 
     def adapted(self) -> AbstractContextManager[None]:
         """Context of forward and backward passes through this engine's adapter, if any. Collective."""
-        return use_slot(self.policy, self.slot) if self.policy.adapters is not None else nullcontext()
+        return self.policy.adapters.use(self.slot) if self.policy.adapters is not None else nullcontext()
 
     def _global_denominators(self, facts: BatchFacts, batch: RankBatch) -> tuple[int, int, int]:
         """Targets, sequences that have any, and tokens of the cross-entropy beside them, over all of the batch; targets
@@ -291,7 +290,8 @@ class TrainStep:
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """float32[N], the frozen model's log-probabilities of the targets."""
         assert self._reference is not None
-        with without_adapter(self._reference):
+        adapters = self._reference.adapters  # of the policy itself, where that is its own reference
+        with adapters.off() if adapters is not None else nullcontext():
             logprobs, _ = self._reference(micro)
         reshard_all(self._reference)
         return logprobs

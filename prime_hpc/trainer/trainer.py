@@ -31,7 +31,6 @@ from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule, build_schedule
 from prime_hpc.trainer.checkpointing.saver import Saver
 from prime_hpc.trainer.checkpointing.verify import READ_S
-from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.model.policy import Policy, compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.model.reference import load_reference
 from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
@@ -41,6 +40,7 @@ from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.token_log import TokenLog, open_token_log, watching
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
@@ -89,10 +89,10 @@ class Trainer:
     """Directory of the model that training began with."""
     profiler: StepProfiler
     """Of `trainer.profile`."""
+    control: RankGroup
+    """See `ranks.control_group`."""
     token_log: TokenLog | None = None
     """Rank 0 only, with `trainer.log_tokens`."""
-    control: dist.ProcessGroup | None = None
-    """Of `agree`, see `ranks.control_group`."""
     packer: RolloutArchiver | None = None
     """Rank 0 only, with `orchestrator.compress_rollouts`."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
@@ -115,15 +115,13 @@ class Trainer:
 
     def agree(self, signal: Signal) -> Signal:
         """Rank 0's signal on every rank; a save or version that failed meanwhile raises its StoreError. Collective."""
-        ended = [self.saver.checkpointer.has_ended, self.beside is not None and self.beside.has_ended]
-        value = torch.tensor([signal, *ended], dtype=torch.int64, device=self.device if self.control is None else "cpu")
-        dist.broadcast(value, src=0, group=self.control)
-        decided, has_ended, is_out = value.tolist()
+        is_out = self.beside is not None and self.beside.has_ended
+        signal, has_ended, is_out = self.control.broadcast((signal, self.saver.checkpointer.has_ended, is_out))
         if has_ended:
             self.saver.wait_for_save()
         if is_out:
             self.finish_publishing()
-        return Signal(decided)
+        return signal
 
     def requested(self) -> Signal | None:
         """On rank 0: what the supervisor asks for now, if anything. A request to save is taken up by this."""
@@ -150,21 +148,22 @@ class Trainer:
         Raises:
             StoreError: it does not exist or is damaged; lists the steps that exist.
         """
-        box = [self._checkpoint_to_resume() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, device=self.device)  # one rank looks at the file system, all are told
-        info = box[0]
+        info = self.control.from_first(self._checkpoint_to_resume)
         if info is None:
             return 0, {}
         progress = self.saver.checkpointer.load(info)
         self.saver.saved_step = info.step
         if self.rank == 0:
             logger.info(f"resumed from {info.path}: step {info.step}")
-            self.saver.checkpointer.prune()
-        missing = self.experiment.kind == "rl" and info.step not in list_versions(self.paths)
-        if self.agree(Signal.GO if missing else Signal.STOP) is Signal.GO:
+        self.control.from_first(self.saver.checkpointer.prune)
+        if self.experiment.kind == "rl" and self.lacks_version(info.step):
             logger.info(f"weights version {info.step} is not on disk: publishing it again")
             self.publish(info.step)
         return info.step, progress
+
+    def lacks_version(self, version: int) -> bool:
+        """Return whether a weight version is not on disk. Collective: one rank lists the versions."""
+        return self.control.from_first(lambda: version not in list_versions(self.paths))
 
     def _checkpoint_to_resume(self) -> CheckpointInfo | None:
         """Return the checkpoint that the supervisor chose, else what the config names; `load` checks its sums."""
@@ -315,7 +314,7 @@ class Base:
     """Directory of the model that training began with."""
     device: torch.device
     peak_flops: float
-    control: dist.ProcessGroup | None = None
+    control: RankGroup
     """See `ranks.control_group`."""
 
 
@@ -438,8 +437,8 @@ def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> Train
     config, policy = experiment.trainer, base.policy
     adapter = None
     if policy.adapters is not None:
-        reset_slot(policy, slot, experiment.seed)
-        adapter = slot_parameters(policy, slot)
+        policy.adapters.reset(slot, experiment.seed)
+        adapter = policy.adapters.parameters(slot)
     optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
     is_random = config.bench or config.data.fake is not None  # no engine sampled such batches

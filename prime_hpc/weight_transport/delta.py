@@ -22,7 +22,7 @@ import numpy as np
 from loguru import logger
 
 from prime_hpc.config.sections.weights import WeightsConfig
-from prime_hpc.runtime.host_memory import available_bytes
+from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.files import FileEntry
@@ -39,8 +39,6 @@ MOST_CHANGED = 0.1
 SAMPLE = 1024
 """Elements of a place that are compared where whole versions are written, from its middle."""
 MOST_THREADS = 8
-HEADROOM = 0.9
-"""Share of a node's free memory that its ranks may take for what they keep."""
 
 
 class DeltaSender:

@@ -16,17 +16,16 @@ from prime_hpc.config.sections.parallel import ParallelConfig
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.store.artifact import stage_dir
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import FencedError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.agreement import from_first, gather_all, on_all
 from prime_hpc.trainer.checkpointing import dcp_state, staging
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.model.policy import Policy, load_policy
-from prime_hpc.trainer.multi.collective_call import RunFailed, call_collectively
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.rank_group import ANY, OF_A_RUN, OF_FILES, RankGroup
 from prime_hpc.trainer.replay import dump_failed_step
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
 from prime_hpc.trainer.train_step import NonFiniteError
@@ -55,12 +54,17 @@ def all_raise(action: Callable[[], Any], match: str) -> None:
     """Both ranks raise the same, and meet again."""
     with pytest.raises(StoreError, match=match) as caught:
         action()
-    assert len(set(gather_all(str(caught.value)))) == 1
+    assert len(set(RankGroup().gather_all(str(caught.value)))) == 1
 
 
 def agree(rank: int, store: str) -> None:
     begin(rank, store)
+    ranks, side = RankGroup(), RankGroup(DEADLINE_S)
+    on_all, from_first = ranks.on_all, ranks.from_first
     assert on_all(lambda: rank) == rank and from_first(lambda: f"of rank {rank}") == "of rank 0"
+    for group in (ranks, side):
+        assert group.gather(rank) == ([0, 1] if rank == 0 else None) and group.gather_all(rank) == [0, 1]
+        assert group.broadcast(rank) == 0
 
     def fail_on(wanted: int, error: Exception) -> Callable[[], None]:
         def act() -> None:
@@ -74,9 +78,13 @@ def agree(rank: int, store: str) -> None:
     all_raise(lambda: from_first(fail_on(0, OSError(28, "No space left on device", "/run"))), "No space left")
     with pytest.raises(Unreadable, match=r"rank 0: .*Input/output error"):
         on_all(fail_on(0, OSError(5, "Input/output error", "/run")))
-    with pytest.raises(RuntimeError if rank == 1 else StoreError, match="device") as caught:
-        on_all(fail_on(1, RuntimeError("the device's own trouble")))
-    assert isinstance(caught.value, StoreError) == (rank == 0)
+    all_raise(lambda: on_all(fail_on(1, ValueError("another schema")), OF_A_RUN), "^rank 1: ValueError: another schema")
+    all_raise(lambda: side.on_all(fail_on(1, RuntimeError("the device")), ANY), "^rank 1: RuntimeError: the device$")
+    for told in (OF_FILES, OF_A_RUN):  # its own process's: it ends, and with it the trainer
+        with pytest.raises(RuntimeError, match="^the device$") as caught:
+            on_all(fail_on(rank, RuntimeError("the device")), told)
+        assert not isinstance(caught.value, StoreError)
+    side.close()
     dist.destroy_process_group()
 
 
@@ -152,6 +160,13 @@ def save_and_load(rank: int, store: str, root: Path) -> None:
     checkpointer.save(1, progress={}, batch_dir=None)
     checkpointer.finish()
     assert measured == [2]  # neither takes memory while the other still measures it
+
+    def newer() -> None:
+        raise FencedError("a newer attempt")
+
+    setattr(checkpointer, "prune", newer)  # noqa: B010
+    checkpointer.save(2, progress={}, batch_dir=None)
+    all_raise(checkpointer.finish, "a newer attempt$")
     info = resolve_resume(paths.checkpoints, 1, deep=False)
     read = dcp_state.read_metadata
 
@@ -159,9 +174,8 @@ def save_and_load(rank: int, store: str, root: Path) -> None:
         raise OSError(5, "Input/output error", str(directory))
 
     setattr(dcp_state, "read_metadata", unreadable if rank == 1 else read)  # noqa: B010
-    with pytest.raises(RunFailed, match="rank 1: .*Input/output error") as caught:
-        call_collectively(lambda: checkpointer.load(info))
-    assert caught.value.is_unread
+    with pytest.raises(Unreadable, match="rank 1: .*Input/output error"):
+        RankGroup().on_all(lambda: checkpointer.load(info), OF_A_RUN)
     setattr(dcp_state, "read_metadata", read)  # noqa: B010
     assert checkpointer.load(info) == {"step": 1}
     dist.destroy_process_group()

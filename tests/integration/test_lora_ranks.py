@@ -10,9 +10,8 @@ import torch.distributed as dist
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.trainer.batching.micro_batches import redistribute
-from prime_hpc.trainer.lora import reset_slot, slot_parameters, slot_weights
 from prime_hpc.trainer.objectives import rl_loss
-from tests.support.lora import lora_policy, lora_train_step
+from tests.support.lora import adapters_of, lora_policy, lora_train_step
 from tests.support.ranks import spawn
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -29,15 +28,15 @@ def trained(model: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]
     policy = lora_policy(model, num_slots=2, lora=LoraConfig(rank=RANK), ac={"freq": 1})
     train_steps = [lora_train_step(policy, slot, reference=policy) for slot in (0, 1)]
     for slot in (0, 1):
-        reset_slot(policy, slot, seed=slot)
+        adapters_of(policy).reset(slot, seed=slot)
     metrics = []
     for step in (1, 2):
         for slot in (0, 1):
             whole = random_rank_batch(LENGTHS, seed=10 * slot + step, step=step)
             batch = redistribute([whole], dist.get_rank(), dist.get_world_size())
             metrics.append(train_steps[slot].run(step, batch, partial(rl_loss, LOSS)))
-            assert all(p.grad is None for p in slot_parameters(policy, 1 - slot))
-    return {f"{slot} {n}": t for slot in (0, 1) for n, t in slot_weights(policy, slot).items()}, metrics
+            assert all(p.grad is None for p in adapters_of(policy).parameters(1 - slot))
+    return {f"{slot} {n}": t for slot in (0, 1) for n, t in adapters_of(policy).weights(slot).items()}, metrics
 
 
 def work(rank: int, world_size: int, store: str, model: Path, expected: Path) -> None:

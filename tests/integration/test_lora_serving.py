@@ -21,7 +21,7 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from tests.support.inference_server import ServerProcess, hf_logprobs, publish, save_model
-from tests.support.lora import fill_randomly, lora_policy, merged_model
+from tests.support.lora import adapters_of, fill_randomly, lora_policy, merged_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -106,7 +106,6 @@ def test_base_then_versions_in_turn(world: World) -> None:
 
 def test_the_trainer_says_the_same(world: World) -> None:
     from prime_hpc.trainer.batching.micro_batches import make_micro_batch
-    from prime_hpc.trainer.lora import use_slot
     from tests.support.tiny_model import random_rank_batch
 
     world.run(lambda c: c.update_weights(world.versions[2], 2))
@@ -116,7 +115,7 @@ def test_the_trainer_says_the_same(world: World) -> None:
     batch.loss_mask[:] = np.arange(40) >= 5
     batch.temperatures[:] = 1
     micro = make_micro_batch(batch, 0)
-    with torch.no_grad(), use_slot(world.policy, 2), world.policy.packing(micro):
+    with torch.no_grad(), adapters_of(world.policy).use(2), world.policy.packing(micro):
         logprobs, _ = world.policy(micro)
     np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=TOLERANCE, rtol=0)
 

@@ -272,7 +272,7 @@ def publish_beside(rank: int, store: str, root: Path) -> None:
         del publisher.sender.open
     beside.begin(5)
     beside.finish()
-    publisher.put_aux_files = refuse  # type: ignore[method-assign, assignment]
+    publisher._put_aux_files = refuse  # type: ignore[method-assign, assignment]
     beside.begin(6)
     with pytest.raises(StoreError, match="no space left"):  # rank 0 alone met it
         beside.finish()

@@ -24,7 +24,6 @@ from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import redistribute
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
-from prime_hpc.trainer.lora import slot_parameters
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.model.self_test import SelfTestError
 from prime_hpc.trainer.objectives import normalization, rl_loss
@@ -120,7 +119,7 @@ class World:
         meta: dict[str, Any] = {"kind": "rl"}
         if self.policy.adapters is not None:
             fill_randomly(self.policy, 0, seed=5)
-            adapter = slot_parameters(self.policy, 0)
+            adapter = self.policy.adapters.parameters(0)
             meta |= {"adapter": adapter_identity(self.policy.adapters.config, self.source)}
         self.optimizer = build_optimizer(self.policy, self.trainer.optim, adapter)
         self.paths = RunPaths(out)

@@ -30,7 +30,6 @@ from prime_hpc.launch.estimate.memory import stored_shapes
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
-from prime_hpc.trainer.lora import slot_named_parameters, use_slot
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.gradients import sum_over
@@ -123,7 +122,7 @@ def answers(case: Case) -> dict[str, Any]:
     if policy.adapters is not None:
         fill_randomly(policy, 0, seed=5)
     batch, found = samples(), {}
-    with contextlib.nullcontext() if policy.adapters is None else use_slot(policy, 0):
+    with contextlib.nullcontext() if policy.adapters is None else policy.adapters.use(0):
         for index in range(parallel.data_rank, batch.num_micro_batches, dims.num_data_ranks):
             micro = make_micro_batch(batch, index, CPU, parallel, single_rows=policy.single_rows)
             with policy.packing(micro):
@@ -133,7 +132,7 @@ def answers(case: Case) -> dict[str, Any]:
             found[index] = logprobs.detach()
     if parallel.tp is not None:
         sum_over([p for module in policy.partly_used for p in module.parameters()], parallel.tp)
-    named = policy.hf.named_parameters() if policy.adapters is None else slot_named_parameters(policy, 0).items()
+    named = policy.hf.named_parameters() if policy.adapters is None else policy.adapters.named_parameters(0).items()
     grads = {name: p.grad for name, p in named if p.grad is not None}
     whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
     return {"logprobs": found, "grads": whole}

@@ -13,8 +13,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-from prime_hpc.trainer.lora import load_slot, slot_parameters
-from prime_hpc.trainer.lora.slots import PREFIX
+from prime_hpc.trainer.lora.slots import PREFIX, Adapters
 from prime_hpc.trainer.model.policy import Policy, load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
@@ -31,14 +30,20 @@ def lora_policy(source: Path, num_slots: int = 1, lora: LoraConfig | None = None
     )
 
 
+def adapters_of(policy: Policy) -> Adapters:
+    """Those of a policy that has some."""
+    assert policy.adapters is not None
+    return policy.adapters
+
+
 def fill_randomly(policy: Policy, slot: int, seed: int) -> dict[str, torch.Tensor]:
     """Both matrices of every module normal, so that neither gradient vanishes; the whole tensors under
     PEFT's names for the model's own modules."""
-    assert policy.adapters is not None
+    adapters = adapters_of(policy)
     generator = torch.Generator().manual_seed(seed)
-    named = policy.adapters.named_parameters(slot)
+    named = adapters.named_parameters(slot)
     tensors = {f"{PREFIX}{n}.weight": torch.randn(p.shape, generator=generator) * 0.1 for n, p in named.items()}
-    load_slot(policy, slot, {policy.adapters.peft_name(n): tensors[f"{PREFIX}{n}.weight"] for n in named})
+    adapters.load(slot, {adapters.peft_name(n): tensors[f"{PREFIX}{n}.weight"] for n in named})
     return tensors
 
 
@@ -63,7 +68,7 @@ def lora_train_step(policy: Policy, slot: int = 0, kind: str = "adamw", **more: 
     optim = OptimConfig(type=kind, lr=1e-2, eps=1e-4)
     return TrainStep(
         policy,
-        build_optimizer(policy, optim, slot_parameters(policy, slot)),
+        build_optimizer(policy, optim, adapters_of(policy).parameters(slot)),
         optim=optim,
         scheduler=SchedulerConfig(),
         max_steps=100,

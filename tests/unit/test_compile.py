@@ -12,7 +12,6 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
@@ -51,8 +50,8 @@ def train(folder: Path, model: dict[str, Any]) -> dict[str, float]:
     )
     adapter, section = None, OptimConfig(lr=1e-2)
     if policy.adapters is not None:
-        reset_slot(policy, 0, 0)
-        adapter = slot_parameters(policy, 0)
+        policy.adapters.reset(0, 0)
+        adapter = policy.adapters.parameters(0)
     train_step = TrainStep(
         policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
         normalize="token", reshard=True, device=CPU, peak_flops=1.0,

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prime_hpc.inference.check_version import check_adapter, read_signature, receive_version
 from prime_hpc.store.model.files import StoredTensor, stored_tensors
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.model.conversions import Piece, Traced, WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
 from prime_hpc.trainer.model.policy import Policy
@@ -25,7 +24,7 @@ from prime_hpc.trainer.weights.merge_lora import merge
 from prime_hpc.trainer.weights.publish import Publisher, build_publisher
 from prime_hpc.trainer.weights.write_plan import only_run, runs
 from prime_hpc.weight_transport.transport import VersionReader
-from tests.support.lora import fill_randomly, lora_policy, merged_model
+from tests.support.lora import adapters_of, fill_randomly, lora_policy, merged_model
 from tests.support.tiny_checkpoints import make_checkpoint
 
 SAMPLE = ["mixtral", "phimoe", "granitemoe", "minimax_m2", "deepseek_v3", "qwen2_moe", "hrm_text", "kimi_linear"]
@@ -237,7 +236,7 @@ def test_an_adapter_is_published_and_merged_under_the_names_of_its_base(group: N
     build_publisher(policy, source, paths, dtype=torch.float32, incarnation=0, model_name=str(source)).publish(1)
     check_adapter(paths.weights_step(1), 1, read_signature(source), max_rank=4)
     stored = read_adapter(paths.weights_step(1))
-    load_slot(policy, 0, stored)
+    adapters_of(policy).load(0, stored)
     renamed = {name.replace("base_model.model.model.", "base_model.model."): tensor for name, tensor in tensors.items()}
     assert stored.keys() == renamed.keys() and all(torch.equal(stored[n], t) for n, t in renamed.items())
     assert merge(paths.weights_step(1), source, tmp_path / "merged") == len(renamed) // 2

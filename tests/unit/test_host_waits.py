@@ -17,7 +17,6 @@ from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, Scheduler
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
-from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
@@ -47,8 +46,8 @@ def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         policy = load_policy(config, folder, parallel, CPU, reshard_after_forward=True, chunk_tokens=64)
         adapter = None
         if policy.adapters is not None:
-            reset_slot(policy, 0, 0)
-            adapter = slot_parameters(policy, 0)
+            policy.adapters.reset(0, 0)
+            adapter = policy.adapters.parameters(0)
         return TrainStep(
             policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
             normalize="sequence", reshard=True, device=CPU, peak_flops=1.0,

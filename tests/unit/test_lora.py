@@ -26,23 +26,14 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
-from prime_hpc.trainer.lora import (
-    load_slot,
-    reset_slot,
-    slot_named_parameters,
-    slot_parameters,
-    slot_weights,
-    use_slot,
-    without_adapter,
-)
 from prime_hpc.trainer.lora.slots import _Piece
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import rl_loss, sft_loss
 from prime_hpc.trainer.perf import FlopsModel
 from prime_hpc.trainer.weights import merge_lora
-from prime_hpc.trainer.weights.lora_files import adapter_identity, read_adapter
+from prime_hpc.trainer.weights.lora_files import WEIGHTS_FILE, adapter_identity, read_adapter
 from prime_hpc.trainer.weights.publish import build_publisher
-from tests.support.lora import fill_randomly, lora_policy, lora_train_step, merged_model, objective
+from tests.support.lora import adapters_of, fill_randomly, lora_policy, lora_train_step, merged_model, objective
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 
@@ -95,9 +86,9 @@ def test_forward_equals_the_merged_model(model: Path, rslora: bool) -> None:
     tensors = fill_randomly(policy, 0, seed=1)
     with torch.no_grad():
         base = logprobs_of(policy)
-        with use_slot(policy, 0):
+        with adapters_of(policy).use(0):
             adapted = logprobs_of(policy)
-            with without_adapter(policy):
+            with adapters_of(policy).off():
                 assert torch.equal(logprobs_of(policy), base)
         expected = reference_logprobs(merged_model(model, tensors, config.scale))
     torch.testing.assert_close(adapted, expected, rtol=0, atol=2e-5)
@@ -109,15 +100,15 @@ def test_gradients_equal_autograd_of_the_merged_weights(model: Path, ac: Any) ->
     policy = lora_policy(model, num_slots=2, ac=ac)
     tensors = {name: t.requires_grad_() for name, t in fill_randomly(policy, 1, seed=2).items()}
     micro = make_micro_batch(BATCH, 0)
-    with use_slot(policy, 1), policy.packing(micro):
+    with adapters_of(policy).use(1), policy.packing(micro):
         policy(micro)[0].sum().backward()
     call = merged_model(model, tensors, 2.0, grad=True)
     reference_logprobs(lambda **given: call((), given)).sum().backward()
-    for name, parameter in slot_named_parameters(policy, 1).items():
+    for name, parameter in adapters_of(policy).named_parameters(1).items():
         expected = tensors[f"base_model.model.{name}.weight"].grad
         assert expected is not None and expected.abs().max() > 1e-3
         torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=1e-4, atol=2e-5)  # type: ignore[union-attr]
-    assert all(p.grad is None for p in (*slot_parameters(policy, 0), *policy.parameters()))
+    assert all(p.grad is None for p in (*adapters_of(policy).parameters(0), *policy.parameters()))
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
@@ -128,38 +119,38 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 def test_slots_do_not_touch_each_other(model: Path) -> None:
     policy = lora_policy(model, num_slots=3)
     for slot in range(3):
-        reset_slot(policy, slot, seed=7)
+        adapters_of(policy).reset(slot, seed=7)
     frozen = {name: full_tensor(p).clone() for name, p in policy.named_parameters()}
-    before = slot_weights(policy, 2)
+    before = adapters_of(policy).weights(2)
     train_steps = [lora_train_step(policy, slot) for slot in (0, 1)]
     for step in (1, 2):
         for slot in (0, 1):
             batch = random_rank_batch([[20, 9], [15]], seed=10 * slot + step, step=step)
             train_steps[slot].run(step, batch, objective)
     alone = lora_policy(model)
-    reset_slot(alone, 0, seed=7)
+    adapters_of(alone).reset(0, seed=7)
     train_step = lora_train_step(alone)
     for step in (1, 2):
         train_step.run(step, random_rank_batch([[20, 9], [15]], seed=10 + step, step=step), objective)
-    assert all(torch.equal(t, slot_weights(policy, 1)[n]) for n, t in slot_weights(alone, 0).items())
-    assert any(not torch.equal(t, slot_weights(policy, 0)[n]) for n, t in slot_weights(alone, 0).items())
-    assert all(torch.equal(t, slot_weights(policy, 2)[n]) for n, t in before.items())
+    assert all(torch.equal(t, adapters_of(policy).weights(1)[n]) for n, t in adapters_of(alone).weights(0).items())
+    assert any(not torch.equal(t, adapters_of(policy).weights(0)[n]) for n, t in adapters_of(alone).weights(0).items())
+    assert all(torch.equal(t, adapters_of(policy).weights(2)[n]) for n, t in before.items())
     assert all(torch.equal(full_tensor(p), frozen[n]) for n, p in policy.named_parameters())
 
 
 def test_a_fresh_slot_is_the_base_model(model: Path) -> None:
     policy = lora_policy(model)
-    reset_slot(policy, 0, seed=1)
-    first = slot_weights(policy, 0)
-    reset_slot(policy, 0, seed=2)
-    second = slot_weights(policy, 0)
+    adapters_of(policy).reset(0, seed=1)
+    first = adapters_of(policy).weights(0)
+    adapters_of(policy).reset(0, seed=2)
+    second = adapters_of(policy).weights(0)
     for name, tensor in first.items():
         if "lora_B" in name:
             assert not tensor.any()
         else:
             bound = tensor.shape[1] ** -0.5
             assert 0.8 * bound < tensor.abs().max() <= bound and not torch.equal(tensor, second[name])
-    with torch.no_grad(), use_slot(policy, 0):
+    with torch.no_grad(), adapters_of(policy).use(0):
         adapted = logprobs_of(policy)
     with torch.no_grad():
         assert torch.equal(logprobs_of(policy), adapted)
@@ -168,12 +159,12 @@ def test_a_fresh_slot_is_the_base_model(model: Path) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "muon", "signsgd"])
 def test_every_optimizer_trains_an_adapter(model: Path, kind: str) -> None:
     policy = lora_policy(model)
-    reset_slot(policy, 0, seed=1)
+    adapters_of(policy).reset(0, seed=1)
     train_step = lora_train_step(policy, kind=kind)
-    before = slot_weights(policy, 0)
+    before = adapters_of(policy).weights(0)
     metrics = [train_step.run(step, BATCH, sft_loss) for step in (1, 2, 3)]
     assert metrics[2]["loss"] < metrics[0]["loss"] and metrics[0]["grad_norm"] > 0
-    changed = {n.split(".")[-2] for n, t in slot_weights(policy, 0).items() if not torch.equal(t, before[n])}
+    changed = {n.split(".")[-2] for n, t in adapters_of(policy).weights(0).items() if not torch.equal(t, before[n])}
     assert changed == {"lora_A", "lora_B"}
 
 
@@ -191,9 +182,9 @@ def test_the_kl_reference_is_the_model_without_its_adapter(model: Path) -> None:
 
 def test_bfloat16_freezes_the_base_in_bfloat16(model: Path) -> None:
     policy = lora_policy(model, dtype="bfloat16")
-    reset_slot(policy, 0, seed=1)
+    adapters_of(policy).reset(0, seed=1)
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in slot_parameters(policy, 0)} == {torch.float32}
+    assert {p.dtype for p in adapters_of(policy).parameters(0)} == {torch.float32}
     train_step = lora_train_step(policy)
     losses = [train_step.run(step, BATCH, sft_loss)["loss"] for step in (1, 2)]
     assert losses[1] < losses[0]
@@ -208,7 +199,7 @@ def checkpointer(policy: Policy, train_step: Any, root: Path, model: Path, slot:
 def test_a_checkpoint_holds_the_adapter_alone_and_resumes_exactly(model: Path, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     policy = lora_policy(model, num_slots=2)
-    reset_slot(policy, 1, seed=1)
+    adapters_of(policy).reset(1, seed=1)
     train_step = lora_train_step(policy, 1)
     train_step.run(1, BATCH, objective)
     write_batch(paths, 1, [BATCH], state={})
@@ -222,7 +213,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_exactly(model: Path, t
     assert checkpointer(other, again, tmp_path, model).load(info) == {"step": 1, "num_samples": 4}
     for train in (train_step, again):
         train.run(2, random_rank_batch([[30]], seed=2, step=2), objective)
-    assert all(torch.equal(t, slot_weights(other, 0)[n]) for n, t in slot_weights(policy, 1).items())
+    assert all(torch.equal(t, adapters_of(other).weights(0)[n]) for n, t in adapters_of(policy).weights(1).items())
 
 
 def test_a_checkpoint_of_something_else_is_refused(model: Path, tmp_path: Path) -> None:
@@ -260,11 +251,11 @@ def test_a_version_is_a_peft_directory(model: Path, tmp_path: Path) -> None:
     assert (folder / "tokenizer.json").exists() and not (folder / "config.json").exists()
     stored = read_adapter(folder)
     assert stored.keys() == tensors.keys() and all(torch.equal(stored[n], t) for n, t in tensors.items())
-    load_slot(policy, 0, {n: torch.zeros_like(t) for n, t in stored.items()})
-    load_slot(policy, 0, stored)
-    assert all(torch.equal(t, slot_weights(policy, 0)[n]) for n, t in stored.items())
+    adapters_of(policy).load(0, {n: torch.zeros_like(t) for n, t in stored.items()})
+    adapters_of(policy).load(0, stored)
+    assert all(torch.equal(t, adapters_of(policy).weights(0)[n]) for n, t in stored.items())
     with pytest.raises(ValueError, match=r"another adapter: it lacks base_model\.model\..*q_proj\.lora_A"):
-        load_slot(policy, 0, {n: t for n, t in stored.items() if "q_proj.lora_A" not in n})
+        adapters_of(policy).load(0, {n: t for n, t in stored.items() if "q_proj.lora_A" not in n})
     with pytest.raises(ValueError, match="holds no adapter"):
         read_adapter(model)
 
@@ -294,7 +285,7 @@ def test_peft_itself_agrees(model: Path, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)).publish(1)
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(paths.weights_step(1)).eval()
-    with torch.no_grad(), use_slot(policy, 0):
+    with torch.no_grad(), adapters_of(policy).use(0):
         torch.testing.assert_close(logprobs_of(policy), reference_logprobs(loaded), rtol=0, atol=2e-5)
 
 
@@ -401,6 +392,20 @@ def test_the_merged_model(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not this adapter's base model: it has no model\.layers\.1\."):
         merge_lora.merge(adapter, shallow, tmp_path / "no")
     assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".tmp-*"))
+    config, held = json.loads((adapter / "adapter_config.json").read_text()), load_file(adapter / WEIGHTS_FILE)
+    trained, first = "base_model.model.lm_head.weight", next(name for name in held if "lora_B" in name)
+    foreign = tmp_path / "foreign"  # of another trainer: what is more than A and B would be left out without a word
+    shutil.copytree(adapter, foreign)
+    for stated, tensors, said in (
+        ({"alpha_pattern": {"q_proj": 64}}, held, "alpha_pattern"),
+        ({"use_dora": True}, held, "use_dora"),
+        ({}, held | {trained: torch.ones(2)}, trained),
+        ({}, {name: tensor for name, tensor in held.items() if name != first}, first),
+    ):
+        (foreign / "adapter_config.json").write_text(json.dumps(config | stated))
+        save_file(tensors, foreign / WEIGHTS_FILE)
+        with pytest.raises(ValueError, match=rf"not A and B of one scale alone \({said}\)"):
+            merge_lora.merge(foreign, model, tmp_path / "no")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 12])

@@ -122,10 +122,12 @@ def test_a_save_that_fits_no_ost_is_refused_before_it_begins(
     fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, _Save
+    from prime_hpc.trainer.rank_group import RankGroup
 
     run = RunPaths(tmp_path / "run")
     saver = Checkpointer.__new__(Checkpointer)
-    saver._world_size, saver._incarnation, saver._paths = 2, 0, run
+    saver._ranks, saver._incarnation, saver._paths = RankGroup(), 0, run
+    saver._ranks.world_size = 2
     save = _Save(1, {}, None, tmp_path / "stage", run.checkpoint_step(1), 0.0)
     monkeypatch.setattr("prime_hpc.trainer.checkpointing.checkpointer.free_bytes", lambda path: 10**15)
     with pytest.raises(StoreError, match="do not fit the single OSTs.*choose another ckpt.path"):

@@ -117,6 +117,24 @@ def test_a_rank_without_a_socket_makes_all_versions_files(
         sender.close()
 
 
+@pytest.mark.parametrize("left", [10**9, 100])
+def test_a_rank_without_memory_for_its_share_makes_all_versions_files(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_of = [left, 10**9]  # of the two ranks' nodes
+    monkeypatch.setattr(network_sender, "available_bytes", lambda: left_of.pop())
+    monkeypatch.setattr(network_sender, "dist", TwoRanks())
+    monkeypatch.setenv(BUS, "the-secret-of-the-job@127.0.0.1:1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    senders, run = network_sender.dist.senders(), RunPaths(tmp_path)  # type: ignore[attr-defined]
+    for version in (1, 2):
+        is_whole = INDEX in publish_parts(senders, run, version).files
+        assert is_whole == (version == 1 or left == 100)
+    for sender in senders:
+        assert (sender._image is None) == (left == 100)
+        sender.close()
+
+
 def test_a_version_that_lacks_a_part_is_not_offered(world: World) -> None:
     sender = world.publisher.sender
     world.publish(1)

@@ -284,7 +284,7 @@ def test_an_adapter_that_engines_load_too_late_is_asked_for_again(
     models = SimpleNamespace(lora_id_counter=SimpleNamespace(inc=lambda _: 7), lora_requests={})
     monkeypatch.setattr(adapters, "LOAD_TIMEOUT_S", 0.05)
     monkeypatch.setattr(adapters, "check_adapter", lambda *_: None)
-    service = adapters.AdapterService(engine, models, lambda: None)
+    service = adapters.AdapterService(engine, models, None)
     with pytest.raises(UnavailableError, match="was not loaded within"):
         asyncio.run(service.update("policy", tmp_path, 3))
     assert removed == [7] and service.served("policy") is None

@@ -19,9 +19,10 @@ import torch.distributed.checkpoint as dcp
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.parallel import ParallelDims
-from prime_hpc.store.errors import ArtifactError
+from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.supervisor.roles.spec import trainer_spec
 from prime_hpc.trainer import main, ranks
+from prime_hpc.trainer import trainer as trainer_module
 from prime_hpc.trainer.checkpointing.dcp_state import load_state, read_metadata
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.trainer import Signal, Trainer
@@ -263,16 +264,32 @@ def test_the_groups_of_a_layout_have_the_configs_deadline(tmp_path: Path) -> Non
 def agree_beside_cuda(rank: int, folder: str) -> None:
     """On a rank that says it is on CUDA, where this machine has none: only over the side group can it be told."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    assert ranks.control_group(torch.device("cpu"), 30.0) is None
+    assert ranks.control_group(torch.device("cpu"), 30.0)._group is None  # the default one
     cuda = torch.device("cuda", rank)
     control = ranks.control_group(cuda, 30.0)
-    assert control is not None and dist.get_backend(control) == "gloo"
+    assert control._group is not None and dist.get_backend(control._group) == "gloo"
     checkpointer = SimpleNamespace(has_ended=rank == 0)
     waited: list[int] = []
     saver = SimpleNamespace(checkpointer=checkpointer, wait_for_save=lambda: waited.append(rank))
-    trainer: Any = SimpleNamespace(device=cuda, control=control, saver=saver, beside=None)
+    trainer: Any = SimpleNamespace(control=control, saver=saver, beside=None, paths=None)
     assert Trainer.agree(trainer, Signal.SAVE if rank == 0 else Signal.WAIT) is Signal.SAVE
     assert waited == [rank]
+    looked: list[Any] = []
+
+    def look(paths: Any) -> list[int]:
+        looked.append(paths)
+        return [1]
+
+    setattr(trainer_module, "list_versions", look)  # noqa: B010
+    assert Trainer.lacks_version(trainer, 2) and not Trainer.lacks_version(trainer, 1)
+    assert len(looked) == (2 if rank == 0 else 0)  # of 1,000 ranks one asks the file system
+
+    def gone() -> Any:
+        raise StoreError("no checkpoint")
+
+    trainer._checkpoint_to_resume = gone if rank == 0 else None
+    with pytest.raises(StoreError, match="^no checkpoint$"):  # nobody waits for rank 0 in vain
+        Trainer.resume(trainer)
     dist.destroy_process_group()
 
 

@@ -16,12 +16,12 @@ from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.batch.images import image_runs
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
-from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.samples import RowResult, SFTSample
 from prime_hpc.trainer.data.stream import Batch, BatchShape, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
+from prime_hpc.trainer.rank_group import RankGroup
 from tests.support.tiny_vision import make_image, make_vision_model
-from tests.unit.test_sft_stream import Peers, ThreadExchange
+from tests.unit.test_sft_stream import Peers, ThreadRanks
 
 SMALL, LARGE = make_image(1), make_image(2, 64, 64)
 """Of 6 and of 16 tokens."""
@@ -227,11 +227,11 @@ def shown(batches: Sequence[Batch]) -> list[tuple[int, list[int], list[tuple[int
     return sorted(found)
 
 
-def stream_of(make: Any, num_rows: int, exchange: Exchange, **shape: Any) -> SampleStream:
+def stream_of(make: Any, num_rows: int, ranks: RankGroup, **shape: Any) -> SampleStream:
     wanted = BatchShape(**({"batch_size": 5, "batch_tokens": None, "micro_batch_tokens": 128} | shape))
     order = RowOrder(num_rows, seed=3, shuffle=True)
     return SampleStream(
-        make, order, wanted, exchange, share=exchange.rank, num_shares=exchange.world_size, last_row=2 * num_rows
+        make, order, wanted, ranks, share=ranks.rank, num_shares=ranks.world_size, last_row=2 * num_rows
     )
 
 
@@ -248,11 +248,11 @@ def test_ranks_get_the_images_of_their_samples_whoever_read_them(
 ) -> None:
     recipe = recipe_for(mixed_rows(), tmp_path, model)
     reader = RowReader(recipe)
-    alone = all_of(stream_of(reader, 12, Exchange(10), **shape))
+    alone = all_of(stream_of(reader, 12, RankGroup(10), **shape))
     peers, found = Peers(3), {}
 
     def on_rank(rank: int) -> None:
-        found[rank] = all_of(stream_of(RowReader(recipe), 12, ThreadExchange(peers, rank), **shape))
+        found[rank] = all_of(stream_of(RowReader(recipe), 12, ThreadRanks(peers, rank), **shape))
 
     threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
@@ -266,8 +266,8 @@ def test_ranks_get_the_images_of_their_samples_whoever_read_them(
 
 def test_a_stream_goes_on_in_the_middle_with_the_same_images(tmp_path: Path, model: Path) -> None:
     reader = RowReader(recipe_for(mixed_rows(), tmp_path, model))
-    whole = all_of(stream_of(reader, 12, Exchange(10)))
-    resumed = stream_of(reader, 12, Exchange(10))
+    whole = all_of(stream_of(reader, 12, RankGroup(10)))
+    resumed = stream_of(reader, 12, RankGroup(10))
     resumed.start(whole[1].position)
     assert [shown([batch]) for batch in all_of(resumed)] == [shown([batch]) for batch in whole[2:]]
     assert whole[0].position != Position()

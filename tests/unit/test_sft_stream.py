@@ -15,19 +15,19 @@ from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer import sft
 from prime_hpc.trainer.data.epochs import Lengths, StoppedCountingError, count_steps, last_row_of, lengths_of
-from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
 from prime_hpc.trainer.data.stream import Batch, BatchShape, MixedOrder, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe
+from prime_hpc.trainer.rank_group import RankGroup
 
 NUM_ROWS = 22
 SHAPE = BatchShape(batch_size=5, batch_tokens=None, micro_batch_tokens=16)
 
 
 class Peers:
-    """Several ranks of an exchange as threads of this process."""
+    """Several ranks as threads of this process."""
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier = size, threading.Barrier(size, timeout=20)
@@ -41,20 +41,20 @@ class Peers:
         return values
 
 
-class ThreadExchange(Exchange):
-    """An exchange whose ranks are threads."""
+class ThreadRanks(RankGroup):
+    """Ranks that are threads."""
 
     def __init__(self, peers: Peers, rank: int) -> None:
         self._peers, self.rank, self.world_size = peers, rank, peers.size
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_all(self, value: Any) -> list[Any]:
         return self._peers.share(self.rank, value)
 
-    def all_agree(self, yes: bool) -> bool:
-        return all(self.gather(yes))
+    def broadcast(self, value: Any) -> Any:
+        return self.gather_all(value)[0]
 
     def swap(self, outgoing: Sequence[Any], incoming: Sequence[int]) -> list[Any]:
-        received = [sent[self.rank] for sent in self.gather(list(outgoing))]
+        received = [sent[self.rank] for sent in self.gather_all(list(outgoing))]
         assert [len(r) for r in received] == list(incoming)
         return received
 
@@ -79,7 +79,7 @@ def one_stream(
 ) -> SampleStream:
     order = RowOrder(NUM_ROWS, seed=3, shuffle=shuffle)
     options = {"share": 0, "num_shares": 1} | options
-    return SampleStream(make, order, shape, options.pop("exchange", None) or Exchange(10), **options)
+    return SampleStream(make, order, shape, options.pop("ranks", None) or RankGroup(10), **options)
 
 
 def tokens_of(batches: list[Batch]) -> list[list[int]]:
@@ -99,7 +99,7 @@ def steps(count: int, num_ranks: int, shape: BatchShape = SHAPE, start: Position
     num_shares = shares or num_ranks
 
     def run(rank: int) -> None:
-        stream = one_stream(shape, exchange=ThreadExchange(peers, rank), share=rank % num_shares, num_shares=num_shares)
+        stream = one_stream(shape, ranks=ThreadRanks(peers, rank), share=rank % num_shares, num_shares=num_shares)
         stream.start(start or Position())
         made[rank] = [stream.next() for _ in range(count)]
 
@@ -239,7 +239,7 @@ def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path)
     peers, found = Peers(2), {}
 
     def count(rank: int, make: Any = tokenise, made_by: int = 1) -> None:
-        found[rank] = lengths_of(recipe, opened, made_by, make, ThreadExchange(peers, rank))
+        found[rank] = lengths_of(recipe, opened, made_by, make, ThreadRanks(peers, rank))
 
     def on_both(*arguments: Any) -> Any:
         threads = [threading.Thread(target=count, args=(rank, *arguments), daemon=True) for rank in (0, 1)]
@@ -254,18 +254,18 @@ def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path)
     again, _ = on_both(None)  # nothing is tokenised
     assert again.tokens.tolist() == first.tokens.tolist()
     with pytest.raises(TypeError):
-        lengths_of(recipe, opened, 2, cast(Any, None), Exchange(10))  # another template
+        lengths_of(recipe, opened, 2, cast(Any, None), RankGroup(10))  # another template
     elsewhere = replace(recipe, cache=file / "no_folder")  # no lengths are kept, and the run goes on
-    uncached = lengths_of(elsewhere, opened, 1, tokenise, Exchange(10))
+    uncached = lengths_of(elsewhere, opened, 1, tokenise, RankGroup(10))
     assert uncached is not None and uncached.tokens.tolist() == first.tokens.tolist()
     bad = lambda indices: [RowResult([], RowCounts(rows=1), f"row {i} is bad") for i in indices]  # noqa: E731
     with pytest.raises(SFTDataError, match="row 0 is bad"):
-        lengths_of(recipe, opened, 3, bad, Exchange(10))
+        lengths_of(recipe, opened, 3, bad, RankGroup(10))
     with pytest.raises(StoppedCountingError):
-        lengths_of(recipe, opened, 5, cast(Any, None), Exchange(10), is_stopped=lambda: True)
+        lengths_of(recipe, opened, 5, cast(Any, None), RankGroup(10), is_stopped=lambda: True)
     none = lambda indices: [RowResult([], RowCounts(rows=1, overlong=1)) for _ in indices]  # noqa: E731
     with pytest.raises(SFTDataError, match=r"no row can be trained on: of 5 rows so far: 5 longer than seq_len"):
-        lengths_of(recipe, opened, 4, none, Exchange(10))
+        lengths_of(recipe, opened, 4, none, RankGroup(10))
 
 
 def test_a_bad_row_is_said_when_its_step_comes_not_before() -> None:
@@ -296,7 +296,7 @@ def test_where_every_row_is_in_error_the_first_ones_reason_is_said(num_rows: int
     for other in (bad, none):
         order = RowOrder(num_rows, seed=3, shuffle=True)
         make = lambda indices, other=other: [bad if i == 0 else other for i in indices]  # noqa: E731
-        stream = SampleStream(make, order, replace(SHAPE, batch_size=64), Exchange(10), share=0, num_shares=1)
+        stream = SampleStream(make, order, replace(SHAPE, batch_size=64), RankGroup(10), share=0, num_shares=1)
         with pytest.raises(SFTDataError, match=r"rows\.jsonl:1: breaks"):
             stream.next()
 
@@ -309,7 +309,7 @@ def test_the_end_of_an_epoch_and_the_beginning_of_the_next_are_no_whole_epoch() 
     def make(indices: Sequence[int]) -> list[RowResult]:
         return [none if i else usable for i in indices]
 
-    stream = SampleStream(make, RowOrder(12, seed=3, shuffle=True), SHAPE, Exchange(10), share=0, num_shares=1)
+    stream = SampleStream(make, RowOrder(12, seed=3, shuffle=True), SHAPE, RankGroup(10), share=0, num_shares=1)
     for _ in range(8):
         batch = stream.next()
         assert batch is not None and len(tokens_of([batch])) == 5

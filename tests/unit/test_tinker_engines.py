@@ -15,7 +15,7 @@ from prime_hpc.trainer.tinker.batches import BadRequestError
 from prime_hpc.trainer.tinker.board import Failure, Kind, Operation
 from prime_hpc.trainer.tinker.engines import Engines, _Server
 from prime_hpc.trainer.tinker.paths import Index, Shape, Shelf, new_save
-from prime_hpc.trainer.tinker.requests import CreateSession, SaveWeights
+from prime_hpc.trainer.tinker.requests import CreateSession, SaveForSampler, SaveWeights
 from prime_hpc.trainer.tinker.service import Service
 from prime_hpc.trainer.tinker.sessions import Future, Line
 
@@ -264,6 +264,21 @@ def test_a_save_whose_index_cannot_be_read_has_a_result(tmp_path: Path) -> None:
         published = Operation(Kind.PUBLISH, model_id, request_id, sampler)
         service._deliver(published, {"path": f"tinker://{model_id}/sampler_weights/unnamed-1", "type": "x"})
         assert (await answer(service, request_id))["category"] == "server"
+
+    with_service(run, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["unnamed-7", "mine-unnamed-7"])
+def test_no_save_that_a_user_names_ends_with_its_session(name: str, tmp_path: Path) -> None:
+    async def run(service: Service, model_id: str) -> None:
+        service._lines[model_id] = Line(next=1)
+        service.publish(SaveForSampler.model_validate({"model_id": model_id, "seq_id": 1, "path": name}))
+        operation = service.board.take(0.0)
+        assert operation is not None
+        if name.startswith("unnamed-"):
+            assert operation.kind is Kind.REFUSE and "unnamed- begins the names" in operation.payload["why"]
+        else:
+            assert operation.kind is Kind.PUBLISH
 
     with_service(run, tmp_path)
 

@@ -107,10 +107,10 @@ def recipe_in(folder: Path) -> "Recipe":
 
 def run() -> dict[str, Any]:
     """All figures; seconds, samples a second, shares."""
-    from prime_hpc.trainer.data.exchange import Exchange
     from prime_hpc.trainer.data.prefetch import Prefetcher
     from prime_hpc.trainer.data.stream import BatchShape, RowOrder, SampleStream
     from prime_hpc.trainer.data.workers import RowReader
+    from prime_hpc.trainer.rank_group import RankGroup
 
     with tempfile.TemporaryDirectory(prefix="prime-hpc-bench-") as name:
         folder = Path(name)
@@ -133,7 +133,7 @@ def run() -> dict[str, Any]:
             shape = BatchShape(BATCH, None, MICRO_BATCH_TOKENS)
             order = RowOrder(rows.num_rows, seed=0, shuffle=True)
             reader = RowReader(recipe, rows, tokenizer)
-            return Prefetcher(SampleStream(reader, order, shape, Exchange(60), share=0, num_shares=1), 2, 60)
+            return Prefetcher(SampleStream(reader, order, shape, RankGroup(60), share=0, num_shares=1), 2, 60)
 
         began = time.perf_counter()
         stream = begin()

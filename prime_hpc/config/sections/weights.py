@@ -17,7 +17,7 @@ class WeightsConfig(Section):
     memory into vLLM's workers over the network, through host memory or from GPU to GPU; files come between. The whole
     model trains, engines are vLLM's. All but `files` cost each rank its share of the published weights in host memory
     (twice where versions are published beside the next step, as they are from GPUs); where a node has too little for
-    that, `delta` sends whole versions."""
+    that, versions go as whole files."""
     whole_interval: int = Field(32, ge=1)
     """With `delta`, `gloo` and `nccl`: of so many versions one is whole, from which a server begins that has none or
     missed some."""

@@ -8,42 +8,22 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import (
-    BadVersionError,
-    Received,
-    Signature,
-    read_signature,
-    receive_version,
-    weight_files,
-)
+from prime_hpc.inference.check_version import BadVersionError, Received, read_signature, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.transformers.engine import Engine
-from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
+from prime_hpc.inference.whole_model import WholeModel
 
 _NO_ADAPTERS = "the transformers backend serves no adapters; use inference.backend = vllm"
 
 
-class BatchPolicy:
+class BatchPolicy(WholeModel):
     """The served version."""
 
     def __init__(self, engine: Engine, name: str, base_path: Path | None, scratch: Path) -> None:
-        """Make the service.
-
-        Args:
-            engine: computes.
-            name: of the base model.
-            base_path: folder of its safetensors; None where it has none on this node.
-            scratch: directory on this node for what is fetched, deleted with the server.
-        """
-        self.version = BASE_VERSION
-        self._base = str(base_path) if base_path else name
-        self.path = self._base
+        """Make the service: `engine` computes; the others are `WholeModel`'s."""
+        super().__init__(name, base_path, scratch, tied=engine.model.tied)
         self._engine = engine
-        self._base_path = base_path
-        self._signature: Signature | None = None if base_path is None else read_signature(base_path)
-        self._reader = VersionReader(scratch)
-        self._lock = asyncio.Lock()
 
     def served(self, name: str) -> tuple[int, str]:
         """Version and folder of the policy; of other names there are none."""
@@ -57,20 +37,14 @@ class BatchPolicy:
 
     async def update(self, path: str, version: int, name: str) -> dict[str, Any]:
         """Load `version` from `path`; sequences that are under way go on with the new weights."""
-        folder = Path(path)
-        if not folder.is_absolute():
-            raise BadVersionError(f"{path} is not an absolute path")
-        if version == BASE_VERSION:
-            raise BadVersionError(f"version {BASE_VERSION} is the base model: use /reload_weights")
+        folder = self._folder(path, version)
         if name != POLICY:
             raise BadVersionError(f"{name}: {_NO_ADAPTERS}")
         async with self._lock:
             if (version, path) == (self.version, self.path):
                 return self._answer(changed=False)
             start = time.perf_counter()
-            received = await asyncio.to_thread(
-                receive_version, self._reader, folder, version, self._signature, self._engine.model.tied
-            )
+            received = await self._receive(folder, version)
             return await self._load(received, version, time.perf_counter() - start)
 
     async def reload(self, name: str) -> dict[str, Any]:
@@ -78,11 +52,7 @@ class BatchPolicy:
         async with self._lock:
             if name != POLICY or self.version == BASE_VERSION:
                 return self._answer(changed=False)
-            if self._base_path is None:
-                raise BadVersionError(
-                    f"the base model {self._base} has no safetensors on this node: restart the server"
-                )
-            return await self._load(Received(self._base_path, DEFAULT, self._base_path), BASE_VERSION, 0.0)
+            return await self._load(self._base(), BASE_VERSION, 0.0)
 
     async def serve_base(self, name: str) -> dict[str, Any]:
         """Refuse: the base model stands under the policy's name alone."""
@@ -129,11 +99,7 @@ class BatchPolicy:
         except Exception as error:
             raise PolicyFailedError(self._engine.failure or str(error)) from error
         self.version, self.path = version, str(received.published)
-        seconds = {"check": check_s, "read": read_s, "open": open_s, "paused": paused_s}
         logger.info(
             f"policy version {version} from {self.path}: read {num_bytes / 1e9:.2f} GB, paused {paused_s:.3f} s"
         )
-        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
-
-    def _answer(self, *, changed: bool, **extra: Any) -> dict[str, Any]:
-        return {"version": self.version, "path": self.path, "changed": changed, **extra}
+        return self._answer(changed=True, check=check_s, read=read_s, open=open_s, paused=paused_s)

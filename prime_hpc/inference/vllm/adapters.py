@@ -14,7 +14,6 @@ oldest are aborted: they are older than `async_level` lets the trainer take.
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def version_of(request: LoRARequest) -> int:
 class AdapterService:
     """Names and versions. Updates are serialised by the caller."""
 
-    def __init__(self, engine: AsyncLLM, models: Any, base: Callable[[], Signature | None]) -> None:
+    def __init__(self, engine: AsyncLLM, models: Any, base: Signature | None) -> None:
         """Args:
         engine: vLLM's client of all engines behind this server.
         models: vLLM's registry of served models (`OpenAIServingModels`), which resolves a request's model name.
@@ -99,7 +98,7 @@ class AdapterService:
         """
         assert self._config is not None
         start = time.perf_counter()
-        await asyncio.to_thread(check_adapter, folder, version, self._base(), self._config.max_lora_rank)
+        await asyncio.to_thread(check_adapter, folder, version, self._base, self._config.max_lora_rank)
         checked = time.perf_counter()
         self._make_room()
         number = self._models.lora_id_counter.inc(1)

@@ -28,24 +28,16 @@ from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import (
-    BadVersionError,
-    Received,
-    Signature,
-    read_signature,
-    receive_version,
-    server_scratch,
-    weight_files,
-)
+from prime_hpc.inference.check_version import BadVersionError, Received, server_scratch, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError, UnavailableError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.vllm.adapters import AdapterService
 from prime_hpc.inference.vllm.network_updates import NetworkUpdates, Offer, read_offer
+from prime_hpc.inference.whole_model import WholeModel
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import newest_with_weights
 from prime_hpc.weight_transport.network.link import TransferError
-from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
 
 logger = init_logger(__name__)
 
@@ -73,7 +65,7 @@ class Loaded:
     """An answer of each worker."""
 
 
-class PolicyService:
+class PolicyService(WholeModel):
     """The served version. Updates are serialised; the same update again is a no-op."""
 
     def __init__(
@@ -93,27 +85,21 @@ class PolicyService:
             on_failure: called once, with the reason, when the engines cannot be trusted any more.
             keep_kv_cache: running requests keep their key-value cache at an update.
         """
+        tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
+        super().__init__(engine.model_config.model, base_path, server_scratch(), tied=tied)
         self._engine = engine
-        self._base_path = base_path
         self._on_failure = on_failure
         self._keep_kv_cache = keep_kv_cache
         self._connector = getattr(getattr(engine.vllm_config, "kv_transfer_config", None), "kv_connector", None)
-        self._tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
-        self._base_signature: Signature | None = None
-        self.adapters = AdapterService(engine, models, lambda: self._base_signature)
-        self._reader = VersionReader(server_scratch())
+        self.adapters = AdapterService(engine, models, self._signature)
         self._network: NetworkUpdates | None = None
-        self._lock = asyncio.Lock()
         self._failure: str | None = None
         self.asleep = False
         """Whether the engines have given up their memory; changed under the lock alone."""
-        self.version = self._sampling_version = BASE_VERSION
-        self.path = str(base_path) if base_path else engine.model_config.model
+        self._sampling_version = BASE_VERSION
 
     async def start(self) -> None:
         """Label the base model's tokens with version 0 (vLLM's own label is `default`)."""
-        if self._base_path is not None:
-            self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
         num_workers = len(await self._on_every_worker("policy_start"))
         secret = os.environ.get(BUS, "").rpartition("@")[0]
         if self._engine.vllm_config.weight_transfer_config is not None and secret:
@@ -147,11 +133,7 @@ class PolicyService:
             UnavailableError: not to be had now; the engines go on with a whole version.
             PolicyFailedError: the load failed half-way; the server ends.
         """
-        folder = Path(path)
-        if not folder.is_absolute():
-            raise BadVersionError(f"{path} is not an absolute path")
-        if version == BASE_VERSION:
-            raise BadVersionError(f"version {BASE_VERSION} is the base model: use /reload_weights")
+        folder = self._folder(path, version)
         if self._connector not in EMPTIED:
             raise BadVersionError(
                 f"{self._connector} would keep keys and values of other weights: serve what is trained without "
@@ -174,9 +156,7 @@ class PolicyService:
             start = time.perf_counter()
             if self._network is not None and (answer := await self._update_over(self._network, folder, version)):
                 return answer
-            received = await asyncio.to_thread(
-                receive_version, self._reader, folder, version, self._base_signature, self._tied
-            )
+            received = await self._receive(folder, version)
             return await self._load(received, version, time.perf_counter() - start)
 
     async def _update_over(self, network: NetworkUpdates, folder: Path, version: int) -> dict[str, Any] | None:
@@ -189,7 +169,7 @@ class PolicyService:
         if self._failure is not None:
             raise PolicyFailedError(self._failure)
         start = time.perf_counter()
-        offer = await asyncio.to_thread(read_offer, folder, version, self._base_signature, self._tied)
+        offer = await asyncio.to_thread(read_offer, folder, version, self._signature, self._tied)
         if offer is None:
             return None
         try:
@@ -201,7 +181,7 @@ class PolicyService:
             return None
         except TimeoutError as error:
             raise self._given_up(f"joining the trainer took longer than {PHASE_TIMEOUT_S:.0f} s") from error
-        return await self._receive(network, offer, time.perf_counter() - start)
+        return await self._receive_over(network, offer, time.perf_counter() - start)
 
     async def reload(self, name: str = POLICY) -> dict[str, Any]:
         """Go back to the base model; other names of adapters are not served any more.
@@ -218,10 +198,7 @@ class PolicyService:
             if self.version == BASE_VERSION:
                 await self._wake()
                 return self._answer(changed=False)
-            if self._base_path is None:
-                raise BadVersionError(f"the base model {self.path} has no safetensors on this node: restart the server")
-            base = Received(self._base_path, DEFAULT, self._base_path)
-            return await self._load(base, BASE_VERSION, 0.0)
+            return await self._load(self._base(), BASE_VERSION, 0.0)
 
     async def serve_base(self, name: str) -> dict[str, Any]:
         """Version 0 under a name of its own: one of several runs that begins. An adapter of that name is unloaded.
@@ -302,12 +279,11 @@ class PolicyService:
             return Loaded(version, received.published, await self._on_every_worker("policy_apply"))
 
         loaded, paused_s = await self._while_paused(load, f"version {version} from {received.published}")
-        seconds = {"check": check_s, "read": read_s, "open": open_s, "paused": paused_s}
         logger.info(
             "policy version %d from %s: read %.2f GB in %.3f s, paused %.3f s, %d workers",
             version, received.published, num_bytes / 1e9, read_s, paused_s, len(loaded.rows),
         )  # fmt: skip
-        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+        return self._answer(changed=True, check=check_s, read=read_s, open=open_s, paused=paused_s)
 
     async def _open(self, received: Received) -> None:
         """Have every worker open a version's files."""
@@ -322,7 +298,7 @@ class PolicyService:
             await asyncio.sleep(STAGE_LOOK_S)
             opened = await self._on_every_worker("policy_staged")
 
-    async def _receive(self, network: NetworkUpdates, offer: Offer, check_s: float) -> dict[str, Any]:
+    async def _receive_over(self, network: NetworkUpdates, offer: Offer, check_s: float) -> dict[str, Any]:
         """Pause, have the trainer's ranks send a version that they hold, label, resume.
 
         Raises:
@@ -347,21 +323,16 @@ class PolicyService:
         logger.info(
             "policy version %d over the network: paused %.3f s, %d workers", offer.version, paused_s, len(loaded.rows)
         )
-        seconds = {"check": check_s, "paused": paused_s}
-        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+        return self._answer(changed=True, check=check_s, paused=paused_s)
 
     async def _load_whole(self, offer: Offer) -> Loaded:
         """Load the newest version that lies in files, or the base model, into engines whose weights are undefined."""
         paths = RunPaths(offer.folder.parents[1])
         version = await asyncio.to_thread(newest_with_weights, paths)
         if version is not None:
-            folder = paths.weights_step(version)
-            arguments = self._reader, folder, version, self._base_signature, self._tied
-            received = await asyncio.to_thread(receive_version, *arguments)
-        elif self._base_path is not None:
-            version, received = BASE_VERSION, Received(self._base_path, DEFAULT, self._base_path)
+            received = await self._receive(paths.weights_step(version), version)
         else:
-            raise RuntimeError(f"{paths.weights} holds no whole version")
+            version, received = BASE_VERSION, self._base()
         await self._open(received)
         return Loaded(version, received.published, await self._on_every_worker("policy_apply"))
 
@@ -446,6 +417,3 @@ class PolicyService:
         calls = self._engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         engines = await asyncio.wait_for(calls, PHASE_TIMEOUT_S)
         return [row for engine in engines for row in engine]
-
-    def _answer(self, *, changed: bool, **extra: Any) -> dict[str, Any]:
-        return {"version": self.version, "path": self.path, "changed": changed, **extra}

@@ -8,17 +8,15 @@ the optimizer holds the update back until the copy is done. Ranks talk about a s
 training's collectives never mix with it.
 """
 
-import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from prime_hpc.config.sections.common import CkptConfig
 from prime_hpc.store.artifact import FileEntry, StoreError, if_removable, prepare_stage, stage_dir
@@ -28,12 +26,12 @@ from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model.fingerprint import conflicts
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.agreement import on_all
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.checkpointing.verify import verify_parts
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.rank_group import ANY, RankGroup
 from prime_hpc.trainer.threads import rank_thread
 
 FINAL_JOIN_TIMEOUT_S = 60.0
@@ -70,39 +68,6 @@ class _Save:
     error: BaseException | None = None
 
 
-class SideGroup:
-    """Small objects between ranks, beside the training's collectives."""
-
-    def __init__(self, timeout_s: float) -> None:
-        """Make the group. Collective. `timeout_s`: longest wait for the slowest rank."""
-        self._world_size = dist.get_world_size()
-        self._group = None
-        if self._world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value on rank 0, None elsewhere."""
-        if self._group is None:
-            return [value]
-        gathered: list[Any] | None = [None] * self._world_size if dist.get_rank() == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self._group)
-        return gathered
-
-    def close(self) -> None:
-        """Nothing more is said over it."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value everywhere."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
-
 class Checkpointer:
     """Saves and loads one policy and its optimizer. `save`, `wait_for_save`, `finish` and `load` are collective."""
 
@@ -128,8 +93,9 @@ class Checkpointer:
         self._policy, self._optimizer, self._paths, self._slot = policy, optimizer, paths, slot
         self._incarnation, self._meta = incarnation, dict(meta)
         self._config = config or CkptConfig()
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._side: SideGroup | None = None
+        self._ranks = RankGroup()
+        self._side: RankGroup | None = None
+        """Of saves alone."""
         self._plan: dcp_state.ShardPlan | None = None
         self._signature: tuple[Any, ...] = ()
         self._room: HostStage | None = None
@@ -167,13 +133,13 @@ class Checkpointer:
         began = time.perf_counter()
         self.finish()
         if self._side is None:
-            self._side = SideGroup(self._config.timeout_s)
+            self._side = RankGroup(self._config.timeout_s)
         state = self._state()
         plan = self._plan_for(state)
         parts = {name: dcp_state.local_part(state[name]) for name in plan.names}
         final = self._paths.checkpoint_step(step)
         stage = stage_dir(final, self._incarnation)
-        meta = self._meta | {"world_size": self._world_size, "progress": {"step": step, **progress}}
+        meta = self._meta | {"world_size": self._ranks.world_size, "progress": {"step": step, **progress}}
         save = _Save(step, meta, batch_dir, stage, final, began)
         if not self._config.save_async:
             self._write(save, plan, parts, None)
@@ -228,7 +194,7 @@ class Checkpointer:
         return figures
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return dcp_state.named_state(self._policy, self._optimizer, self._slot) | random_state(self._rank)
+        return dcp_state.named_state(self._policy, self._optimizer, self._slot) | random_state(self._ranks.rank)
 
     def _plan_for(self, state: dict[str, torch.Tensor]) -> dcp_state.ShardPlan:
         """Return the plan of who writes what; made again when tensors came or went, which they do on all ranks
@@ -248,7 +214,7 @@ class Checkpointer:
             return
         self._room = self._room_plan = None  # what it takes is free again before others measure
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        room = on_all(lambda: HostStage(parts, self._config.staging_dir, ranks_per_node))
+        room = self._ranks.on_all(lambda: HostStage(parts, self._config.staging_dir, ranks_per_node))
         # Only now that all have measured: what one has touched, another of this node would count as taken.
         rank_thread(room.touch, name="touch-staging").start()
         self._room, self._room_plan = room, plan
@@ -289,60 +255,38 @@ class Checkpointer:
         Raises:
             StoreError: some rank failed.
         """
-        assert self._side is not None
-        try:
-            refusal = None
-            if self._rank == 0:
-                num_bytes = sum(part.nbytes for part in parts.values())
-                refusal = self._try(lambda: self._open_stage(save, num_bytes))
-            refusal = self._side.broadcast(refusal)
-            if refusal is not None:
-                raise StoreError(refusal)
-            entries: dict[str, FileEntry] = {}
-            results: list[Any] = []
-            if failure is None:
-                try:
-                    for directory in (save.stage, save.stage / TRAINER):  # rank 0's node made them
-                        store_files.await_name(directory)
-                    entries, results = plan.write(save.stage / TRAINER, parts)
-                except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
-                    failure = error
-            save.size = sum(entry.size for entry in entries.values())
-            said = None if failure is None else f"rank {self._rank}: {_error_text(failure)}"
-            gathered = self._side.gather((entries, results, said))
-            verdict = None
-            if gathered is not None:
-                verdict = self._try(lambda: self._commit(save, plan, gathered))
-            verdict = self._side.broadcast(verdict)
-            save.ended = time.perf_counter()
+        side = self._side
+        assert side is not None
+
+        def write() -> tuple[dict[str, FileEntry], list[Any]]:
             if failure is not None:
-                raise failure if isinstance(failure, StoreError) else StoreError(_error_text(failure)) from failure
-            if verdict is not None:
-                raise StoreError(verdict)
+                raise failure
+            for directory in (save.stage, save.stage / TRAINER):  # rank 0's node made them
+                store_files.await_name(directory)
+            return plan.write(save.stage / TRAINER, parts)
+
+        try:
+            side.from_first(lambda: self._open_stage(save, sum(part.nbytes for part in parts.values())), ANY)
+            entries, results = side.on_all(write, ANY)
+            save.size = sum(entry.size for entry in entries.values())
+            gathered = side.gather((entries, results))
+            side.from_first(lambda: self._commit(save, plan, gathered or []), ANY)
+            save.ended = time.perf_counter()
         except BaseException:
-            if self._rank == 0:
+            if side.rank == 0:
                 store_files.clear_away(save.stage)
             raise
-        if self._rank == 0:
-            self.prune()
-
-    def _try(self, action: Callable[[], None]) -> str | None:
-        """Why an action of rank 0 failed, for all ranks; None where it did not."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - every rank raises it
-            return _error_text(error)
-        return None
+        side.from_first(self.prune, ANY)
 
     def _open_stage(self, save: _Save, num_bytes: int) -> None:
         """Rank 0: an empty stage, on a disk that has room for it."""
-        free, needed = free_bytes(save.final), num_bytes * self._world_size
+        free, needed = free_bytes(save.final), num_bytes * self._ranks.world_size
         if free < needed:
             raise StoreError(
                 f"{save.final}: disk full: a checkpoint takes about {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB "
                 "are free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
             )
-        lack = lack_of_room(save.final, self._world_size, num_bytes)
+        lack = lack_of_room(save.final, self._ranks.world_size, num_bytes)
         if lack is not None:
             raise StoreError(f"{save.final}: {lack}: free space, or choose another ckpt.path")
         prepare_stage(save.final, self._incarnation, run=self._paths, file_bytes=num_bytes)
@@ -350,11 +294,8 @@ class Checkpointer:
 
     def _commit(self, save: _Save, plan: dcp_state.ShardPlan, gathered: list[Any]) -> None:
         """Rank 0: everything is durable but the manifest."""
-        said = [part[2] for part in gathered if part[2] is not None]
-        if said:
-            raise StoreError("; ".join(said[:3]))
-        entries = {name: entry for part in gathered for name, entry in part[0].items()}
-        entries |= plan.write_metadata(save.stage / TRAINER, [part[1] for part in gathered])
+        entries = {name: entry for part, _ in gathered for name, entry in part.items()}
+        entries |= plan.write_metadata(save.stage / TRAINER, [results for _, results in gathered])
         commit_checkpoint(
             save.stage,
             save.final,
@@ -416,14 +357,14 @@ class Checkpointer:
         progress = info.manifest.meta.get("progress")
         if progress is None:
             problems.append("its manifest states no progress (written by an older prime-hpc?)")
-        metadata = on_all(lambda: dcp_state.read_metadata(info.trainer_dir))
+        metadata = self._ranks.on_all(lambda: dcp_state.read_metadata(info.trainer_dir))
         dcp_state.create_optimizer_state(self._optimizer)
         dcp_state.drop_unsaved_state(self._policy, self._optimizer, metadata, self._slot)
         state = dcp_state.named_state(self._policy, self._optimizer, self._slot)
         problems = problems or dcp_state.differences(metadata, state)
         if problems or progress is None:
             raise StoreError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
-        randoms = {k: v for k, v in random_state(self._rank).items() if k in metadata.state_dict_metadata}
+        randoms = {k: v for k, v in random_state(self._ranks.rank).items() if k in metadata.state_dict_metadata}
         dcp_state.load_state(info.trainer_dir, state | randoms)
         set_random_state(randoms)
         return {name: int(value) for name, value in progress.items()}
@@ -445,7 +386,3 @@ class Checkpointer:
         elif then is not None and now is not None:
             found += [f"model.lora: {key} was {then[key]}, is {now[key]}" for key in now if then.get(key) != now[key]]
         return found
-
-
-def _error_text(error: BaseException) -> str:
-    return str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"

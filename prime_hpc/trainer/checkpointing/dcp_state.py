@@ -27,7 +27,6 @@ from prime_hpc.store.io.direct_writer import SummedFile, open_summed
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.retry_reads import as_unreadable
 from prime_hpc.trainer.checkpointing.dcp_metadata import PlainReader
-from prime_hpc.trainer.lora import slot_named_parameters
 from prime_hpc.trainer.model.policy import Policy
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
@@ -54,7 +53,7 @@ def named_state(policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0)
 def _parameter_names(policy: Policy, slot: int) -> dict[torch.Tensor, str]:
     """Names of the parameters that may train, as they are saved."""
     if policy.adapters is not None:
-        return {parameter: f"lora.{name}" for name, parameter in slot_named_parameters(policy, slot).items()}
+        return {parameter: f"lora.{name}" for name, parameter in policy.adapters.named_parameters(slot).items()}
     return {parameter: name for name, parameter in policy.named_parameters()}
 
 

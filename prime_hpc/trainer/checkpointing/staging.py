@@ -12,15 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from prime_hpc.runtime.host_memory import available_bytes
+from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
 from prime_hpc.runtime.page_locked import lock_pages
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import make_dir
 
 _ALIGNMENT = 64
-_HEADROOM = 0.9
-"""Share of the free host memory that copies may take."""
 
 
 class HostStage:
@@ -108,7 +106,7 @@ class HostStage:
 
 def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> mmap.mmap:
     available = available_bytes()
-    if size * ranks_per_node > available * _HEADROOM:
+    if size * ranks_per_node > available * HEADROOM:
         raise StoreError(
             f"{wanted_by} needs {size * ranks_per_node / 2**30:.1f} GiB of host memory on this node, "
             f"{available / 2**30:.1f} GiB are free: {instead}"

@@ -5,7 +5,6 @@ attempts do. What a rank finds broken is noted (`failed_reads`), and the next at
 to an older.
 """
 
-import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
@@ -14,7 +13,7 @@ from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.manifest import check_file
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.agreement import gather_all
+from prime_hpc.trainer.rank_group import RankGroup
 
 READ_S = 240.0
 """How long a rank tries to read what cannot be read; the others wait for it in a collective."""
@@ -43,15 +42,16 @@ def verify_parts(info: CheckpointInfo, paths: RunPaths, patience_s: float | None
             read.
     """
     patience = Patience(READ_S if patience_s is None else patience_s, limited_by=None)
-    rows = gather_all(_verify_share(info, paths, patience))
+    ranks = RankGroup()
+    rows = ranks.gather_all(_verify_share(info, paths, patience, ranks))
     found = [f"rank {rank}: {words}" for rank, words in enumerate(rows) if words is not None]
     if found:
         raise Unreadable(info.path, "; ".join(found[:3]))
 
 
-def _verify_share(info: CheckpointInfo, paths: RunPaths, patience: Patience) -> str | None:
+def _verify_share(info: CheckpointInfo, paths: RunPaths, patience: Patience, ranks: RankGroup) -> str | None:
     """Describe what is wrong with this rank's share; None where nothing is."""
-    names = share_of(sorted(info.manifest.files), dist.get_rank(), dist.get_world_size())
+    names = share_of(sorted(info.manifest.files), ranks.rank, ranks.world_size)
     for name in names:
         path, entry = info.path / name, info.manifest.files[name]
         try:

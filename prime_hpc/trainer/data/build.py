@@ -20,13 +20,13 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.data.epochs import count_steps, last_row_of, lengths_of
-from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.samples import RowCounts
 from prime_hpc.trainer.data.sources import Chain, Rows, by_all_columns, fingerprint_of, former_fingerprint
 from prime_hpc.trainer.data.stream import BatchShape, MixedOrder, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
+from prime_hpc.trainer.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from prime_hpc.trainer.trainer import Trainer
@@ -112,9 +112,9 @@ class RealData:
         config = experiment.sft.data
         self._config, self._timeout_s = config, experiment.trainer.batch_timeout_s
         save_s = experiment.ckpt.timeout_s if experiment.ckpt else 0.0
-        self._exchange = Exchange(self._timeout_s + save_s)
+        self._ranks = RankGroup(self._timeout_s + save_s)
         recipe = recipe_of(experiment, config, trainer.source, trainer.vocab_size)
-        rows = open_together(recipe, self._exchange)
+        rows = open_together(recipe, self._ranks)
         tokenizer = recipe.load_tokenizer()
         self._rows, self._seed, self._recipe = rows, experiment.seed, recipe
         self._fingerprint = self._known_by(rows.fingerprint)
@@ -133,7 +133,7 @@ class RealData:
             self._reader,
             self._new_order(),
             self._shape,
-            self._exchange,
+            self._ranks,
             share=trainer.part[0],
             num_shares=trainer.part[1],
             last_row=None if epochs is None else last_row_of(epochs, self._order.num_rows),
@@ -188,13 +188,13 @@ class RealData:
         last_row = self._stream.last_row
         if last_row is None:
             return None
-        lengths = lengths_of(self._recipe, self._rows, self._made_by, self._reader, self._exchange, is_stopped)
+        lengths = lengths_of(self._recipe, self._rows, self._made_by, self._reader, self._ranks, is_stopped)
         steps = 0
         if lengths is not None:
             steps = count_steps(lengths, self._order, self._shape, self._stream.position, last_row)
             epochs = f"{self._config.num_epochs:g} epochs of {self._order.num_rows:,} rows"
             logger.info(f"{self._config.label}: {epochs}: {start + steps:,} steps")
-        last = start + int(self._exchange.gather(steps)[0])
+        last = start + self._ranks.broadcast(steps)
         if last == 0:
             raise SFTDataError(f"{self._config.label}: nothing to train in the first {last_row:,} rows of num_epochs")
         return last
@@ -325,7 +325,7 @@ def shape_of(experiment: Experiment, pad_id: int) -> BatchShape:
     )
 
 
-def open_together(recipe: Recipe, exchange: Exchange) -> Rows:
+def open_together(recipe: Recipe, ranks: RankGroup) -> Rows:
     """Open the rows: rank 0 makes what is missing, then the others open it. Collective.
 
     Raises:
@@ -333,12 +333,12 @@ def open_together(recipe: Recipe, exchange: Exchange) -> Rows:
     """
     rows: Rows | None = None
     said: str | None = None
-    if exchange.rank == 0:
+    if ranks.rank == 0:
         rows, said = _try_open(recipe)
-    said = exchange.gather(said)[0]
+    said = ranks.broadcast(said)
     if said is None and rows is None:
         rows, said = _try_open(recipe)
-    failures = [text for text in exchange.gather(said) if text is not None]
+    failures = [text for text in ranks.gather_all(said) if text is not None]
     if failures or rows is None:
         raise SFTDataError(failures[0])
     return rows

@@ -19,12 +19,12 @@ from prime_hpc.config.sections.sft import COLUMNS
 from prime_hpc.observe.report import left_out
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.new_file import new_file
-from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of
 from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, Tokenise
 from prime_hpc.trainer.data.workers import Recipe
+from prime_hpc.trainer.rank_group import RankGroup
 
 _ROUND = 256
 """Rows that each rank tokenises between two exchanges; long texts of so many are in memory at once."""
@@ -72,7 +72,7 @@ def lengths_of(
     rows: Rows,
     made_by: int,
     tokenise: Tokenise,
-    exchange: Exchange,
+    ranks: RankGroup,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Lengths | None:
     """Return the lengths on rank 0, None elsewhere. Collective.
@@ -82,7 +82,7 @@ def lengths_of(
         rows: all of them.
         made_by: fingerprint of tokenizer and template.
         tokenise: reads and tokenises rows.
-        exchange: between the ranks.
+        ranks: all of them.
         is_stopped: whether the run is to end, asked on rank 0 while rows are counted.
 
     Raises:
@@ -90,9 +90,9 @@ def lengths_of(
         SFTDataError: a row cannot be trained on (names the first one), or none gives a sample.
     """
     kept = _kept_at(recipe, rows, made_by)
-    lengths = _read(kept) if exchange.rank == 0 else None
-    if not exchange.gather(lengths is not None)[0]:
-        lengths = _count(recipe.source.label, rows.num_rows, tokenise, exchange, is_stopped)
+    lengths = _read(kept) if ranks.rank == 0 else None
+    if not ranks.broadcast(lengths is not None):
+        lengths = _count(recipe.source.label, rows.num_rows, tokenise, ranks, is_stopped)
         if lengths is not None:
             try:
                 with new_file(kept, durable=False) as partial:
@@ -103,38 +103,38 @@ def lengths_of(
 
 
 def _count(
-    label: str, num_rows: int, tokenise: Tokenise, exchange: Exchange, is_stopped: Callable[[], bool]
+    label: str, num_rows: int, tokenise: Tokenise, ranks: RankGroup, is_stopped: Callable[[], bool]
 ) -> Lengths | None:
     """Tokenise all rows, each rank its share of each round."""
-    if exchange.rank == 0:
+    if ranks.rank == 0:
         logger.info(f"sft.data.num_epochs: {num_rows:,} rows are tokenised once, to count the steps")
     counts: list[NDArray[np.int64]] = []
     tokens: list[NDArray[np.int64]] = []
     seen, is_barren = RowCounts(), True
     told = time.monotonic()
-    for first in range(0, num_rows, _ROUND * exchange.world_size):
-        if exchange.rank == 0 and time.monotonic() - told > _TELL_S:
+    for first in range(0, num_rows, _ROUND * ranks.world_size):
+        if ranks.rank == 0 and time.monotonic() - told > _TELL_S:
             told = time.monotonic()
             logger.info(f"{first:,} of {num_rows:,} rows are tokenised")
-        if exchange.gather(exchange.rank == 0 and is_stopped())[0]:
+        if ranks.broadcast(ranks.rank == 0 and is_stopped()):
             raise StoppedCountingError
-        begin = min(num_rows, first + exchange.rank * _ROUND)
+        begin = min(num_rows, first + ranks.rank * _ROUND)
         results = tokenise(range(begin, min(num_rows, begin + _ROUND)))
         error = next((result.error for result in results if result.error is not None), None)
         own = [len(result.samples) for result in results]
         made = [len(sample.token_ids) for result in results for sample in result.samples]
         found = sum((result.counts for result in results), RowCounts())
-        gathered = exchange.gather((np.array(own, np.int64), np.array(made, np.int64), found, error))
+        gathered = ranks.gather_all((np.array(own, np.int64), np.array(made, np.int64), found, error))
         if said := next((said for *_, said in gathered if said is not None), None):
             raise SFTDataError(said)
         seen = sum((part for _, _, part, _ in gathered), seen)
         is_barren = is_barren and not any(len(part) for _, part, *_ in gathered)
-        counts += [part for part, *_ in gathered if exchange.rank == 0]
-        tokens += [part for _, part, *_ in gathered if exchange.rank == 0]
+        counts += [part for part, *_ in gathered if ranks.rank == 0]
+        tokens += [part for _, part, *_ in gathered if ranks.rank == 0]
     if is_barren:
         figures = {f"data/{name}": count for name, count in asdict(seen).items()}
         raise SFTDataError(f"{label}: no row can be trained on: {left_out(figures)}")
-    return Lengths(np.concatenate(counts), np.concatenate(tokens)) if exchange.rank == 0 else None
+    return Lengths(np.concatenate(counts), np.concatenate(tokens)) if ranks.rank == 0 else None
 
 
 def _kept_at(recipe: Recipe, rows: Rows, made_by: int) -> Path:

@@ -15,11 +15,11 @@ from loguru import logger
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.data.build import open_together, recipe_of, shape_of
-from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.stream import RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import RowReader
 from prime_hpc.trainer.parallel.distribute import reshard_all
+from prime_hpc.trainer.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from prime_hpc.trainer.trainer import Trainer
@@ -41,16 +41,16 @@ class HeldOut:
         config, source = experiment.sft.eval, experiment.sft.eval_source
         assert config is not None and source is not None
         self._interval = config.interval
-        exchange = Exchange(experiment.trainer.batch_timeout_s)
+        ranks = RankGroup(experiment.trainer.batch_timeout_s)
         recipe = recipe_of(experiment, source, trainer.source, trainer.vocab_size)
-        rows = open_together(recipe, exchange)
+        rows = open_together(recipe, ranks)
         tokenizer = recipe.load_tokenizer()
         num_rows = min(rows.num_rows, config.num_rows or rows.num_rows)
         stream = SampleStream(
             RowReader(recipe, rows, tokenizer),
             RowOrder(rows.num_rows, seed=0, shuffle=False),
             replace(shape_of(experiment, tokenizer.pad_id(trainer.vocab_size)), batch_size=_BATCH, batch_tokens=None),
-            exchange,
+            ranks,
             share=trainer.part[0],
             num_shares=trainer.part[1],
             last_row=num_rows,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
@@ -19,7 +18,7 @@ from prime_hpc.observe.bench import read_report
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch
-from prime_hpc.trainer.trainer import Signal, Trainer
+from prime_hpc.trainer.trainer import Trainer
 
 LOOK_S = 0.5
 """Between two looks for the orchestrator's result."""
@@ -84,14 +83,9 @@ def fake_source(trainer: Trainer) -> FakeSource | None:
 def _await_shapes(trainer: Trainer) -> list[RankShape]:
     """Return the shape of the last batch of the orchestrator's bench; [] after a stop. Collective: rank 0 looks."""
     end = time.monotonic() + trainer.experiment.trainer.batch_timeout_s
-    box: list[Any] = [None]
-    while True:
-        if trainer.rank == 0:
-            box = [_look(trainer, end)]
-        if trainer.agree(Signal.GO if box[0] is not None else Signal.WAIT) is Signal.GO:
-            break
-    dist.broadcast_object_list(box, src=0, device=trainer.device)
-    return [RankShape(**rank) for rank in box[0]]
+    while (found := trainer.control.broadcast(_look(trainer, end) if trainer.rank == 0 else None)) is None:
+        continue
+    return [RankShape(**rank) for rank in found]
 
 
 def _look(trainer: Trainer, end: float) -> list[dict[str, Any]] | None:

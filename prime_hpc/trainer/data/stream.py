@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from prime_hpc.store.batch.packing import pack, pack_by_number
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
-from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
+from prime_hpc.trainer.rank_group import RankGroup
 
 Tokenise = Callable[[Sequence[int]], list[RowResult]]
 """Row numbers -> what they give."""
@@ -177,14 +177,14 @@ class MixedOrder(RowOrder):
 
 
 class SampleStream:
-    """Batches in order, on every rank alike. `next` and `agree` are collective over the exchange's ranks."""
+    """Batches in order, on every rank alike. `next` and `agree` are collective over the ranks."""
 
     def __init__(
         self,
         tokenise: Tokenise,
         order: RowOrder,
         shape: BatchShape,
-        exchange: Exchange,
+        ranks: RankGroup,
         *,
         share: int,
         num_shares: int,
@@ -194,13 +194,13 @@ class SampleStream:
         tokenise: reads and tokenises rows.
         order: of the rows.
         shape: of a batch.
-        exchange: between the ranks.
+        ranks: all of them.
         share, num_shares: which data-parallel part this rank trains; ranks of one share get the same samples.
         last_row: end after that many rows; None: never.
         """
-        self._tokenise, self._order, self._shape, self._exchange = tokenise, order, shape, exchange
+        self._tokenise, self._order, self._shape, self._ranks = tokenise, order, shape, ranks
         self._num_shares = num_shares
-        self._shares: list[int] = exchange.gather(share)
+        self._shares: list[int] = ranks.gather_all(share)
         self.last_row = last_row
         self.start(Position())
 
@@ -220,7 +220,7 @@ class SampleStream:
 
     def agree(self, go_on: bool) -> bool:
         """Return whether every rank goes on."""
-        return self._exchange.all_agree(go_on)
+        return all(self._ranks.gather_all(go_on))
 
     def next(self) -> Batch | None:
         """Return the next step's batch; None after `last_row`.
@@ -265,7 +265,7 @@ class SampleStream:
         stop = self._next_row + needed
         if self.last_row is not None:
             stop = min(stop, self.last_row)
-        rank, size = self._exchange.rank, self._exchange.world_size
+        rank, size = self._ranks.rank, self._ranks.world_size
         own = range(self._next_row + rank, stop, size)
         indices = [self._order.row_at(place) for place in own]
         results = self._tokenise(indices)
@@ -275,7 +275,7 @@ class SampleStream:
             (index, [(len(s.token_ids), s.num_bytes) for s in result.samples], result.counts, result.error)
             for index, result in zip(indices, results, strict=True)
         ]
-        gathered = self._exchange.gather(told)
+        gathered = self._ranks.gather_all(told)
         for place in range(self._next_row, stop):
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
             index, measures, counts, error = gathered[holder][turn]
@@ -340,7 +340,7 @@ class SampleStream:
         shares = self._assign(lengths)
         share_of = {sample: share for share, micros in enumerate(shares) for micro in micros for sample in micro}
         tokens = self._swap(chosen, lengths, share_of)
-        micros = shares[self._shares[self._exchange.rank]]
+        micros = shares[self._shares[self._ranks.rank]]
         order = [sample for micro in micros for sample in micro]
         place = {sample: i for i, sample in enumerate(order)}
         ids, masks, images = [], [], []
@@ -362,20 +362,20 @@ class SampleStream:
         self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64], share_of: dict[int, int]
     ) -> dict[int, SFTSample]:
         """Return the samples of this rank's share, from the ranks that tokenised them."""
-        exchange, first = self._exchange, self._next_row - len(self._waiting)
-        local_share = self._shares[exchange.rank]
+        ranks, first = self._ranks, self._next_row - len(self._waiting)
+        local_share = self._shares[ranks.rank]
         sent: list[list[NDArray[np.uint8]]] = [[np.zeros(0, np.uint8)] for _ in range(self._num_shares)]
-        coming: list[list[int]] = [[] for _ in range(exchange.world_size)]
+        coming: list[list[int]] = [[] for _ in range(ranks.world_size)]
         for i, (row, sub) in enumerate(chosen):
             holder = self._waiting[row].holder
-            if holder == exchange.rank:
+            if holder == ranks.rank:
                 sent[share_of[i]].append(self._held[first + row][sub].packed())
             if share_of[i] == local_share:
                 coming[holder].append(i)
         by_share = [np.concatenate(parts) for parts in sent]
         size = [self._waiting[row].sizes[sub] for row, sub in chosen]
         sizes = [sum(size[i] for i in samples) for samples in coming]
-        received = exchange.swap([by_share[share] for share in self._shares], sizes)
+        received = ranks.swap([by_share[share] for share in self._shares], sizes)
         samples: dict[int, SFTSample] = {}
         for data, those in zip(received, coming, strict=True):
             at = 0

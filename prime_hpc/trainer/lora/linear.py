@@ -15,7 +15,7 @@ _SAME = ("FalconLinear",)
 class LoraLinear(nn.Linear):
     """W x + b, and + scale B (A x) while an adapter is in use.
 
-    A `[rank, in]` and B `[out, rank]` are whole tensors that `slots.use_slot` lends for the time of a step: they are no
+    A `[rank, in]` and B `[out, rank]` are whole tensors that `slots.Adapters.use` lends for the time of a step: no
     parameters of this module, so FSDP neither gathers nor reduces them with the frozen weights.
     """
 

@@ -1,7 +1,7 @@
 """The adapters of one model: sharded float32 parameters of every slot, whole tensors of the slot in use.
 
     slot i, sharded:   A [rank, in / ranks]  B [out / ranks, rank]  of every module, on every rank
-         | one all-gather when `use_slot` begins
+         | one all-gather when `use` begins
     whole A and B in the linears: any number of micro-batches, forward and backward, no communication
          | one reduce-scatter of their gradients when it ends
     .grad of the sharded parameters -> the slot's optimizer
@@ -13,7 +13,7 @@ and micro-batch by micro-batch as FSDP does with the weights. Slots that are not
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.trainer.lora.linear import LoraLinear
-
-if TYPE_CHECKING:
-    from prime_hpc.trainer.model.policy import Policy
 
 PREFIX = "base_model.model."
 """Of a tensor's name in PEFT's format, before the module's."""
@@ -111,8 +108,12 @@ class Adapters:
         return sum(math.prod(piece.shape) for piece in self._pieces)
 
     def named_parameters(self, slot: int) -> dict[str, torch.nn.Parameter]:
-        """`<module>.lora_A` and `<module>.lora_B` -> sharded parameter of a slot. Not collective."""
+        """`<module>.lora_A` and `<module>.lora_B` -> sharded float32 parameter of a slot. Not collective."""
         return {piece.name: p for piece, p in zip(self._pieces, self._slots[slot], strict=True)}
+
+    def parameters(self, slot: int) -> list[torch.nn.Parameter]:
+        """Return the sharded float32 parameters of a slot, for its optimizer. Not collective."""
+        return self._slots[slot]
 
     def config_of(self, slot: int) -> LoraConfig:
         """Return the shape of a slot's adapter: of another rank only where `reset` was told so. Not collective."""
@@ -264,47 +265,3 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard; shares memory."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach()
-
-
-def _of(policy: "Policy") -> Adapters:
-    assert policy.adapters is not None, "the policy has no adapters: model.lora is off"
-    return policy.adapters
-
-
-def use_slot(policy: "Policy", slot: int) -> contextlib.AbstractContextManager[None]:
-    """Context of one step's forward and backward passes through a slot, see `Adapters.use`. Collective."""
-    return _of(policy).use(slot)
-
-
-def without_adapter(policy: "Policy") -> contextlib.AbstractContextManager[None]:
-    """Context in which the policy is the base model; nothing where it has no adapters."""
-    return policy.adapters.off() if policy.adapters is not None else contextlib.nullcontext()
-
-
-def slot_named_parameters(policy: "Policy", slot: int) -> dict[str, torch.nn.Parameter]:
-    """Sharded float32 parameters of a slot by name; names do not depend on the slot."""
-    return _of(policy).named_parameters(slot)
-
-
-def slot_parameters(policy: "Policy", slot: int) -> list[torch.nn.Parameter]:
-    """Sharded float32 parameters of a slot, for its optimizer."""
-    return list(_of(policy).named_parameters(slot).values())
-
-
-def reset_slot(policy: "Policy", slot: int, seed: int, rank: int | None = None) -> None:
-    """Start a slot anew as the base model; the same for any number of ranks. `rank`: see `Adapters.reset`."""
-    _of(policy).reset(slot, seed, rank)
-
-
-def slot_weights(policy: "Policy", slot: int) -> dict[str, torch.Tensor]:
-    """Whole tensors of a slot under PEFT's names, on every rank. Collective."""
-    return _of(policy).weights(slot)
-
-
-def load_slot(policy: "Policy", slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill a slot from whole tensors under PEFT's names.
-
-    Raises:
-        ValueError: they are another adapter's.
-    """
-    _of(policy).load(slot, tensors)

@@ -275,7 +275,7 @@ def load_policy(
         device: this rank's device.
         reshard_after_forward: free gathered block parameters after the forward pass.
         chunk_tokens: rows of logits that exist at once.
-        num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
+        num_slots: adapters at once, with `model.lora` (all zero until `Adapters.reset` or a checkpoint fills them).
         context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
         rows: how samples lie, see `trainer.rows`.
         replays_routers: send tokens to the experts that micro-batches name.

@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from loguru import logger
@@ -20,14 +20,14 @@ from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import current_incarnation
 from prime_hpc.store.waiting import ArtifactWatch
 from prime_hpc.trainer.batching.micro_batches import read_local_batch, refuse_untrainable
-from prime_hpc.trainer.lora import slot_parameters
 from prime_hpc.trainer.multi.admission import Admission
-from prime_hpc.trainer.multi.collective_call import RunFailed, call_collectively
 from prime_hpc.trainer.objectives import MicroBatchLoss, loss_of
+from prime_hpc.trainer.rank_group import OF_A_RUN
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Base, Trainer, check_schedule, open_trainer
 
+T = TypeVar("T")
 READ_S = 3.0
 """How long a batch or a checkpoint that is not what its manifest says, or cannot be read, may hold the others up."""
 
@@ -69,6 +69,9 @@ class Child:
         """Progress that its checkpoints hold besides tensors."""
         return {"num_samples": self.num_samples, "num_tokens": self.num_tokens}
 
+    def _on_all(self, action: Callable[[], T]) -> T:
+        return self.trainer.control.on_all(action, OF_A_RUN)
+
     def next_batch(self) -> ArtifactWatch:
         """Rank 0: where batch `step` + 1 will appear. Not collective."""
         step, trainer = self.step + 1, self.trainer
@@ -89,21 +92,24 @@ class Child:
         """Train on the next batch, publish, save where it is due; returns the step's metrics, with its times.
 
         Raises:
-            RunFailed, StepRefused, StoreError: on all ranks alike; this run cannot go on.
+            StepRefused, StoreError: on all ranks alike; this run cannot go on.
         """
         trainer, step, started = self.trainer, self.step + 1, time.perf_counter()
-        batch = call_collectively(lambda: self._read(step), same=lambda b: b.num_micro_batches)
+        batch = self._on_all(lambda: self._read(step))
+        counts = trainer.control.gather_all(batch.num_micro_batches)
+        if len(set(counts)) > 1:
+            raise StoreError(f"batch {step} is of {counts} micro-batches on the ranks; it must be as many on each")
         metrics = trainer.train(step, batch, self.objective)
         self.step = step
         self.num_samples += int(metrics["num_sequences"])
         self.num_tokens += int(metrics["num_tokens"])
-        call_collectively(self._still_there)
-        call_collectively(lambda: trainer.publish(step))
+        self._on_all(self._still_there)
+        self._on_all(lambda: trainer.publish(step))
         trainer.bus.publish("consumed", step=step)
         if trainer.save_is_due(step):
             self.save()
-        call_collectively(lambda: trainer.prune_rollouts(step))
-        return call_collectively(lambda: trainer.report(step, metrics, started))
+        self._on_all(lambda: trainer.prune_rollouts(step))
+        return self._on_all(lambda: trainer.report(step, metrics, started))
 
     def _read(self, step: int) -> RankBatch:
         trainer = self.trainer
@@ -122,7 +128,7 @@ class Child:
     def save(self) -> None:
         """Checkpoint the step that is done. Raises what `advance` does."""
         if self.step:
-            call_collectively(self._still_there)
+            self._on_all(self._still_there)
             self.trainer.save(self.step, progress=self.progress, batch_dir=self.trainer.paths.rollouts_step(self.step))
 
     def close(self, error: BaseException | None = None) -> str | None:
@@ -134,16 +140,18 @@ class Child:
         trainer, trouble = self.trainer, None
         try:
             if isinstance(error, StepRefused):
-                call_collectively(lambda: dump_for_replay(trainer, error))
+                self._on_all(lambda: dump_for_replay(trainer, error))
             trainer.finish_saves()
-        except (RunFailed, StoreError) as failure:
+        except StoreError as failure:
             trouble = str(failure)
         try:
-            call_collectively(trainer.close)
-        except RunFailed as failure:
+            self._on_all(trainer.close)
+        except StoreError as failure:
             trouble = "; ".join(filter(None, [trouble, str(failure)]))
         trainer.saver.checkpointer.close()
-        for parameter in slot_parameters(trainer.train_step.policy, trainer.train_step.slot):
+        adapters = trainer.train_step.policy.adapters
+        assert adapters is not None
+        for parameter in adapters.parameters(trainer.train_step.slot):
             parameter.grad = None
         return trouble
 
@@ -152,7 +160,7 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
     """Give a run its slot, from its checkpoint where it has one.
 
     Raises:
-        RunFailed, StoreError: on all ranks alike; it cannot begin.
+        StoreError: on all ranks alike; it cannot begin.
     """
     context = RoleContext(
         "trainer",
@@ -172,7 +180,7 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
         return built[0]
 
     try:
-        return _begun(call_collectively(build), admission, budget)
+        return _begun(base.control.on_all(build, OF_A_RUN), admission, budget)
     except BaseException:
         for trainer in built:  # it comes back with each try: what it has opened would stay open
             with contextlib.suppress(StoreError, OSError):
@@ -187,13 +195,13 @@ def _begun(trainer: Trainer, admission: Admission, budget: int) -> Child:
     if admission.resume is None:
         return child
     info = admission.resume
-    load: Callable[[], dict[str, int]] = lambda: trainer.saver.checkpointer.load(info, READ_S)  # noqa: E731
-    progress = call_collectively(load)
+    checkpointer, on_all = trainer.saver.checkpointer, trainer.control.on_all
+    progress = on_all(lambda: checkpointer.load(info, READ_S), OF_A_RUN)
     child.step, trainer.saver.saved_step = info.step, info.step
     child.num_samples, child.num_tokens = progress.get("num_samples", 0), progress.get("num_tokens", 0)
     if admission.republish:
-        call_collectively(lambda: trainer.publish(info.step, prune=False))
+        on_all(lambda: trainer.publish(info.step, prune=False), OF_A_RUN)
     if trainer.rank == 0:
         logger.info(f"{admission.name}: resumed from {info.path}: step {info.step}")
-        trainer.saver.checkpointer.prune()
+    trainer.control.from_first(checkpointer.prune, OF_A_RUN)
     return child

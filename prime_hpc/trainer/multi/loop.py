@@ -29,7 +29,6 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
 from prime_hpc.trainer.multi.admission import Admission
 from prime_hpc.trainer.multi.child_run import Child, begin_child
-from prime_hpc.trainer.multi.collective_call import RunFailed
 from prime_hpc.trainer.multi.fair_queue import FairQueue
 from prime_hpc.trainer.multi.run_slots import Leave, RunSlots
 from prime_hpc.trainer.train_step import StepRefused
@@ -44,7 +43,7 @@ BROKEN_S = VISIBLE_S
 _TIMES = ("time/forward_backward", "time/optim", "time/publish", "time/checkpoint")
 _KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences", *_TIMES)
 """Of a run's metrics, in the parent's row of its step."""
-OF_A_RUN = (RunFailed, StepRefused, StoreError)
+ENDS_A_RUN = (StepRefused, StoreError)
 """Errors that end one run; raised on all ranks alike."""
 
 
@@ -100,7 +99,7 @@ class MultiTrainer:
     ) -> None:
         """Load the model. Collective; raises what `trainer.load_base` does."""
         num_slots = experiment.trainer.max_concurrent_runs
-        self._experiment, self._bus, self._status, self._device = experiment, bus, status, device
+        self._experiment, self._bus, self._status = experiment, bus, status
         self._base = load_base(experiment, device, num_slots)
         self._rank, self._paths = dist.get_rank(), RunPaths(context.run_dir)
         self._children: dict[str, Child] = {}
@@ -121,7 +120,7 @@ class MultiTrainer:
         self._status.ready(step=0, world_size=dist.get_world_size(), slots=self._experiment.trainer.max_concurrent_runs)
         try:
             while True:
-                command = self._broadcast_command(self._decide() if self._rank == 0 else None)
+                command = self._base.control.broadcast(self._decide() if self._rank == 0 else Command(Kind.WAIT))
                 if command.kind is Kind.END:
                     self._end(command)
                     return
@@ -132,12 +131,6 @@ class MultiTrainer:
 
     def _announce(self, name: str, state: ChildState) -> None:
         self._bus.publish("run", name=name, phase=state.phase, step=state.step, incarnation=state.incarnation)
-
-    def _broadcast_command(self, command: Command | None) -> Command:
-        box: list[Any] = [command]
-        device = self._device if self._base.control is None else None
-        dist.broadcast_object_list(box, src=0, group=self._base.control, device=device)
-        return box[0]
 
     # ------------------------------------------------------------------------------------------------ rank 0 decides
 
@@ -230,7 +223,7 @@ class MultiTrainer:
                 self._children[command.name].trainer.saver.wait_for_save()
             elif command.leave is not None:
                 self._leave(command.leave)
-        except OF_A_RUN as error:
+        except ENDS_A_RUN as error:
             self._failed(command.name, error)
         except Exception as error:
             self._mark_failed(command.name, error)
@@ -282,7 +275,7 @@ class MultiTrainer:
     def _failed(self, name: str, error: BaseException) -> None:
         if name in self._children:
             self._close(name, "failed", str(error), error)
-        elif self._run_slots is not None and isinstance(error, RunFailed) and error.is_unread:
+        elif self._run_slots is not None and isinstance(error, Unreadable):
             self._run_slots.put_back(name, str(error))
         elif self._run_slots is not None:  # it could not even begin
             self._run_slots.ended(name, "failed", str(error))
@@ -319,7 +312,7 @@ class MultiTrainer:
             try:
                 if command.save:
                     child.save()
-            except OF_A_RUN as error:
+            except ENDS_A_RUN as error:
                 trouble = str(error)
             trouble = child.close() or trouble
             if trouble is not None and self._rank == 0:

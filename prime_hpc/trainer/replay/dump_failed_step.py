@@ -4,7 +4,6 @@ Written before the run ends; a restart of the run rewinds its own batches and we
 touches `failed/`.
 """
 
-import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, write_snapshot
@@ -12,8 +11,8 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import compute_dtype
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer
 from prime_hpc.trainer.weights.publish import build_publisher
@@ -27,10 +26,10 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
     """
     experiment, step = trainer.experiment, error.step
     kept = RunPaths(trainer.paths.failed_step(step))
-    from_first(lambda: files.discard(kept.root) if kept.root.exists() else None)  # of an earlier attempt at this step
-    parts: list[RankBatch | None] | None = [None] * trainer.world_size if trainer.rank == 0 else None
-    dist.gather_object(error.batch, parts)
-    publisher = on_all(
+    ranks = RankGroup()
+    ranks.from_first(lambda: files.discard(kept.root) if kept.root.exists() else None)  # of an attempt before
+    parts = ranks.gather(error.batch)
+    publisher = ranks.on_all(
         lambda: build_publisher(
             trainer.train_step.policy,
             trainer.source,
@@ -47,14 +46,14 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
         if parts is not None:
             _write_beside(trainer, kept, step, parts)
 
-    on_all(publish)
+    ranks.on_all(publish)
 
 
-def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankBatch | None]) -> None:
+def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankBatch]) -> None:
     """On rank 0: write the batch and the config, beside the version."""
     experiment = trainer.experiment
     own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
-    write_batch(kept, step, [part for part in own if part is not None], state={})
+    write_batch(kept, step, own, state={})
     if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
         experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
     write_snapshot(experiment, kept.root, ["replay"])

@@ -27,7 +27,6 @@ from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import read_local_batch
 from prime_hpc.trainer.data.build import build_data, without_padding
-from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.sft import end_with
@@ -135,8 +134,8 @@ def kept_step(kept: RunPaths, scratch: Path) -> bool:
     """
     [step] = list_batches(kept)
     with opened(load_run(kept.root), scratch) as trainer:
-        if trainer.train_step.policy.adapters is not None:
-            load_slot(trainer.train_step.policy, 0, read_adapter(kept.weights_step(step - 1)))
+        if (adapters := trainer.train_step.policy.adapters) is not None:
+            adapters.load(0, read_adapter(kept.weights_step(step - 1)))
         batch = read_local_batch(kept.rollouts_step(step), *trainer.part)
         lines = sequence_lines(trainer, batch)
         try:

@@ -7,7 +7,6 @@ changes no bit of any.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +22,11 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch, batch_facts
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.verify import verify_parts
-from prime_hpc.trainer.lora import reset_slot, slot_named_parameters
 from prime_hpc.trainer.multi.child_run import READ_S
-from prime_hpc.trainer.multi.collective_call import call_collectively
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel.distribute import reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm
+from prime_hpc.trainer.rank_group import OF_A_RUN
 from prime_hpc.trainer.tinker.batches import (
     BadRequestError,
     Collected,
@@ -88,9 +86,10 @@ class Adapter:
         self.slot, self.steps, self._shape = slot, 0, shape
         self._base, self._paths, self._budget = base, paths, experiment.micro_batch_tokens
         self._refusal: str | None = None
-        policy, rank = base.policy, dist.get_rank()
-        reset_slot(policy, slot, shape.seed, shape.rank)
-        named = slot_named_parameters(policy, slot)
+        policy = base.policy
+        assert policy.adapters is not None
+        policy.adapters.reset(slot, shape.seed, shape.rank)
+        named = policy.adapters.named_parameters(slot)
         self._parameters = list(named.values())
         trained = [p for name, p in named.items() if _is_trained(name, shape)]
         # Adam's own parameters come with each step
@@ -112,8 +111,7 @@ class Adapter:
             share_prefixes=False,
             row_tokens=self._budget,
         )
-        call_collectively(lambda: claim_incarnation(paths, after=0) if rank == 0 else None)  # nobody else's, ever
-        assert policy.adapters is not None
+        base.control.from_first(lambda: claim_incarnation(paths, after=0), OF_A_RUN)  # nobody else's, ever
         identity = adapter_identity(policy.adapters.config_of(slot), base.source)
         meta = {"model": experiment.model.name, "kind": "tinker", "identity": model_identity(base.source)}
         self._checkpointer = Checkpointer(
@@ -146,7 +144,7 @@ class Adapter:
         if forward_only:
             reshard_all(self._base.policy)
         own = (per_example(batch, examples, collected), float(stats.totals["loss"])) if parallel.leads else ({}, 0.0)
-        rows = _gather(own, self._base.control)
+        rows = self._base.control.gather(own)
         if rows is None:
             return None
         of_example = {i: arrays for found, _ in rows for i, arrays in found.items()}
@@ -215,7 +213,7 @@ class Adapter:
         Raises:
             StoreError: disk full, fenced.
         """
-        call_collectively(lambda: self._publisher.publish(number))
+        self._base.control.on_all(lambda: self._publisher.publish(number), OF_A_RUN)
 
     def load(self, saved: Saved, *, with_optimizer: bool) -> None:
         """Take the weights of a save, and its optimizer's state; without, the optimizer begins anew.
@@ -225,9 +223,10 @@ class Adapter:
             StoreError: it cannot be read.
         """
         policy, has_optimizer = self._base.policy, with_optimizer and saved.save.has_optimizer
-        info = call_collectively(lambda: load_checkpoint(saved.run.checkpoints, saved.save.number))
+        on_all = self._base.control.on_all
+        info = on_all(lambda: load_checkpoint(saved.run.checkpoints, saved.save.number), OF_A_RUN)
         verify_parts(info, self._paths, READ_S)
-        metadata = call_collectively(lambda: dcp_state.read_metadata(info.trainer_dir))
+        metadata = on_all(lambda: dcp_state.read_metadata(info.trainer_dir), OF_A_RUN)
         problems = self._checkpointer.mismatches(info)
         if has_optimizer:
             problems += _other_parts(saved.shape, self._shape)
@@ -273,12 +272,3 @@ def _other_parts(then: Shape, now: Shape) -> list[str]:
         for key, was, here in named
         if was != here
     ]
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
-    """Every rank's value on rank 0, None elsewhere."""
-    if dist.get_world_size() == 1:
-        return [value]
-    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, rows, group=group)
-    return rows

@@ -233,6 +233,8 @@ class Service:
 
         def operation() -> Operation:
             name = None if request.path is None else check_name(request.path)
+            if name is not None and name.startswith(UNNAMED):
+                raise BadRequestError(f"{name}: {UNNAMED} begins the names of saves that end with their session")
             payload: dict[str, Any] = {"name": name, **wanted.kept(request)}
             if name is None:
                 number, session = request.sampling_session_seq_id, request.model_id.partition(":")[0]

@@ -18,7 +18,7 @@ from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.trainer.multi.collective_call import RunFailed, call_collectively
+from prime_hpc.trainer.rank_group import OF_A_RUN
 from prime_hpc.trainer.tinker.adapter import Adapter, PassResult
 from prime_hpc.trainer.tinker.batches import BadRequestError
 from prime_hpc.trainer.tinker.board import Failure, Kind, Operation
@@ -34,7 +34,7 @@ PAUSE_S = 0.25
 """Between two looks for a stop."""
 STOPPED = "stopped-"
 """Begins the names of saves that the service makes when it is told to save and end; the number of steps follows."""
-CONTAINED = (BadRequestError, RunFailed, StoreError)
+CONTAINED = (BadRequestError, StoreError)
 """Errors of one operation; raised on all ranks alike."""
 
 
@@ -45,7 +45,7 @@ class Worker:
         self, experiment: Experiment, context: RoleContext, device: torch.device, bus: BusClient, status: Status
     ) -> None:
         """Load the model; rank 0 also begins to listen. Collective; raises what `trainer.load_base` does."""
-        self._experiment, self._bus, self._status, self._device = experiment, bus, status, device
+        self._experiment, self._bus, self._status = experiment, bus, status
         self._base = load_base(experiment, device, experiment.trainer.max_concurrent_runs)
         self._shelf = Shelf(context.run_dir)
         self._adapters: dict[str, Adapter] = {}
@@ -67,7 +67,8 @@ class Worker:
             logger.info(f"the tinker service is ready at {url}; its key is in {self._server and self._server.key_file}")
         try:
             while True:
-                operation = self._broadcast(self._decide() if self._server is not None else None)
+                decided = self._decide() if self._server is not None else Operation(Kind.WAIT)
+                operation = self._base.control.broadcast(decided)
                 if operation.kind is Kind.END:
                     return
                 if operation.kind is not Kind.WAIT:
@@ -75,13 +76,6 @@ class Worker:
         finally:
             if self._server is not None:
                 self._server.stop()
-
-    def _broadcast(self, operation: Operation | None) -> Operation:
-        box: list[Any] = [operation]
-        if dist.get_world_size() > 1:
-            device = self._device if self._base.control is None else None
-            dist.broadcast_object_list(box, src=0, group=self._base.control, device=device)
-        return box[0]
 
     # ------------------------------------------------------------------------------------------------ rank 0 decides
 
@@ -183,7 +177,7 @@ class Worker:
         model_id, shape = operation.model_id, operation.payload["shape"]
         saved: Saved | None = operation.payload.get("saved")
         paths = self._shelf.of_model(model_id)
-        call_collectively(lambda: None if self._server is None else self._shelf.write(model_id, Index(shape)))
+        self._base.control.from_first(lambda: self._shelf.write(model_id, Index(shape)), OF_A_RUN)
         adapter = Adapter(self._base, self._experiment, operation.slot, shape, paths)
         self._adapters[model_id] = adapter
         if saved is not None:
@@ -208,8 +202,6 @@ class Worker:
         model_id, payload = operation.model_id, operation.payload
 
         def note() -> None:
-            if self._server is None:
-                return
             save = new_save(
                 operation.number,
                 adapter.steps,
@@ -222,7 +214,7 @@ class Worker:
             if before is not None and kind == "weights":  # engines may still want what was published
                 shutil.rmtree(self._shelf.of_model(model_id).checkpoint_step(before.number), ignore_errors=True)
 
-        call_collectively(note)
+        self._base.control.from_first(note, OF_A_RUN)
         type_ = "save_weights" if kind == "weights" else "save_weights_for_sampler"
         return {"path": tinker_path(model_id, kind, name), "type": type_}
 

@@ -19,7 +19,6 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.model.fingerprint import weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.lora.slots import slot_weights
 from prime_hpc.trainer.weights.aux_files import AuxFiles
 from prime_hpc.trainer.weights.safetensors_layout import write_tensors
 
@@ -103,10 +102,10 @@ class AdapterPublisher:
         chat_template: what the run trains with, in the place of the base model's.
         """
         assert policy.adapters is not None
-        self._policy, self._paths, self._slot = policy, paths, slot
+        adapters = policy.adapters
+        self._adapters, self._paths, self._slot = adapters, paths, slot
         self._incarnation, self._model_name = incarnation, model_name
         linears = [name for name, m in policy.hf.named_modules() if isinstance(m, torch.nn.Linear)]
-        adapters = policy.adapters
         base = str(source.resolve()) if Path(model_name).expanduser().is_dir() else model_name
         config = peft_config(adapters.config_of(slot), adapters.modules, linears, base)
         content = (json.dumps(config, indent=2) + "\n").encode()
@@ -123,7 +122,7 @@ class AdapterPublisher:
         Raises:
             StoreError: disk full, fenced, or other content has this name.
         """
-        tensors = slot_weights(self._policy, self._slot)
+        tensors = self._adapters.weights(self._slot)
         if dist.get_rank() != 0:
             return None
         final = self._paths.weights_step(version)

@@ -28,6 +28,8 @@ from prime_hpc.trainer.weights.lora_files import CONFIG_FILE, read_adapter
 from prime_hpc.trainer.weights.safetensors_layout import write_tensors
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_MORE = ("rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out")
+"""Of adapter_config.json: where one is set, W + scale B A is not what the adapter means."""
 _OWN = {"manifest.json", ".gitattributes", "README.md"}
 
 
@@ -61,14 +63,19 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
         the number of modules that were merged.
 
     Raises:
-        ValueError: no adapter, no safetensors or not all of them, modules that the base does not have.
+        ValueError: no adapter, or one of more than A and B; no safetensors or not all of them; modules that the base
+            does not have.
         StoreError: `output` exists, disk full.
     """
     from safetensors import safe_open
 
     tensors = read_adapter(adapter)
-    scale = adapter_scale(json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8")))
+    config = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
+    scale = adapter_scale(config)
     modules = {n.removeprefix(PREFIX).removesuffix(".lora_A.weight") for n in tensors if n.endswith(".lora_A.weight")}
+    pairs = {f"{PREFIX}{module}.lora_{kind}.weight" for module in modules for kind in "AB"}
+    if more := [*sorted(tensors.keys() ^ pairs), *(key for key in _MORE if config.get(key))]:
+        raise ValueError(f"{adapter} is not A and B of one scale alone ({more[0]}): peft's merge_and_unload merges it")
     sources = weight_files(base)
     if not sources:
         raise ValueError(f"{base} holds no safetensors to merge with")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.weights import WeightsConfig
@@ -25,12 +24,12 @@ from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_s
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model.files import CHAT_TEMPLATE, INDEX
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.agreement import from_first, on_all
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.rank_group import OF_FILES, RankGroup, Told
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
-from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
+from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, plan_version
 from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -134,7 +133,7 @@ class Publisher:
         self._policy, self._source, self.paths = policy, source, paths
         self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
         self._chat_template = chat_template
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._ranks = RankGroup()
         assert policy.weights is not None, "a policy from `load_policy`"
         weights = weights or WeightsConfig()
         transport = load_transport(weights.transport)
@@ -145,107 +144,102 @@ class Publisher:
                 f"({policy.weights.unused[0]}, {len(policy.weights.unused)} in all), which only files carry; use files"
             )
         self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype, gathers=gathers)
-        self._aux_files = AuxFiles(self._aux_file_paths() if self._rank == 0 else {})
-        self.sender: Sender = transport.sender(weights, self._written_files(), self._rank)
+        self._aux_files = AuxFiles(self._aux_file_paths() if self._ranks.rank == 0 else {})
+        self.sender: Sender = transport.sender(weights, self._written_files(), self._ranks.rank)
         self.is_kept = is_kept
 
     def publish(self, version: int) -> Manifest | None:
-        """Write and commit `weights/step_<version>`.
+        """Write and commit `weights/step_<version>`; see `write`."""
+        return self.write(version, self.local_blocks(), self._ranks)
+
+    def write(
+        self, version: int, parts: Iterator[tuple[Place, torch.Tensor]], ranks: RankGroup, told: Told = OF_FILES
+    ) -> Manifest | None:
+        """Make a version of what all ranks write.
+
+        Args:
+            version: its number.
+            parts: as `local_blocks` has them. In taking them, other ranks' tensors may be gathered.
+            ranks: over which they talk about it.
+            told: see `RankGroup.on_all`.
 
         Returns:
             the manifest on rank 0, None elsewhere.
 
         Raises:
-            StoreError: disk full, fenced, or other content has this name; on every rank, but of the commit itself,
-                after which no rank waits for another.
+            StoreError: disk full, fenced, or other content has this name; on every rank.
         """
-        final = self.paths.weights_step(version)
-        stage = stage_dir(final, self.incarnation)
-        aux_files: Future[dict[str, FileEntry]] | None = None
+        stage = stage_dir(self.paths.weights_step(version), self.incarnation)
         try:
-            form = self._open_stage(version, stage, final)
-            with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
-                if self._rank == 0:
-                    aux_files = beside.submit(self.put_aux_files, form, stage)
-                sealed = self._write_files(form, stage)
-            gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-            dist.gather_object(sealed, gathered)
-            if gathered is None or aux_files is None:
-                return None
-            with fenced_stage(stage, self.paths, self.incarnation):
-                return self.commit(version, form, gathered, aux_files.result())
+            form = self._open_stage(version, stage, ranks, told)
+            with contextlib.ExitStack() as stack:
+                beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="publish"))
+                aux_files = beside.submit(self._put_aux_files, form, stage) if ranks.rank == 0 else None
+
+                def write() -> None:
+                    try:
+                        with self._fenced(stage):
+                            self.sender.open(form, stage, stack)
+                            with _Writer(self.sender, form) as writer:
+                                for place, values in parts:
+                                    writer.write(place, values)
+                                writer.finish()
+                    except Exception:
+                        deque(parts, maxlen=0)
+                        raise
+
+                def seal() -> Sealed:
+                    with self._fenced(stage):
+                        return self.sender.finalize()
+
+                def commit() -> Manifest:
+                    assert gathered is not None and aux_files is not None
+                    with self._fenced(stage):
+                        return self._commit(version, form, gathered, aux_files.result())
+
+                ranks.on_all(write, told)  # all ranks have written, before the first file is summed
+                gathered = ranks.gather(ranks.on_all(seal, told))
+                manifest = ranks.from_first(commit, told)
         except BaseException:
-            if self._rank == 0:  # whatever ended this, nothing half-written stays behind
+            if ranks.rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)
             raise
+        return manifest if ranks.rank == 0 else None
 
-    def _open_stage(self, version: int, stage: Path, final: Path) -> VersionForm:
+    def _fenced(self, stage: Path) -> contextlib.AbstractContextManager[None]:
+        return fenced_stage(stage, self.paths, self.incarnation)
+
+    def _open_stage(self, version: int, stage: Path, ranks: RankGroup, told: Told) -> VersionForm:
         """Rank 0 makes the stage and decides the form; both are there for all when this returns. Collective."""
 
         def plan() -> VersionForm:
-            prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self.file_bytes)
+            final, file_bytes = self.paths.weights_step(version), self._plan.file_bytes
+            prepare_stage(final, self.incarnation, run=self.paths, file_bytes=file_bytes)
             return self.sender.plan(version, is_kept=self.is_kept(version))
 
-        form = from_first(plan)
-        self._await_stage(stage)
+        form = ranks.from_first(plan, told)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) < ranks.world_size:
+            looks = ranks.rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0"  # one rank of each node
+            ranks.on_all(lambda: store_files.await_name(stage) if looks else None, told)
         return form
-
-    def _await_stage(self, stage: Path) -> None:
-        """Until the stage is visible on every node: one rank a node looks. Collective."""
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
-        if local_size < self._world_size:
-            looks = self._rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0"
-            on_all(lambda: store_files.await_name(stage) if looks else None)
-
-    def _write_files(self, form: VersionForm, stage: Path) -> Sealed:
-        """Write what this rank holds to its places, then make its own files durable. Collective."""
-        with contextlib.ExitStack() as stack:
-
-            def write() -> None:
-                blocks = self._blocks()
-                try:
-                    with fenced_stage(stage, self.paths, self.incarnation):
-                        self.sender.open(form, stage, stack)
-                        with _Writer(self.sender, form) as writer:
-                            for block in blocks:
-                                writer.write(block)
-                            writer.finish()
-                except Exception:
-                    deque(blocks, maxlen=0)  # in taking them, other ranks' tensors are gathered
-                    raise
-
-            def seal() -> Sealed:
-                with fenced_stage(stage, self.paths, self.incarnation):
-                    return self.sender.finalize()
-
-            on_all(write)  # all ranks have written, before the first file is summed
-            return on_all(seal)
 
     def local_blocks(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """Return what this rank writes: places and the values as they are published, on the device. Collective."""
-        for block in self._blocks():
-            yield place_of(block), block.published()
-
-    def _blocks(self) -> Iterator[Block]:
-        return self._plan.blocks(dict(self._policy.named_weights()))
+        for block in self._plan.blocks(dict(self._policy.named_weights())):
+            yield Place(block.file.name, block.offset, block.dtype.itemsize), block.published()
 
     def _written_files(self) -> list[WholeFile]:
         """Return the files into which this rank writes."""
         return [
-            WholeFile(file.name, file.layout.size, file.layout.header, file.owner == self._rank)
+            WholeFile(file.name, file.layout.size, file.layout.header, file.owner == self._ranks.rank)
             for file in self._plan.mine()
         ]
 
-    def put_aux_files(self, form: VersionForm, stage: Path) -> dict[str, FileEntry]:
+    def _put_aux_files(self, form: VersionForm, stage: Path) -> dict[str, FileEntry]:
         """On rank 0: what lies beside the tensors of a whole version."""
         return self._aux_files.put(stage) if form.is_whole else {}
 
-    @property
-    def file_bytes(self) -> int:
-        """Size of the largest file."""
-        return self._plan.file_bytes
-
-    def commit(
+    def _commit(
         self, version: int, form: VersionForm, sealed: Sequence[Sealed], aux_files: Mapping[str, FileEntry]
     ) -> Manifest:
         """On rank 0: give a version its name, from what each rank sealed.
@@ -290,11 +284,6 @@ class Publisher:
         return found
 
 
-def place_of(block: Block) -> Place:
-    """Return a block's place in the version."""
-    return Place(block.file.name, block.offset, block.dtype.itemsize)
-
-
 class _Writer:
     """Hands to the sender in a thread of its own: meanwhile the next tensor is cast and comes from the device.
 
@@ -310,9 +299,9 @@ class _Writer:
     def __enter__(self) -> "_Writer":
         return self
 
-    def write(self, block: Block) -> None:
-        place, content = place_of(block), host_bytes(block.published())
-        if not self._form.is_whole and block.values.device.type == "cpu":
+    def write(self, place: Place, values: torch.Tensor) -> None:
+        content = host_bytes(values)
+        if not self._form.is_whole and values.device.type == "cpu":
             self._sender.write(place, content)
             return
         if len(self._pending) == MAX_PENDING_WRITES:

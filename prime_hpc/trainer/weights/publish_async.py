@@ -10,28 +10,22 @@ the next one waits for it, and so do a save, a stop and the end of the run. A fa
 the next boundary between steps.
 """
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.store.artifact import FileEntry, Manifest, StoreError, fenced_stage, prepare_stage, stage_dir
-from prime_hpc.store.io import files as store_files
-from prime_hpc.trainer.checkpointing.checkpointer import SideGroup
+from prime_hpc.store.artifact import Manifest, StoreError
 from prime_hpc.trainer.checkpointing.staging import HostStage
+from prime_hpc.trainer.rank_group import ANY, RankGroup
 from prime_hpc.trainer.threads import rank_thread
-from prime_hpc.trainer.weights.publish import Publisher, Sealed, VersionPublisher
-from prime_hpc.trainer.weights.safetensors_layout import host_bytes
-from prime_hpc.weight_transport.transport import Place, VersionForm
+from prime_hpc.trainer.weights.publish import Publisher, VersionPublisher
+from prime_hpc.weight_transport.transport import Place
 
 
 def _name(place: Place) -> str:
@@ -48,12 +42,10 @@ class _Pending:
     """One version under way."""
 
     version: int
-    stage: Path
-    final: Path
-    parts: dict[Place, torch.Tensor] = field(default_factory=dict)
+    parts: dict[Place, torch.Tensor]
     """The writes of this rank: host memory by place."""
-    copied: "torch.cuda.Event | None" = None
-    failure: StoreError | None = None
+    copied: "torch.cuda.Event | None"
+    failure: StoreError | None
     """Before the thread began."""
     thread: threading.Thread | None = None
     error: BaseException | None = None
@@ -88,8 +80,7 @@ class BesidePublisher:
             timeout_s: longest that a version may take.
         """
         self._publisher, self._announce, self._timeout_s = publisher, announce, timeout_s
-        self._rank = dist.get_rank()
-        self._side = SideGroup(timeout_s)
+        self._side = RankGroup(timeout_s)
         self._room: HostStage | None = None
         self._pending: _Pending | None = None
 
@@ -105,9 +96,7 @@ class BesidePublisher:
             StoreError: the version before it failed.
         """
         self.finish()
-        final = self._publisher.paths.weights_step(version)
-        pending = _Pending(version, stage_dir(final, self._publisher.incarnation), final)
-        pending.parts, pending.copied, pending.failure = self._copy()
+        pending = _Pending(version, *self._copy())
         thread = rank_thread(self._in_background, name=f"publish-{version}", args=[pending])
         pending.thread, self._pending = thread, pending
         thread.start()
@@ -162,88 +151,19 @@ class BesidePublisher:
         """Write a version, in its thread."""
         started = time.perf_counter()
         try:
-            manifest = self._write(pending)
+            manifest = self._publisher.write(pending.version, _copied(pending), self._side, ANY)
             if manifest is not None:
                 self._announce(manifest)
                 logger.debug(f"version {pending.version} was written in {time.perf_counter() - started:.3f} s")
         except Exception as error:  # noqa: BLE001 - raised by `finish` in the main thread
             pending.error = error
 
-    def _write(self, pending: _Pending) -> Manifest | None:
-        """Write this rank's ranges; on rank 0 commit when all have. All ranks learn how it went.
 
-        Raises:
-            StoreError: some rank failed (on that rank: what it failed with).
-        """
-        publisher, aux_files = self._publisher, None
-        form = VersionForm()
-        try:
-            form = self._agree_on_form(pending)
-            with ThreadPoolExecutor(1, thread_name_prefix="aux_files") as beside, contextlib.ExitStack() as stack:
-                if self._rank == 0:
-                    aux_files = beside.submit(publisher.put_aux_files, form, pending.stage)
-                self._agree_all(self._tried(lambda: self._write_ranges(pending, form, stack)))
-                sealed: list[Sealed] = []
-                failed = self._tried(lambda: sealed.append(publisher.sender.finalize()))
-                gathered = self._side.gather((sealed, failed and f"rank {self._rank}: {failed}"))
-                manifest: list[Manifest] = []
-                if gathered is not None and aux_files is not None:
-                    put: Future[dict[str, FileEntry]] = aux_files
-                    every = [one for part, _ in gathered for one in part]
-                    failed = "; ".join(said for _, said in gathered if said) or self._tried(
-                        lambda: manifest.append(publisher.commit(pending.version, form, every, put.result()))
-                    )
-                self._agree(failed)
-        except BaseException:
-            if self._rank == 0:  # whatever ended this, nothing half-written stays behind
-                store_files.clear_away(pending.stage)
-            raise
-        return manifest[0] if manifest else None
-
-    def _agree_on_form(self, pending: _Pending) -> VersionForm:
-        """Rank 0 makes the stage and decides the form; raises on every rank where it cannot."""
-        publisher, chosen = self._publisher, [VersionForm()]
-
-        def open_stage() -> None:
-            prepare_stage(pending.final, publisher.incarnation, run=publisher.paths, file_bytes=publisher.file_bytes)
-            chosen[0] = publisher.sender.plan(pending.version, is_kept=publisher.is_kept(pending.version))
-
-        verdict = self._tried(open_stage) if self._rank == 0 else None
-        verdict, form = self._side.broadcast((verdict, chosen[0]))
-        if verdict:
-            raise StoreError(verdict)
-        return form
-
-    def _write_ranges(self, pending: _Pending, form: VersionForm, stack: contextlib.ExitStack) -> None:
-        """Write this rank's part of the files, which stay open."""
-        if pending.failure is not None:
-            raise pending.failure
-        if self._rank != 0:
-            store_files.await_name(pending.stage)  # rank 0's node made it
-        publisher = self._publisher
-        if pending.copied is not None:
-            torch.cuda.set_device(pending.copied.device)  # a new thread's own is the first of the node
-            pending.copied.synchronize()
-        with fenced_stage(pending.stage, publisher.paths, publisher.incarnation):
-            publisher.sender.open(form, pending.stage, stack)
-            for place, values in pending.parts.items():
-                publisher.sender.write(place, host_bytes(values))
-
-    def _tried(self, action: Callable[[], Any]) -> str | None:
-        """Why an action failed, for the other ranks; None where it did not."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - every rank raises it
-            return str(error) or type(error).__name__
-        return None
-
-    def _agree(self, verdict: str | None) -> None:
-        """Raise rank 0's verdict on every rank."""
-        verdict = self._side.broadcast(verdict)
-        if verdict:
-            raise StoreError(verdict)
-
-    def _agree_all(self, failure: str | None) -> None:
-        """Raise on every rank what failed on any; until all have come here, none goes on."""
-        gathered = self._side.gather(failure and f"rank {self._rank}: {failure}")
-        self._agree("; ".join(said for said in gathered if said) if gathered is not None else None)
+def _copied(pending: _Pending) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Return what this rank writes, once it has left the device."""
+    if pending.failure is not None:
+        raise pending.failure
+    if pending.copied is not None:
+        torch.cuda.set_device(pending.copied.device)  # a new thread's own is the first of the node
+        pending.copied.synchronize()
+    yield from pending.parts.items()

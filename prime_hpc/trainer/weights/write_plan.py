@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.store.model.files import SINGLE
 from prime_hpc.trainer.model.conversions import LM_HEAD, Box, Piece, WeightMap
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.weights.gathering import Gathering, Wanted
 from prime_hpc.trainer.weights.safetensors_layout import (
     DTYPES,
@@ -347,9 +348,7 @@ def _agreed_in_place(
         and all(piece.keeps_rows(weights.stored[piece.name].shape) for piece in weights.pieces[name])
         and len({rank // local_size for rank in copies[name]}) == 1
     ]
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, able)
-    return set(able).intersection(*every)
+    return set(able).intersection(*RankGroup().gather_all(able))
 
 
 def has_whole_rows(tensor: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
 from prime_hpc.runtime.page_locked import page_locked
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.io import files as store_files
@@ -89,6 +90,13 @@ class NetworkSender:
             return None, ""
         if not hub:
             logger.warning("weights go as whole files: without a supervisor there is no secret that engines know too")
+            return None, ""
+        needed, left = self._own.size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes()
+        if needed > left * HEADROOM:
+            logger.warning(
+                f"weights go as whole files: this node's ranks would hold {needed / 2**30:.1f} GiB of each version in "
+                f"host memory, {left / 2**30:.1f} GiB are free"
+            )
             return None, ""
         secret, (hub_host, _) = hub.rpartition("@")[0], parse_address(hub)
         try:
