@@ -341,7 +341,7 @@ def _data(experiment: Experiment, waits: bool) -> list[Problem]:
         try:
             if source is None:
                 continue
-            columns = first_columns(found := find_data(source))
+            columns = first_columns(found := find_data(source), source)
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
                 continue

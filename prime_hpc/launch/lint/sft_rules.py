@@ -13,7 +13,7 @@ from prime_hpc.trainer.data.messages import COMMON_ROLES
 @rule("sft")
 def data(subject: Subject) -> Iterator[Finding]:
     """Check the files of supervised data."""
-    sft = subject.experiment.sft
+    sft, sees_images = subject.experiment.sft, subject.experiment.model.vision is not None
     for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
         if source is None or not (source.paths or source.name):
             continue
@@ -28,16 +28,19 @@ def data(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH207", "error", key, str(error), "")
             continue
         try:
-            columns = first_columns(found)
+            columns = first_columns(found, source)
+            lacks = columns is not None and not has_columns(columns, source)
+            wrong = None if lacks else wrong_row(found, source, sft.data, sees_images=sees_images)
+            unusual = None if lacks or wrong else unusual_role(found, source, sft.data)
         except ValueError as error:
             yield Finding("PH207", "error", key, str(error), "")
             continue
-        if columns is not None and not has_columns(columns, source):
+        if columns is not None and lacks:
             said, to_do = missing_columns(columns, source).split(". ", 1)
             yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
-        elif wrong := wrong_row(found, source, sft.data, sees_images=subject.experiment.model.vision is not None):
+        elif wrong is not None:
             yield Finding("PH207", "error", key, wrong, SKIP_ROWS)
-        elif unusual := unusual_role(found, source, sft.data):
+        elif unusual is not None:
             yield Finding(
                 "PH207",
                 "warning",

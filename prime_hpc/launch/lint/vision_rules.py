@@ -66,7 +66,7 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 def _shows_images(source: SFTSourceConfig) -> bool:
     try:
-        row = first_row(find_data(source)) or {}
+        row = first_row(find_data(source), source) or {}
     except ValueError:
         return False  # told by the rules of files
     turns = row.get(source.columns.get("messages", "messages")) or row.get(source.columns.get("prompt", "prompt"))
