@@ -95,8 +95,10 @@ def _model(experiment: Experiment, waits: bool) -> list[Problem]:
     is_loaded = experiment.trains or experiment.inference is not None
     if problems := _folder(name, "model.name", is_loaded=is_loaded):
         return problems
-    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.context
-    stated = "sft.data.seq_len" if experiment.sft.data.seq_len and not experiment.samples else "seq_len"
+    wanted, stated = experiment.context, "sft.data.seq_len" if experiment.sft.data.seq_len else "seq_len"
+    if experiment.samples:
+        longest = experiment.seq_len if experiment.trains else 0  # without a trainer it only stands for the engines'
+        wanted, stated = max(longest, experiment.max_model_len), "seq_len"
     return [*_context(folder, wanted, "model.name", stated), *adapter_problems(experiment)]
 
 
@@ -340,7 +342,7 @@ def _data(experiment: Experiment, waits: bool) -> list[Problem]:
         try:
             if source is None:
                 continue
-            columns = first_columns(found := find_data(source))
+            columns = first_columns(found := find_data(source), source)
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
                 continue

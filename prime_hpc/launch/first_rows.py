@@ -5,15 +5,16 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config.env_files import REWARDS, ROWS, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.dataset.files import DataFiles, is_compressed
-from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, SFTDataError, parse_line, parse_row
+from prime_hpc.store.dataset.files import DataFiles, first_parquet_rows, is_compressed
+from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, PlainText, SFTDataError, parse_line, parse_row
 
 _FILES, _ROWS, _BYTES = 20, 50, 2**20
-"""Files that are looked into, and rows and bytes of each."""
+"""Files that are looked into, and rows and bytes (of lines) of each."""
 
 SKIP_ROWS = "mend it, or sft.data.bad_rows = skip"
 
@@ -21,7 +22,7 @@ SKIP_ROWS = "mend it, or sft.data.bad_rows = skip"
 def wrong_row(
     found: DataFiles, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool = False
 ) -> str | None:
-    """Return what is wrong with the first rows of JSON lines, with file and line; None where nothing is.
+    """Return what is wrong with the first rows of JSON lines or Parquet, with file and row; None where nothing is.
 
     Args:
         found: files of the source.
@@ -31,19 +32,19 @@ def wrong_row(
     """
     if config.bad_rows == "skip":
         return None
-    for place, line, path in _lines(found):
+    for place, row, path in _rows(found, source):
         try:
-            parse_row(parse_line(line, path), source, config, config.chat_template != "none", sees_images=sees_images)
+            _parse(row, path, source, config, sees_images=sees_images)
         except SFTDataError as error:
             return f"{place}: {error}"
     return None
 
 
 def unusual_role(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfig) -> str | None:
-    """Return the first role that few chat templates know, with file and line: it may be a typing error."""
-    for place, line, path in _lines(found):
+    """Return the first role that few chat templates know, with file and row: it may be a typing error."""
+    for place, row, path in _rows(found, source):
         with contextlib.suppress(SFTDataError):
-            parsed = parse_row(parse_line(line, path), source, config, config.chat_template != "none", sees_images=True)
+            parsed = _parse(row, path, source, config, sees_images=True)
             for message in parsed.messages if isinstance(parsed, Conversation) else ():
                 if message["role"] not in (*COMMON_ROLES, *config.loss_roles):
                     return f"{place}: a message of the role {message['role']!r}"
@@ -66,8 +67,18 @@ def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
             )
 
 
-def _lines(found: DataFiles) -> Iterator[tuple[str, bytes, Path]]:
-    """Yield the first lines of the files, as far as that is a little reading, each with its place."""
+def _parse(
+    row: Any, path: Path, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool
+) -> Conversation | PlainText:
+    row = parse_line(row, path) if isinstance(row, bytes) else row
+    return parse_row(row, source, config, config.chat_template != "none", sees_images=sees_images)
+
+
+def _rows(found: DataFiles, source: SFTSourceConfig) -> Iterator[tuple[str, Any, Path]]:
+    """Yield the first rows of the files, as far as that is a little reading, each with its place: lines as they are."""
+    for path in found.files[:_FILES] if found.kind == "parquet" else ():
+        for number, row in enumerate(first_parquet_rows(path, source, _ROWS), 1):
+            yield f"{path}: row {number}", row, path
     for path in found.files[:_FILES] if found.kind == "jsonl" else ():
         if is_compressed(path) and path.suffix != ".gz":
             continue

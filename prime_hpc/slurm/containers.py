@@ -102,6 +102,8 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
         for number, (argument, text) in enumerate(named_files(env.id, env.args)):
             path = Path(text).parent if argument == "reward" else _of_rows(experiment, text)
             found[f"{key}.args.{argument}.{number}"] = path
+    if experiment.kind == "eval" and experiment.eval.weights_dir is not None:
+        found["eval.weights_dir"] = experiment.eval.weights_dir
     if experiment.kind == "sft":
         sources = {"data": experiment.sft.data, "eval": experiment.sft.eval}
         for name, source in sources.items():

@@ -112,6 +112,11 @@ def test_every_stated_path_is_mounted_where_it_is(tmp_path: Path) -> None:
     assert "--container-workdir=" + str(one.run_dir) in box.srun_args()
 
 
+def test_the_versions_that_are_evaluated_are_mounted(tmp_path: Path) -> None:
+    one = experiment(tmp_path, kind="eval", orchestrator={}, eval={"weights_dir": str(tmp_path / "others" / "run")})
+    assert stated_paths(one, site(**RUNTIMES["pyxis"]), one.run_dir)["eval.weights_dir"] == tmp_path / "others" / "run"
+
+
 @pytest.mark.parametrize("vision", [None, "frozen"])
 def test_with_images_the_folder_of_rows_is_mounted_too(tmp_path: Path, vision: str | None) -> None:
     rows = tmp_path / "rows.jsonl"

@@ -248,6 +248,14 @@ def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     assert "attached: http://127.0.0.1:8000/v1" in planned()
 
 
+def test_a_run_without_a_trainer_is_held_to_the_length_of_its_engines(tmp_path: Path, model: Path) -> None:
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    alone: dict[str, Any] = {"kind": "eval", "orchestrator": {}, "eval": {"environment_ids": ["reverse-text"]}}
+    check(loaded(tmp_path, model, **alone, inference={"max_model_len": 512}))
+    with pytest.raises(ConfigError, match="513 tokens are beyond"):
+        check(loaded(tmp_path, model, **alone, inference={"max_model_len": 513}))
+
+
 def test_context_beyond_the_model_is_refused(tmp_path: Path, model: Path) -> None:
     (model / "config.json").write_text('{"max_position_embeddings": 512}')
     with pytest.raises(ConfigError, match="seq_len: 2048 tokens are beyond the model's max_position_embeddings = 512"):

@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run
 from prime_hpc.config.sections.common import CkptConfig
@@ -190,6 +192,32 @@ def test_what_lint_says_of_rows_before_the_trainer_sees_them(tmp_path: Path) -> 
     assert said(f"{GOOD_ROW}\n" * 60 + "broken") == []  # only so many are read
     found = [f for f in lint(sft(name=str(path)), GENERIC) if f.code == "PH207"]
     assert [(f.severity, "is a file, and name is of the hub" in f.message) for f in found] == [("error", True)]
+
+
+def test_the_first_rows_of_parquet_are_read_too(tmp_path: Path) -> None:
+    path, other = tmp_path / "rows.parquet", tmp_path / "torn.parquet"
+
+    def said(rows: list[dict[str, Any]], **data: Any) -> list[tuple[str, str]]:
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+        found = lint(sft(**{"path": str(path), **data}), GENERIC)
+        return [(f.severity, f.message) for f in found if f.code == "PH207"]
+
+    good, named = json.loads(GOOD_ROW), f"{path}: row 2"
+    assert said([good, good]) == []
+    assert said([good, {"messages": []}]) == [("error", f"{named}: a list of messages is empty")]
+    assert said([good, {"messages": []}], bad_rows="skip") == []
+    misspelt = json.loads(GOOD_ROW.replace("user", "usr"))
+    assert said([good, misspelt]) == [("warning", f"{named}: a message of the role 'usr'")]
+    ((severity, message),) = said([{"question": "a"}])
+    assert severity == "error" and "the columns are: question" in message
+    assert said([{"q": "a", "answer": "b"}], columns={"prompt": "q", "completion": "answer"}) == []
+    other.write_bytes(b"PAR1 and no more")
+    for skips in ({}, {"bad_rows": "skip"}):
+        ((severity, message),) = said([good], path=[str(path), str(other)], **skips)
+        assert severity == "error" and f"{other} cannot be read as Parquet" in message
+    flags = ["--model.name", "owner/model", "--output-dir", str(tmp_path), "--data.path", str(other)]
+    with pytest.raises(ConfigError, match="cannot be read as Parquet"):
+        check(load(flags, "sft"))
 
 
 def test_epochs_and_steps_are_two_answers(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_other_encodings_are_named_with_what_to_do(tmp_path: Path, encoding: str
     assert f"iconv -f {names[encoding]} -t UTF-8 rows.jsonl > utf8.jsonl" in str(refused.value)
     if encoding != "latin-1":
         with pytest.raises(ValueError, match="not UTF-8"):
-            first_columns(find_data(SFTDataConfig(path=str(file))))
+            first_columns(find_data(source := SFTDataConfig(path=str(file))), source)
     (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
     with pytest.raises(ValueError, match=r"rows.csv is a table.*read_csv"):
         find_data(SFTDataConfig(path=str(tmp_path / "rows.csv")))

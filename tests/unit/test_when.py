@@ -104,6 +104,16 @@ def test_a_time_limit_before_the_last_step_is_said(fake: FakeSlurm, tmp_path: Pa
     assert "its time limit of 2:00:00 ends before: it waits in the queue 2 more times" in row.run_from
 
 
+def test_each_attempt_makes_steps_until_slurm_warns_it(fake: FakeSlurm, tmp_path: Path) -> None:
+    made = asked(config_with(tmp_path, {**WIDE, "step_s": 1})).rows[0].made
+    assert made is not None
+    first = 7200 - made.experiment.slurm.restart.signal_lead_s
+    later = first - made.site.startup_s
+    said = [when._returns(made, run_s) for run_s in (first, first + 1, first + later, first + later + 1)]
+    assert said[0] == ""
+    assert [int(text.split("queue ")[1].split()[0]) for text in said[1:]] == [1, 1, 2]
+
+
 def test_an_earlier_measurement_counts_for_the_shape_that_it_was_made_in(fake: FakeSlurm, tmp_path: Path) -> None:
     config = config_with(tmp_path, WIDE, NARROW, max_steps=100)
     submit_verb.run([str(config), "--slurm.shape", "wide"], "submit")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from prime_hpc.config import Experiment
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
 from prime_hpc.runtime.gpus import installed_version, torch_build
 
 REMEDY = "model.attn = auto takes torch's own kernel, which is FlashAttention 2 as well"
@@ -11,6 +11,7 @@ FLASH_PACKAGES = ("flash-attn", "flash-attn-3")
 """Distributions that bring the kernels of `model.attn = flash`."""
 
 
+@rule(*TRAINING)
 def attention_kernel(subject: Subject) -> Iterator[Finding]:
     """`model.attn = flash` where it cannot run: the trainer would say so after it had waited in the queue."""
     experiment = subject.experiment
@@ -40,6 +41,7 @@ def flash_problem(experiment: Experiment, *, is_here: bool) -> str:
     return ""
 
 
+@rule(*TRAINING)
 def float32_on_gpus(subject: Subject) -> Iterator[Finding]:
     """Right, but slow, and not what the engines compute."""
     if subject.experiment.model.dtype == "float32" and subject.trains_on_gpus:
@@ -51,6 +53,3 @@ def float32_on_gpus(subject: Subject) -> Iterator[Finding]:
             "its log-probabilities differ from the trainer's",
             "bfloat16, unless the run compares with one on the CPU",
         )
-
-
-CHECKS = (attention_kernel, float32_on_gpus)

@@ -7,7 +7,7 @@ from prime_hpc.config import ConfigError
 from prime_hpc.config.engine_groups import EngineRole
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.inference.backend import load_backend
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.runtime.device import Stated, planned_device
 from prime_hpc.slurm.gpu_split import gpus_in_common
 from prime_hpc.slurm.placement import stated_device
@@ -26,6 +26,7 @@ def unknown(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH125", "error", problem.key, problem.message, "vllm, transformers, or mend the path")
 
 
+@rule(*EVERY, pods=True)
 def abilities(subject: Subject) -> Iterator[Finding]:
     """Keys that ask a backend for what it does not do, and a backend that is not installed."""
     for group in subject.engines:
@@ -40,6 +41,7 @@ def abilities(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH125", "error", key, f"{backend.title}: {missing}", "install it, or another backend")
 
 
+@rule(*EVERY, pods=True)
 def offloaded(subject: Subject) -> Iterator[Finding]:
     """Host memory for offloaded KV cache against that of a node; half of it is left to the rest."""
     for group in subject.engines:
@@ -63,6 +65,7 @@ def offloaded(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule(*EVERY, pods=True)
 def transport(subject: Subject) -> Iterator[Finding]:
     """Versions that shall go over the network where they cannot."""
     experiment, name = subject.experiment, subject.experiment.weights.transport
@@ -96,6 +99,3 @@ def _device_of(subject: Subject, role: EngineRole) -> Stated:
         return planned_device(stated_device(subject.experiment, subject.site)).type
     groups = subject.placement.groups if subject.placement else ()
     return next((group.device for group in groups if group.role == role), "auto")
-
-
-CHECKS = (abilities, offloaded, transport)

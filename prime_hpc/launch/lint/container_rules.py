@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.slurm.containers import split_mount, stated_paths
 from prime_hpc.slurm.packed_env.facts import PackFacts, environment_hash
 
 _AGAIN = "`prime-hpc env pack` makes it anew"
 
 
+@rule(*EVERY, slurm=True)
 def image(subject: Subject) -> Iterator[Finding]:
     """Check the image, or the environment definition."""
     box = subject.site.container
@@ -46,6 +47,7 @@ def image(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY, slurm=True)
 def paths(subject: Subject) -> Iterator[Finding]:
     """Paths of the experiment that something else covers inside."""
     box, experiment = subject.site.container, subject.experiment
@@ -65,6 +67,7 @@ def paths(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule(*EVERY, slurm=True)
 def packed_environment(subject: Subject) -> Iterator[Finding]:
     """Refuse a pack that is not there, damaged, of another machine, or of an environment that has changed since."""
     pack = subject.experiment.slurm.env_pack or subject.site.env_pack
@@ -92,10 +95,3 @@ def packed_environment(subject: Subject) -> Iterator[Finding]:
     elif facts.hash != environment_hash(Path(sys.prefix)):
         what = f"{pack} is of another environment than {sys.prefix} is now: packages were changed since"
         yield Finding("PH333", "error", "slurm.env_pack", what, _AGAIN)
-
-
-CHECKS = (
-    image,
-    paths,
-    packed_environment,
-)

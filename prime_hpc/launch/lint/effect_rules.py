@@ -6,8 +6,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config import Experiment
-from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.evals.versions import adapter_rank, find_versions
+from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 
 Row = tuple[str, bool, str]
 """Key, whether it is used, and what uses it."""
@@ -78,6 +79,7 @@ def _of_any(experiment: Experiment) -> Iterator[Row]:
     yield "teacher_gpu_ids", experiment.teacher_inference is not None, "servers that the run starts (teacher_inference)"
 
 
+@rule(*TRAINING)
 def unused(subject: Subject) -> Iterator[Finding]:
     """Report keys that differ from their defaults, and that nothing reads."""
     experiment = subject.experiment
@@ -98,6 +100,7 @@ def _is_stated(experiment: Experiment, key: str) -> bool:
     return bool(getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True))
 
 
+@rule(*EVERY)
 def by_hand(subject: Subject) -> Iterator[Finding]:
     """Keys of servers that are started node by node, in a run that places its servers itself."""
     for group in subject.engines:
@@ -112,6 +115,7 @@ def by_hand(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH320", "warning", f"{group.section}.{name}", message, remedy)
 
 
+@rule(*TRAINING)
 def resumed(subject: Subject) -> Iterator[Finding]:
     """Report a path to resume from that is not there, though its folder is."""
     step = subject.experiment.ckpt.resume_step if subject.experiment.ckpt is not None else None
@@ -124,4 +128,11 @@ def resumed(subject: Subject) -> Iterator[Finding]:
     yield Finding("PH242", severity, "ckpt.resume_step", f"{step} is not there", remedy)
 
 
-CHECKS = (unused, by_hand, resumed)
+@rule("eval")
+def evaluated(subject: Subject) -> Iterator[Finding]:
+    """Report versions to evaluate that are not there."""
+    try:
+        adapter_rank(find_versions(subject.experiment.eval))
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Finding("PH243", "error", problem.key, problem.message, "a run, or its weights, and steps of it")

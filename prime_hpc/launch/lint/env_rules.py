@@ -5,10 +5,9 @@ import os
 from collections.abc import Iterator, Sequence
 
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
-from prime_hpc.config.sections.teacher import TeacherConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere, unknown_arguments
-from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
 
 
 def _playing(subject: Subject) -> tuple[str, EnvServersConfig, Sequence[EnvConfig]]:
@@ -33,10 +32,9 @@ def _num_cores(subject: Subject) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
+@rule("rl", "eval", "synthesize")
 def workers(subject: Subject) -> Iterator[Finding]:
     """Workers that would share cores, and addresses at which none is started."""
-    if subject.experiment.kind == "sft":
-        return
     section, servers, environments = _playing(subject)
     stated = [servers.workers if env.workers is None else env.workers for env in environments] or [servers.workers]
     if servers.addresses:
@@ -64,6 +62,7 @@ def workers(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY)
 def installed(subject: Subject) -> Iterator[Finding]:
     """Environments that are not installed: an error where they are played from this Python environment. Silent where
     verifiers is not installed: a login node without the roles' packages cannot tell."""
@@ -77,6 +76,7 @@ def installed(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH232", severity, problem.key, problem.message, remedy)
 
 
+@rule(*EVERY)
 def arguments(subject: Subject) -> Iterator[Finding]:
     """Report arguments that a bundled environment does not have: it would not begin."""
     experiment = subject.experiment
@@ -87,6 +87,7 @@ def arguments(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH236", severity, problem.key, problem.message, "mend it, or leave it out")
 
 
+@rule(*EVERY)
 def rows(subject: Subject) -> Iterator[Finding]:
     """Report files that the environment `rows` is given and that are not there."""
     experiment = subject.experiment
@@ -95,23 +96,12 @@ def rows(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH207", "warning", problem.key, problem.message, "make it before submit, or mend the path")
 
 
+@rule(*EVERY)
 def keys(subject: Subject) -> Iterator[Finding]:
     """Variables with the key of servers that were named on purpose, and are not set: every request would be refused."""
-    experiment = subject.experiment
-    clients: dict[str, ClientConfig | TeacherConfig | None] = {}
-    if not experiment.trains:
-        clients[f"{experiment.kind}.client"] = experiment.episodes.client
-    elif experiment.inference is None and experiment.samples:
-        clients["orchestrator.client"] = experiment.orchestrator.client
-    if experiment.orchestrator.teacher is not None and experiment.orchestrator.teacher.urls:
-        clients["orchestrator.teacher"] = experiment.orchestrator.teacher
-    for key, client in clients.items():
-        if client is None or client.api_key_var == type(client).model_fields["api_key_var"].default:
-            continue
+    known = {**os.environ, **subject.experiment.slurm.env, **subject.site.env}
+    for key, client in subject.attached.items():
         name = client.api_key_var
-        if not os.environ.get(name) and name not in {**experiment.slurm.env, **subject.site.env}:
+        if name != type(client).model_fields["api_key_var"].default and not known.get(name):
             remedy = f"export {name}=... first" + (f", or slurm.env.{name} = @FILE" if subject.is_slurm else "")
             yield Finding("PH235", "warning", f"{key}.api_key_var", f"the variable {name} is not set here", remedy)
-
-
-CHECKS = (workers, installed, arguments, rows, keys)

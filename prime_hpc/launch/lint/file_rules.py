@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from prime_hpc.launch.fetch.needs import needs_of
 from prime_hpc.launch.fetch.presence import job_environ, look, missing_of
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.launch.purge import first_purge, warn_s
 from prime_hpc.slurm.containers import stated_paths
 from prime_hpc.slurm.times import parse_duration
@@ -13,6 +13,7 @@ from prime_hpc.slurm.times import parse_duration
 _ON = ("1", "on", "yes", "true")
 
 
+@rule(*EVERY, slurm=True)
 def without_internet(subject: Subject) -> Iterator[Finding]:
     """Models, data sets and benchmarks of the hub that are not on disk, where the nodes cannot fetch them.
 
@@ -36,6 +37,7 @@ def without_internet(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule(*EVERY, slurm=True)
 def before_a_purge(subject: Subject) -> Iterator[Finding]:
     """Files of the experiment, or of an earlier attempt of its run, that are deleted before the job may be over."""
     site, experiment = subject.site, subject.experiment
@@ -72,9 +74,3 @@ def _longest_s(subject: Subject) -> float:
         return float(parse_duration(stated) or 0.0) if stated else 0.0
     except ValueError:
         return 0.0  # another rule says so
-
-
-CHECKS = (
-    without_internet,
-    before_a_purge,
-)

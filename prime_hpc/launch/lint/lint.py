@@ -1,7 +1,7 @@
 """Find what is wrong with an experiment without a cluster: `lint(experiment, site)`.
 
-`submit` refuses an experiment with errors. The checks are in the modules `*_rules` beside this one: each a generator of
-findings over one `Subject`.
+`submit` refuses an experiment with errors. The rules are in the modules `*_rules` beside this one: each a generator of
+findings over one `Subject`, with the kinds of runs that it is for (`rule`).
 """
 
 import sys
@@ -32,46 +32,38 @@ from prime_hpc.launch.lint import (
     time_rules,
     vision_rules,
 )
-from prime_hpc.launch.lint.lint_finding import CODES, Check, Engines, Finding, Subject
+from prime_hpc.launch.lint.lint_finding import CODES, Engines, Finding, Rule, Subject
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
 from prime_hpc.slurm.placement import Placement, place_slurm, placed_roles
-from prime_hpc.slurm.script import render_job
 
 __all__ = ["CODES", "Finding", "lint", "lint_errors", "lint_pods", "print_warnings", "refuse_errors"]
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
-_ANYWHERE: tuple[Check, ...] = (
-    *backend_rules.CHECKS,
-    *model_rules.CHECKS,
-    *vision_rules.CHECKS,
-    *attention_rules.CHECKS,
-    *parallel_rules.CHECKS,
-    *run_rules.CHECKS,
-    *sft_rules.CHECKS,
-    *env_rules.CHECKS,
-    *own_code_rules.CHECKS,
-    *effect_rules.CHECKS,
-    run_rules.output,
-    *sharing_rules.CHECKS,
+_MODULES = (
+    backend_rules,
+    model_rules,
+    vision_rules,
+    attention_rules,
+    parallel_rules,
+    run_rules,
+    sft_rules,
+    env_rules,
+    own_code_rules,
+    effect_rules,
+    sharing_rules,
+    slurm_rules,
+    container_rules,
+    network_rules,
+    file_rules,
+    time_rules,
 )
-_ANYWHERE_ALONE: tuple[Check, ...] = (
-    *backend_rules.CHECKS,
-    *model_rules.OF_ENGINES,
-    *env_rules.CHECKS,
-    run_rules.sandboxes,
-    effect_rules.by_hand,
-    run_rules.output,
-)
-_SLURM_ALONE: tuple[Check, ...] = (
-    *slurm_rules.CHECKS,
-    *container_rules.CHECKS,
-    *network_rules.CHECKS,
-    *file_rules.CHECKS,
-    time_rules.limits,
-    time_rules.coming_back,
-)
-"""Of a job that trains nothing, like the one above: what is said of steps, batches and checkpoints is not for it."""
-_SLURM: tuple[Check, ...] = (*_SLURM_ALONE, time_rules.attempt_length)
+RULES = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": found
+    for module in _MODULES
+    for name, found in vars(module).items()
+    if isinstance(found, Rule)
+}
+"""Every rule by its name; each says itself which kinds of runs it is for."""
 
 
 def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
@@ -79,11 +71,7 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     subject = examine(experiment, site)
     if unknown := list(backend_rules.unknown(subject)):
         return unknown
-    anywhere, in_job = (_ANYWHERE, _SLURM) if experiment.trains else (_ANYWHERE_ALONE, _SLURM_ALONE)
-    checks = (*anywhere, *in_job) if subject.is_slurm else anywhere
-    found = [finding for check in checks for finding in check(subject)]
-    if subject.placement is not None:
-        found += _renders(subject, subject.placement)
+    found = [finding for rule in RULES.values() if rule.applies(subject) for finding in rule.check(subject)]
     found = list(dict.fromkeys(found))  # roles inherit the same options: what is wrong with one is said once
     # a value that its own rule refuses is also why the roles cannot be placed
     stated = {f.key for f in found if f.severity == "error" and f.code != "PH308"}
@@ -111,9 +99,8 @@ def lint_pods(experiment: Experiment, site: SiteConfig) -> list[Finding]:
         site: what the pods are placed by.
     """
     subject = examine(experiment.model_copy(update={"launch": "slurm"}), site)
-    of_model = (*model_rules.CHECKS, *parallel_rules.CHECKS) if experiment.trains else model_rules.OF_ENGINES
-    checks = (*backend_rules.CHECKS, *of_model, slurm_rules.networks)
-    return [finding for check in checks for finding in check(subject)]
+    rules = [rule for rule in RULES.values() if rule.pods and rule.applies(subject)]
+    return [finding for rule in rules for finding in rule.check(subject)]
 
 
 def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:
@@ -146,12 +133,3 @@ def examine(experiment: Experiment, site: SiteConfig) -> Subject:
     except ConfigError as error:
         misplaced = error
     return Subject(experiment, site, facts, True, placement, misplaced, roles, engines)
-
-
-def _renders(subject: Subject, placement: Placement) -> list[Finding]:
-    """Report what the script's text cannot hold."""
-    try:
-        render_job(placement, subject.experiment, subject.site, python="/usr/bin/python3", command_tail=[])
-    except ConfigError as error:
-        return [Finding("PH323", "error", p.key, p.message, "see the key") for p in error.problems]
-    return []

@@ -1,18 +1,23 @@
-"""Lint's finding and its subject: the finding with its stable code, and the subject that all checks look at."""
+"""Lint's finding with its stable code, the subject that all checks look at, and the kinds of runs a check is for."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.engine_groups import SECTIONS, EngineRole
+from prime_hpc.config.engine_groups import SECTIONS, EngineRole, sampling_role
 from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.orchestrator import ClientConfig
 from prime_hpc.config.sections.slurm import SiteConfig, SitePartition
+from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.launch.estimate.memory import ModelFacts
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, known_partitions
 from prime_hpc.slurm.placement import Placement
 
 Severity = Literal["error", "warning", "info"]
+Kind = Literal["rl", "sft", "eval", "synthesize"]
+TRAINING: tuple[Kind, ...] = ("rl", "sft")
+EVERY: tuple[Kind, ...] = (*TRAINING, "eval", "synthesize")
 
 CODES = {
     "PH000": "the config does not resolve",
@@ -72,6 +77,7 @@ CODES = {
     "PH240": "alarms over unknown metrics",
     "PH241": "keys without an effect",
     "PH242": "a checkpoint to resume from that is not there",
+    "PH243": "versions to evaluate that are not there",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",
@@ -176,13 +182,27 @@ class Subject:
     misplaced: ConfigError | None = None
     roles: dict[SlurmRole, RoleOptions] = field(default_factory=dict)
     """Of each role that has nodes of its own."""
-    engines: tuple["Engines", ...] = ()
+    engines: tuple[Engines, ...] = ()
     """The groups of engines that the run starts."""
 
     @property
     def is_rl(self) -> bool:
         """Reinforcement, not supervised."""
         return self.experiment.kind == "rl"
+
+    @property
+    def attached(self) -> dict[str, ClientConfig | TeacherConfig]:
+        """Key -> servers that the run uses and does not start."""
+        experiment, found = self.experiment, dict[str, ClientConfig | TeacherConfig | None]()
+        client, teacher = experiment.orchestrator.client, experiment.orchestrator.teacher
+        serves_none = experiment.trainer.tinker is not None and client.base_url is None
+        if not experiment.trains:
+            found[f"{experiment.kind}.client"] = experiment.episodes.client
+        elif experiment.inference is None and experiment.samples and not serves_none:
+            found["orchestrator.client"] = client if sampling_role(experiment) == "inference" else None
+        if self.is_rl and teacher is not None and teacher.urls:
+            found["orchestrator.teacher"] = teacher
+        return {key: servers for key, servers in found.items() if servers is not None}
 
     @property
     def num_nodes(self) -> int:
@@ -217,3 +237,24 @@ class Subject:
 
 
 Check = Callable[[Subject], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check, and what it is for."""
+
+    check: Check
+    kinds: tuple[Kind, ...]
+    slurm: bool
+    """True if it is for jobs of Slurm alone."""
+    pods: bool
+    """True if it holds for pods too, wherever these are rendered."""
+
+    def applies(self, subject: Subject) -> bool:
+        """Return whether it is for this run."""
+        return subject.experiment.kind in self.kinds and (subject.is_slurm or not self.slurm)
+
+
+def rule(*kinds: Kind, slurm: bool = False, pods: bool = False) -> Callable[[Check], Rule]:
+    """Make a rule of the check that follows: `lint` asks all of its modules."""
+    return lambda check: Rule(check, kinds, slurm, pods)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, sampling_role
 from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
 from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
-from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
 
 REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
@@ -16,6 +17,7 @@ OTHER_ROUTERS = frozenset({"deepseek_v4", "phimoe", "zaya"})
 tries every family of the installed transformers); besides those whose experts are their own code (OWN_EXPERTS)."""
 
 
+@rule(*EVERY, pods=True)
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """vLLM refuses to split heads and vocabulary unevenly, after minutes of start-up."""
     for group in subject.engines:
@@ -23,6 +25,7 @@ def tensor_parallel(subject: Subject) -> Iterator[Finding]:
             yield from _split(group.facts, group.servers.tensor_parallel_size, f"{group.section}.tensor_parallel_size")
 
 
+@rule(*EVERY, pods=True)
 def pipeline(subject: Subject) -> Iterator[Finding]:
     """Report a stage without a layer: vLLM refuses it, after the start of every process."""
     for group in subject.engines:
@@ -67,15 +70,16 @@ def _kv_fits(num_kv_heads: int, width: int) -> bool:
     return num_kv_heads % width == 0 if width <= num_kv_heads else width % num_kv_heads == 0
 
 
+@rule(*EVERY, pods=True)
 def context(subject: Subject) -> Iterator[Finding]:
     """Positions that the model was not made for."""
     experiment, facts = subject.experiment, subject.facts
     if facts is None or facts.context is None:
         return
-    wanted = {"seq_len": experiment.seq_len}
+    wanted = {"seq_len": experiment.seq_len} if experiment.trains else _stated_length(experiment)
     if subject.is_rl and experiment.inference is not None:
         wanted["inference.max_model_len"] = experiment.max_model_len
-    if not subject.is_rl and experiment.sft.data.seq_len:
+    if experiment.kind == "sft" and experiment.sft.data.seq_len:
         of_engines = wanted if experiment.samples else {}
         wanted = of_engines | {"sft.data.seq_len": experiment.sft.data.seq_len}
     for key, tokens in wanted.items():
@@ -89,6 +93,16 @@ def context(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _stated_length(experiment: Experiment) -> dict[str, int]:
+    """Key -> what the engines of a run without a trainer are asked to hold; unstated, the model's context bounds it."""
+    if experiment.inference is None:
+        return {}
+    key = "inference.max_model_len" if experiment.inference.max_model_len else "seq_len"
+    is_stated = key != "seq_len" or "seq_len" in experiment.model_fields_set
+    return {key: experiment.max_model_len} if is_stated else {}
+
+
+@rule("rl", pods=True)
 def context_of_teacher(subject: Subject) -> Iterator[Finding]:
     """Check what the teacher's engines are asked to hold against its model."""
     for group in subject.engines:
@@ -106,6 +120,7 @@ def context_of_teacher(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule(*EVERY, pods=True)
 def known(subject: Subject) -> Iterator[Finding]:
     """Return whether there is a config.json to check against."""
     loads = subject.experiment.trains or subject.experiment.inference is not None  # an API's model is nowhere here
@@ -133,6 +148,7 @@ def _unknown(key: str, name: str) -> Finding:
     )
 
 
+@rule(*TRAINING, pods=True)
 def precision(subject: Subject) -> Iterator[Finding]:
     """Report precisions that need loss scaling, which the trainer has not, or that the family's code does not take."""
     if subject.experiment.model.dtype == "float16":
@@ -145,11 +161,12 @@ def precision(subject: Subject) -> Iterator[Finding]:
         )
         return
     name = subject.experiment.model.name
-    family = family_of((subject.experiment.trains and read_config(name)) or {})
+    family = family_of(read_config(name) or {})
     if problem := family.dtype_problem(subject.experiment.model.dtype):
         yield Finding("PH108", "error", "model.dtype", f"{name}: {problem}", "use float32")
 
 
+@rule(*TRAINING, pods=True)
 def trainer_memory(subject: Subject) -> Iterator[Finding]:
     """State, activations and logits against one GPU."""
     limit = subject.gpu_gib("trainer")
@@ -187,6 +204,7 @@ def trainer_memory(subject: Subject) -> Iterator[Finding]:
     )
 
 
+@rule(*EVERY, pods=True)
 def engines(subject: Subject) -> Iterator[Finding]:
     """Weights and the KV cache of one longest sample against one GPU: vLLM does not start below that."""
     for group in subject.engines:
@@ -208,12 +226,13 @@ def engines(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY, pods=True)
 def adapters(subject: Subject) -> Iterator[Finding]:
     """Targets and rank of `model.lora` against the shapes of the stored weights."""
     problems = adapter_problems(subject.experiment)
     for problem in problems:
         yield Finding("PH113", "error", problem.key, problem.message, "")
-    missed = [] if problems else left_whole(subject.experiment)
+    missed = left_whole(subject.experiment) if subject.experiment.trains and not problems else []
     if missed:
         yield Finding(
             "PH113",
@@ -224,12 +243,14 @@ def adapters(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*TRAINING, pods=True)
 def weights(subject: Subject) -> Iterator[Finding]:
     """Quantised weights, and weights that are not of their config."""
     for problem in trained_models(subject.experiment):
         yield Finding("PH118", "error", problem.key, problem.message, "")
 
 
+@rule(*TRAINING, pods=True)
 def families(subject: Subject) -> Iterator[Finding]:
     """How the model's family trains: packed, one sample a row, or not at all."""
     experiment, parallel = subject.experiment, subject.experiment.trainer.parallel
@@ -282,10 +303,11 @@ def _unknown_family(
     yield Finding("PH119", "warning", key, message, f"{remedy}; nothing, where a newer transformers is installed")
 
 
+@rule("sft", pods=True)
 def vocabulary(subject: Subject) -> Iterator[Finding]:
     """Report a tokenizer that knows tokens which the model has no embedding of: a row that holds one is refused."""
     facts, name = subject.facts, subject.experiment.model.name
-    if facts is None or subject.experiment.kind != "sft":
+    if facts is None:
         return
     try:
         known = read_vocabulary(name) or {}
@@ -304,6 +326,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY, pods=True)
 def layout(subject: Subject) -> Iterator[Finding]:
     """One process answers for all data-parallel engines of a server; only experts that are shared out need that."""
     for group in subject.engines:
@@ -322,6 +345,7 @@ def layout(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule(*EVERY, pods=True)
 def router_dtype(subject: Subject) -> Iterator[Finding]:
     """Report a dense model: it has no routers."""
     facts, model = subject.facts, subject.experiment.model
@@ -336,6 +360,7 @@ def router_dtype(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH127", "error", DTYPE, f"{model.name} has no experts, so no routers", "leave it out")
 
 
+@rule(*TRAINING, pods=True)
 def router_replay(subject: Subject) -> Iterator[Finding]:
     """Report where no engine of the run can record what the trainer is to follow, and where following it would help."""
     experiment, facts = subject.experiment, subject.facts
@@ -367,20 +392,3 @@ def router_replay(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH127", "error", REPLAY, "engines with adapters record no experts", "leave it or model.lora out")
     elif sampling_role(experiment) == "teacher":
         yield Finding("PH127", "error", REPLAY, "a teacher samples the rollouts, by routers of its own", "leave it out")
-
-
-OF_ENGINES = (known, tensor_parallel, pipeline, engines, layout)
-"""Of a run that trains nothing as well."""
-CHECKS = (
-    *OF_ENGINES,
-    weights,
-    families,
-    vocabulary,
-    precision,
-    adapters,
-    context,
-    context_of_teacher,
-    trainer_memory,
-    router_dtype,
-    router_replay,
-)

@@ -7,7 +7,7 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.slurm.placement import Placement, stated_port
 from prime_hpc.store.messaging.network import NUM_ENGINE_PORTS
 from prime_hpc.store.messaging.sockets import PortRange
@@ -43,6 +43,7 @@ def network_line(facts: dict[str, Any], *, is_local: bool) -> str:
     )
 
 
+@rule(*EVERY, slurm=True)
 def port_ranges(subject: Subject) -> Iterator[Finding]:
     """Report a range that cannot hold a node's sockets, or out of which something else takes ports."""
     network = subject.experiment.network.over(subject.site.network)
@@ -88,6 +89,3 @@ def _most_on_a_node(placement: Placement) -> int:
         for node in range(group.first_node, group.first_node + group.num_nodes):
             needed[group.component, node] += ports
     return max(needed.values())
-
-
-CHECKS = (port_ranges,)

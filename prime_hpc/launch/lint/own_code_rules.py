@@ -7,27 +7,21 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from prime_hpc.config.sections.names import is_import_path
-from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject, rule
 
 
 def _named(subject: Subject) -> Iterator[tuple[str, str]]:
     """Yield key and import path of a user's own code."""
-    experiment = subject.experiment
-    names: list[tuple[str, str | None]] = []
-    if experiment.kind == "rl":
-        orchestrator, curriculum = experiment.orchestrator, experiment.orchestrator.curriculum
-        advantage = orchestrator.advantage
-        names = [
-            ("trainer.loss.type", experiment.trainer.loss.type),
-            ("orchestrator.advantage.type", advantage.type),
-            ("orchestrator.advantage.echo.filter", advantage.echo.filter if advantage.echo is not None else None),
-            *((f"orchestrator.env.{index}.algorithm", env.algorithm) for index, env in enumerate(orchestrator.env)),
-            ("orchestrator.curriculum.sampler.type", curriculum.sampler.type),
-            *(
-                (f"orchestrator.curriculum.gates.{index}.type", gate.type)
-                for index, gate in enumerate(curriculum.gates)
-            ),
-        ]
+    orchestrator, curriculum = subject.experiment.orchestrator, subject.experiment.orchestrator.curriculum
+    advantage = orchestrator.advantage
+    names = [
+        ("trainer.loss.type", subject.experiment.trainer.loss.type),
+        ("orchestrator.advantage.type", advantage.type),
+        ("orchestrator.advantage.echo.filter", advantage.echo.filter if advantage.echo is not None else None),
+        *((f"orchestrator.env.{index}.algorithm", env.algorithm) for index, env in enumerate(orchestrator.env)),
+        ("orchestrator.curriculum.sampler.type", curriculum.sampler.type),
+        *((f"orchestrator.curriculum.gates.{index}.type", gate.type) for index, gate in enumerate(curriculum.gates)),
+    ]
     yield from ((key, name) for key, name in names if name is not None and is_import_path(name))
 
 
@@ -79,6 +73,7 @@ def _lack(path: str) -> str | None:
     return None if _defines(tree, attribute) else f"{spec.origin} defines no {attribute!r}"
 
 
+@rule("rl")
 def found(subject: Subject) -> Iterator[Finding]:
     """Code that is not there: an error where the roles run on this machine. A job's script may set a path of its own
     (`setup`, `env`), or start from another Python environment."""
@@ -87,6 +82,3 @@ def found(subject: Subject) -> Iterator[Finding]:
         if (lack := _lack(path)) is not None:
             remedy = "install the module where the roles run, set PYTHONPATH, or mend the name"
             yield Finding("PH233", severity, key, f"{path!r} cannot be imported: {lack}", remedy)
-
-
-CHECKS = (found,)

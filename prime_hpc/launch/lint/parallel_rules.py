@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from prime_hpc.config import Experiment
 from prime_hpc.config.families import OWN_EXPERTS, count_experts, family_of
 from prime_hpc.launch.checks import trained_names
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
 from prime_hpc.store.model.config import read_config
 
 
+@rule(*TRAINING, pods=True)
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """Heads and vocabulary are split evenly."""
     facts, width, key = subject.facts, subject.experiment.trainer.parallel.tp, "trainer.parallel.tp"
@@ -51,6 +52,7 @@ def _plans(experiment: Experiment, key: str) -> Iterator[Finding]:
             yield Finding("PH109", "error", key, message, "set it to 1: FSDP shards the model all the same")
 
 
+@rule(*TRAINING, pods=True)
 def context_parallel(subject: Subject) -> Iterator[Finding]:
     """Attention trades tokens for heads, of which every rank must get some."""
     facts, parallel, key = subject.facts, subject.experiment.trainer.parallel, "trainer.parallel.cp"
@@ -68,6 +70,7 @@ def context_parallel(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH110", "error", key, message, remedy)
 
 
+@rule(*TRAINING, pods=True)
 def expert_parallel(subject: Subject) -> Iterator[Finding]:
     """Experts are split evenly, and there must be some."""
     facts, width, key = subject.facts, subject.experiment.trainer.parallel.ep, "trainer.parallel.ep"
@@ -92,6 +95,7 @@ def expert_parallel(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH111", "error", key, message, f"use {' or '.join(map(str, good))}")
 
 
+@rule(*TRAINING, pods=True)
 def nodes(subject: Subject) -> Iterator[Finding]:
     """Tensor-parallel ranks exchange activations in every matrix: between nodes that takes most of the step."""
     width, count = subject.experiment.trainer.parallel.tp, subject.num_trainer_nodes()
@@ -104,6 +108,3 @@ def nodes(subject: Subject) -> Iterator[Finding]:
             f"groups of {width} ranks do not fit into nodes of {on_node}: some exchange activations over the network",
             f"a divisor of {on_node}",
         )
-
-
-CHECKS = (tensor_parallel, context_parallel, expert_parallel, nodes)

@@ -4,24 +4,24 @@ import os
 import sys
 from collections.abc import Iterator
 
-from prime_hpc.config import Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.checks import stated_environments
-from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.observe.metric_names import is_known, near, split_metric
 from prime_hpc.store.child_runs import list_children
 
 
+@rule("rl")
 def groups(subject: Subject) -> Iterator[Finding]:
     """Report groups too small for a baseline that is the group's own mean."""
     orchestrator = subject.experiment.orchestrator
     advantage = orchestrator.advantage
     compares = advantage.compares_rollouts or ":" in advantage.type  # of code of one's own that is likely
-    if subject.is_rl and orchestrator.rollouts_per_example == 1 and compares:
+    if orchestrator.rollouts_per_example == 1 and compares:
         yield Finding(
             "PH201",
             "error",
@@ -32,10 +32,11 @@ def groups(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("rl")
 def sampling(subject: Subject) -> Iterator[Finding]:
     """Greedy rollouts of one prompt are all the same, and no sample of the policy's distribution."""
     orchestrator = subject.experiment.orchestrator
-    if subject.is_rl and orchestrator.sampling.temperature == 0 and not orchestrator.advantage.imitates:
+    if orchestrator.sampling.temperature == 0 and not orchestrator.advantage.imitates:
         yield Finding(
             "PH211",
             "error",
@@ -46,10 +47,11 @@ def sampling(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("rl")
 def stale(subject: Subject) -> Iterator[Finding]:
     """Tokens grow old beside younger ones only in a reply that goes on over an update of the weights."""
     experiment = subject.experiment
-    if not subject.is_rl or experiment.orchestrator.stale != "mask":
+    if experiment.orchestrator.stale != "mask":
         return
     if experiment.async_level == 0:
         why, remedy = "with async_level = 0 no token is older than the batch's own version", "async_level of at least 1"
@@ -61,6 +63,7 @@ def stale(subject: Subject) -> Iterator[Finding]:
     yield Finding("PH213", "warning", "orchestrator.stale", f"mask has no effect: {why}", remedy)
 
 
+@rule(*TRAINING)
 def batch(subject: Subject) -> Iterator[Finding]:
     """Ranks without a sample compute on padding."""
     experiment = subject.experiment
@@ -89,11 +92,10 @@ def batch(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("rl")
 def concurrency(subject: Subject) -> Iterator[Finding]:
     """Too few episodes in flight starve the engines, too many only grow stale."""
     experiment = subject.experiment
-    if not subject.is_rl:
-        return
     orchestrator, group = experiment.orchestrator, experiment.orchestrator.rollouts_per_example
     adaptive, flight = orchestrator.adaptive_concurrency is not None, orchestrator.most_in_flight
     key = "orchestrator.adaptive_concurrency.most" if adaptive else "orchestrator.max_concurrent"
@@ -131,7 +133,10 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _schedule(experiment: Experiment) -> Iterator[Finding]:
+@rule(*TRAINING)
+def learning_rate(subject: Subject) -> Iterator[Finding]:
+    """Report a learning rate that does not become what was asked for within the run."""
+    experiment = subject.experiment
     schedule, num_steps = experiment.trainer.scheduler, experiment.max_steps
     warmup, decay, key = schedule.warmup_steps, schedule.decay_steps, "trainer.scheduler.decay_steps"
     if schedule.type == "wsd" and decay is not None and warmup + decay > num_steps:
@@ -163,12 +168,10 @@ def _schedule(experiment: Experiment) -> Iterator[Finding]:
             )
 
 
+@rule("rl")
 def learning(subject: Subject) -> Iterator[Finding]:
-    """Report steps and groups that are trained for nothing, or not as the objective's paper has it."""
+    """Report samples and groups that are trained for nothing, or not as the objective's paper has it."""
     experiment, loss = subject.experiment, subject.experiment.trainer.loss
-    yield from _schedule(experiment)
-    if not subject.is_rl:
-        return
     narrowest = min(loss.bounds.low, loss.bounds.high)
     if loss.type == "gspo" and loss.correction is None and experiment.model.dtype != "float32" and narrowest < 3e-3:
         yield Finding(
@@ -199,10 +202,9 @@ def learning(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("rl")
 def curriculum(subject: Subject) -> Iterator[Finding]:
     """Pools that do nothing, or that a task cannot leave."""
-    if not subject.is_rl:
-        return
     sampler, key = subject.experiment.orchestrator.curriculum.sampler, "orchestrator.curriculum.sampler"
     if sampler.type != "difficulty_pool":
         return
@@ -225,11 +227,12 @@ def curriculum(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule("rl")
 def echo(subject: Subject) -> Iterator[Finding]:
     """Episodes of one turn hold nothing that the environment said afterwards."""
     orchestrator = subject.experiment.orchestrator
     has_turns = not orchestrator.env or any(env.max_turns != 1 for env in orchestrator.env)
-    if subject.is_rl and orchestrator.advantage.echo is not None and not has_turns:
+    if orchestrator.advantage.echo is not None and not has_turns:
         yield Finding(
             "PH209",
             "warning",
@@ -239,12 +242,13 @@ def echo(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("rl")
 def evaluation(subject: Subject) -> Iterator[Finding]:
     """Report an evaluation without environments: it takes those of the training, and there are none."""
     orchestrator = subject.experiment.orchestrator
     if is_parent(subject.experiment):
         return  # its runs name them
-    if subject.is_rl and orchestrator.eval is not None and not orchestrator.eval.env and not orchestrator.env:
+    if orchestrator.eval is not None and not orchestrator.eval.env and not orchestrator.env:
         yield Finding(
             "PH204",
             "error",
@@ -254,6 +258,7 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY)
 def sandboxes(subject: Subject) -> Iterator[Finding]:
     """Code that a model writes needs a sandbox, and a sandbox what makes it."""
     for where, env in stated_environments(subject.experiment):
@@ -278,6 +283,7 @@ def sandboxes(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH212", severity, key, str(error), needed)
 
 
+@rule(*TRAINING)
 def checkpoints(subject: Subject) -> Iterator[Finding]:
     """Report a job that comes back and has nothing to come back to."""
     experiment = subject.experiment
@@ -310,6 +316,7 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule("rl")
 def runs(subject: Subject) -> Iterator[Finding]:
     """Report a trainer of many runs that has none."""
     experiment = subject.experiment
@@ -324,22 +331,26 @@ def runs(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY)
 def alarms(subject: Subject) -> Iterator[Finding]:
     """Yield rules whose metric is of no known name: they would never fire."""
     experiment = subject.experiment
-    for number, rule in enumerate(experiment.alarms.rules):
+    roles = {"trainer": experiment.trains, "orchestrator": experiment.trains and experiment.samples, "run": True}
+    written = [file for file, is_there in roles.items() if is_there]
+    for number, alarm in enumerate(experiment.alarms.rules):
         key = f"alarms.rules.{number}.metric"
-        if not is_known(rule.metric):
-            meant = near(rule.metric)
+        if not is_known(alarm.metric):
+            meant = near(alarm.metric)
             hint = f"did you mean {', '.join(meant)}?" if meant else "see the names in metrics/*.jsonl of a run"
-            severity: Severity = "error" if split_metric(rule.metric)[0] == "run" else "warning"
-            text = f"{rule.metric}: no metric of this name is known, so that the rule may never fire"
+            severity: Severity = "error" if split_metric(alarm.metric)[0] == "run" else "warning"
+            text = f"{alarm.metric}: no metric of this name is known, so that the rule may never fire"
             yield Finding("PH240", severity, key, text, hint)
-        elif split_metric(rule.metric)[0] == "orchestrator" and not experiment.samples:
-            text = f"{rule.metric}: this run has no orchestrator"
-            yield Finding("PH240", "warning", key, text, "a metric of the trainer")
+        elif (file := split_metric(alarm.metric)[0]) not in written:
+            text = f"{alarm.metric}: this run has no {file}, so that the rule never fires"
+            yield Finding("PH240", "warning", key, text, f"one of {' and '.join(f'{name}.' for name in written)}")
 
 
+@rule(*EVERY)
 def output(subject: Subject) -> Iterator[Finding]:
     """Find a file where directories would be made."""
     run_dir = subject.experiment.run_dir
@@ -347,20 +358,3 @@ def output(subject: Subject) -> Iterator[Finding]:
     if file is not None:
         key = "name" if file == run_dir else "output_dir"
         yield Finding("PH234", "error", key, f"{file} is a file: no directory can be made there", "another directory")
-
-
-CHECKS = (
-    groups,
-    sampling,
-    stale,
-    batch,
-    learning,
-    concurrency,
-    curriculum,
-    echo,
-    evaluation,
-    sandboxes,
-    checkpoints,
-    runs,
-    alarms,
-)

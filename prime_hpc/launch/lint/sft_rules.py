@@ -5,16 +5,17 @@ from collections.abc import Iterator
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
 from prime_hpc.launch.first_rows import SKIP_ROWS, unusual_role, wrong_row
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import Finding, Subject, rule
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.trainer.data.messages import COMMON_ROLES
 
 
+@rule("sft")
 def data(subject: Subject) -> Iterator[Finding]:
     """Check the files of supervised data."""
-    sft = subject.experiment.sft
+    sft, sees_images = subject.experiment.sft, subject.experiment.model.vision is not None
     for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
-        if subject.is_rl or source is None or not (source.paths or source.name):
+        if source is None or not (source.paths or source.name):
             continue
         try:
             found = find_data(source)
@@ -27,16 +28,19 @@ def data(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH207", "error", key, str(error), "")
             continue
         try:
-            columns = first_columns(found)
+            columns = first_columns(found, source)
+            lacks = columns is not None and not has_columns(columns, source)
+            wrong = None if lacks else wrong_row(found, source, sft.data, sees_images=sees_images)
+            unusual = None if lacks or wrong else unusual_role(found, source, sft.data)
         except ValueError as error:
             yield Finding("PH207", "error", key, str(error), "")
             continue
-        if columns is not None and not has_columns(columns, source):
+        if columns is not None and lacks:
             said, to_do = missing_columns(columns, source).split(". ", 1)
             yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
-        elif wrong := wrong_row(found, source, sft.data, sees_images=subject.experiment.model.vision is not None):
+        elif wrong is not None:
             yield Finding("PH207", "error", key, wrong, SKIP_ROWS)
-        elif unusual := unusual_role(found, source, sft.data):
+        elif unusual is not None:
             yield Finding(
                 "PH207",
                 "warning",
@@ -44,22 +48,24 @@ def data(subject: Subject) -> Iterator[Finding]:
                 unusual,
                 "a typing error? Few chat templates know others than " + ", ".join(COMMON_ROLES),
             )
-    template = None if subject.is_rl else sft.data.template_file
+    template = sft.data.template_file
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"
         yield Finding("PH207", "warning", key, f"{template} does not exist (yet)", "make it; or auto, or none")
 
 
+@rule("sft")
 def epochs(subject: Subject) -> Iterator[Finding]:
     """Say how many steps the epochs are."""
     if subject.experiment.num_steps is None:
         yield Finding("PH214", "info", "sft.data.num_epochs", f"steps: {epochs_line(subject.experiment)}", "")
 
 
+@rule("sft")
 def rate(subject: Subject) -> Iterator[Finding]:
     """Warn of a learning rate that nobody chose: the default is that of reinforcement learning."""
     default, lr = OptimConfig().lr, subject.experiment.trainer.optim.lr
-    if subject.experiment.kind != "sft" or lr != default or subject.experiment.sft.data.type == "fake":
+    if lr != default or subject.experiment.sft.data.type == "fake":
         return
     usual = "1e-4" if subject.experiment.model.lora is not None else "1e-5 to 2e-5"
     yield Finding(
@@ -69,6 +75,3 @@ def rate(subject: Subject) -> Iterator[Finding]:
         f"{lr:g}, the default, is a rate for reinforcement learning: supervised fine-tuning learns next to nothing",
         f"usual: {usual}",
     )
-
-
-CHECKS = (data, epochs, rate)

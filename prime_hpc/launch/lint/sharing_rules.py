@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping
 
 from prime_hpc.launch.estimate.memory import trainer_gib
 from prime_hpc.launch.estimate.micro_batch import engine_share, left_to_trainer
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
 from prime_hpc.slurm.gpu_split import gpu_places, gpus_in_common
 
 _ALMOST_ALL = 0.8
 """For a GPU of unknown memory: engines that take more leave a trainer too little."""
 
 
+@rule(*TRAINING)
 def shared_gpus(subject: Subject) -> Iterator[Finding]:
     """Engines take their share when they start and keep it; the trainer lives on what they leave."""
     experiment = subject.experiment
@@ -71,6 +72,7 @@ def _taking_turns(
         yield Finding("PH120", "error" if certain else "warning", "trainer.micro_batch_tokens", message, remedy)
 
 
+@rule(*TRAINING)
 def sleeping(subject: Subject) -> Iterator[Finding]:
     """Sleep is for engines that have a GPU in common with the trainer."""
     experiment = subject.experiment
@@ -88,6 +90,3 @@ def sleeping(subject: Subject) -> Iterator[Finding]:
             message,
             "leave it out, or name trainer_gpu_ids and inference_gpu_ids",
         )
-
-
-CHECKS = (shared_gpus, sleeping)

@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.engine_groups import sampling_role
+from prime_hpc.config import ConfigError
 from prime_hpc.launch.checks import homes
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.slurm.containers import fixed_part
 from prime_hpc.slurm.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
 from prime_hpc.slurm.placement import Component, stated_device
+from prime_hpc.slurm.script import render_job
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
@@ -26,6 +26,7 @@ _MAIL_TYPES = (
 _MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
+@rule(*EVERY, slurm=True)
 def placed(subject: Subject) -> Iterator[Finding]:
     """Report what the placement refuses."""
     for problem in subject.misplaced.problems if subject.misplaced else []:
@@ -33,6 +34,19 @@ def placed(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH308", "error", problem.key, message, remedy or "state nodes and GPUs that hold all ranks")
 
 
+@rule(*EVERY, slurm=True)
+def renders(subject: Subject) -> Iterator[Finding]:
+    """Report what the script's text cannot hold."""
+    if subject.placement is None:
+        return
+    try:
+        render_job(subject.placement, subject.experiment, subject.site, python="/usr/bin/python3", command_tail=[])
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Finding("PH323", "error", problem.key, problem.message, "see the key")
+
+
+@rule(*EVERY, slurm=True)
 def partitions(subject: Subject) -> Iterator[Finding]:
     """Names that the site does not have."""
     known = subject.site.partitions
@@ -49,6 +63,7 @@ def partitions(subject: Subject) -> Iterator[Finding]:
                 )
 
 
+@rule(*EVERY, slurm=True)
 def sizes(subject: Subject) -> Iterator[Finding]:
     """GPUs, CPUs and memory of a node, and nodes of a partition, against what the profile says."""
     placement = subject.placement
@@ -114,6 +129,7 @@ def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Findi
         )
 
 
+@rule(*EVERY, slurm=True)
 def resources(subject: Subject) -> Iterator[Finding]:
     """Nodes whose CPUs or GPUs the job would not get, or not use."""
     for role, asked in subject.roles.items():
@@ -203,6 +219,7 @@ def _speaks_of_gpus(subject: Subject, role: SlurmRole) -> bool:
     return bool(subject.facts_of(role)) or any(o.gpus_per_node is not None or o.gres is not None for o in levels)
 
 
+@rule(*EVERY, slurm=True)
 def handed_on(subject: Subject) -> Iterator[Finding]:
     """Slurm gives memory and time of one het component to the next that states none."""
     placement = subject.placement
@@ -229,6 +246,7 @@ def handed_on(subject: Subject) -> Iterator[Finding]:
                 )
 
 
+@rule(*EVERY, slurm=True)
 def values(subject: Subject) -> Iterator[Finding]:
     """Values with a syntax of their own."""
     for role, asked in subject.roles.items():
@@ -263,6 +281,7 @@ def values(subject: Subject) -> Iterator[Finding]:
             )
 
 
+@rule(*EVERY, slurm=True)
 def paths(subject: Subject) -> Iterator[Finding]:
     """Check that the run's directories are the same on all nodes, and on this one."""
     experiment, site = subject.experiment, subject.site
@@ -282,12 +301,30 @@ def paths(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@rule(*EVERY, slurm=True, pods=True)
 def networks(subject: Subject) -> Iterator[Finding]:
     """Addresses that only one node can reach."""
-    experiment = subject.experiment
-    if not subject.is_rl:
-        return
-    yield from _attached(experiment)
+    service = subject.experiment.trainer.tinker
+    if service is not None and service.host in _LOOPBACK:
+        yield Finding(
+            "PH312",
+            "warning",
+            "trainer.tinker.host",
+            f"{service.host} is reached on the service's own node alone",
+            "leave it out: the service then listens where the login node reaches it",
+        )
+    for key, client in subject.attached.items():
+        section = "a `teacher_inference`" if key == "orchestrator.teacher" else "an `inference`"
+        for url in client.urls:
+            if any(f"//{host}" in url.replace("[", "").replace("]", "") for host in _LOOPBACK):
+                player = subject.experiment.orchestrating_role
+                yield Finding(
+                    "PH312",
+                    "warning",
+                    f"{key}.base_url",
+                    f"{url} is an address of the node on which the {player} will run, and the job starts no server",
+                    f"the server's own address, or {section} section",
+                )
     for group in subject.engines:
         host = group.servers.server.host
         if subject.num_nodes > 1 and host in _LOOPBACK and group.role == "inference":
@@ -299,39 +336,3 @@ def networks(subject: Subject) -> Iterator[Finding]:
                 "network.serving",
                 "nothing to do",
             )
-
-
-def _attached(experiment: Experiment) -> Iterator[Finding]:
-    """Servers that the job does not start."""
-    client, teacher = experiment.orchestrator.client, experiment.orchestrator.teacher
-    service = experiment.trainer.tinker
-    if service is not None and service.host in _LOOPBACK:
-        yield Finding(
-            "PH312",
-            "warning",
-            "trainer.tinker.host",
-            f"{service.host} is reached on the service's own node alone",
-            "leave it out: the service then listens where the login node reaches it",
-        )
-    if service is not None and client.base_url is None:
-        return  # without engines
-    urls = [client.base_url] if isinstance(client.base_url, str) else client.base_url or [f"http://{client.host}/"]
-    places = (
-        []
-        if experiment.inference or sampling_role(experiment) == "teacher"
-        else [("orchestrator.client.base_url", url, "inference") for url in urls]
-    )
-    places += [("orchestrator.teacher.base_url", url, "teacher_inference") for url in (teacher.urls if teacher else ())]
-    for key, url, section in places:
-        if any(f"//{host}" in url.replace("[", "").replace("]", "") for host in _LOOPBACK):
-            article = "an" if section == "inference" else "a"
-            yield Finding(
-                "PH312",
-                "warning",
-                key,
-                f"{url} is an address of the node on which the orchestrator will run, and the job starts no server",
-                f"the server's own address, or {article} `{section}` section",
-            )
-
-
-CHECKS = (placed, partitions, sizes, resources, handed_on, values, paths, networks)

@@ -6,7 +6,7 @@ from prime_hpc.config import ConfigError
 from prime_hpc.config.engine_groups import ready_timeout_s
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.step_time import pace
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Subject, rule
 from prime_hpc.slurm.options import key_of, split_names
 from prime_hpc.slurm.placement import Component, Placement
 from prime_hpc.slurm.script import restart_mode
@@ -16,6 +16,7 @@ _STEPS = 2
 """Steps that an attempt of the job should manage."""
 
 
+@rule(*EVERY, slurm=True)
 def limits(subject: Subject) -> Iterator[Finding]:
     """Check the time limit of each role by itself."""
     for role, asked in subject.roles.items():
@@ -78,28 +79,45 @@ def _against_partitions(subject: Subject, names: tuple[str, ...], seconds: int |
             )
 
 
-def shortest_limit_s(subject: Subject) -> int | None:
+def _shortest_limit_s(subject: Subject) -> int | None:
     """Return the job's time limit: the shortest of its roles'; None: none, or none that can be read."""
     found = [_seconds(str(asked.options["time"])) for asked in subject.roles.values() if "time" in asked.options]
     return min((seconds for seconds in found if isinstance(seconds, int) and seconds > 0), default=None)
 
 
+@rule(*EVERY, slurm=True)
+def warned_in_time(subject: Subject) -> Iterator[Finding]:
+    """Check that the job has begun when Slurm warns of its end, and that a role which hangs is named before it."""
+    limit, lead = _shortest_limit_s(subject), subject.experiment.slurm.restart.signal_lead_s
+    ready = max(subject.experiment.supervisor.start_timeout_s, ready_timeout_s(subject.experiment))
+    if limit is not None and lead >= limit:
+        yield Finding(
+            "PH310",
+            "error",
+            "slurm.restart.signal_lead_s",
+            f"Slurm's warning {lead} s before the end of a job of {limit} s comes before it begins",
+            "a shorter signal_lead_s, or a longer slurm.time",
+        )
+    elif limit is not None and ready >= limit:
+        yield Finding(
+            "PH322",
+            "info",
+            "supervisor.start_timeout_s",
+            f"roles may take {ready:.0f} s to become ready, longer than the time limit of {limit} s",
+            "shorter supervisor.start_timeout_s and inference.ready_timeout_s name a role that hangs",
+        )
+
+
+@rule(*TRAINING, slurm=True)
 def attempt_length(subject: Subject) -> Iterator[Finding]:
     """Check that a time limit holds an attempt: start-up, two steps, a save."""
-    limit = shortest_limit_s(subject)
+    limit = _shortest_limit_s(subject)
     experiment, restart = subject.experiment, subject.experiment.slurm.restart
     speed = pace(experiment, subject.facts, subject.num_trainer_nodes())
     needs_save = experiment.ckpt is not None
     save_s = speed.save_s if needs_save else 0.0
     if limit is not None and restart.signal_lead_s >= limit:
-        yield Finding(
-            "PH310",
-            "error",
-            "slurm.restart.signal_lead_s",
-            f"Slurm's warning {restart.signal_lead_s} s before the end of a job of {limit} s comes before it begins",
-            "a shorter signal_lead_s, or a longer slurm.time",
-        )
-        return
+        return  # `warned_in_time` says so
     if needs_save and restart.how != "off" and restart.signal_lead_s < save_s + speed.step_s:
         yield Finding(
             "PH310",
@@ -124,17 +142,9 @@ def attempt_length(subject: Subject) -> Iterator[Finding]:
             f"({speed.save_from if needs_save else 'checkpoints are off'}): no attempt of the job would get anywhere",
             f"at least {format_time(2 * need)}, or a smaller startup_s in the site profile if the site is faster",
         )
-    ready = max(experiment.supervisor.start_timeout_s, ready_timeout_s(experiment))
-    if ready >= limit:
-        yield Finding(
-            "PH322",
-            "info",
-            "supervisor.start_timeout_s",
-            f"roles may take {ready:.0f} s to become ready, longer than the time limit of {limit} s",
-            "shorter supervisor.start_timeout_s and inference.ready_timeout_s name a role that hangs",
-        )
 
 
+@rule(*EVERY, slurm=True)
 def coming_back(subject: Subject) -> Iterator[Finding]:
     """Requeue where it is not allowed or does nothing."""
     experiment, site = subject.experiment, subject.site

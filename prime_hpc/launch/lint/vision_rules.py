@@ -6,7 +6,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.families import vision_problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.launch.checks import trained_names
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
 from prime_hpc.store.dataset.files import find_data, first_row
 from prime_hpc.store.dataset.row_images import image_parts
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
@@ -14,6 +14,7 @@ from prime_hpc.store.model.config import find_config, is_local_path, read_config
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
+@rule(*TRAINING)
 def model(subject: Subject) -> Iterator[Finding]:
     """Models that see images without the key, the key with models that see none, and no image processor."""
     vision = subject.experiment.model.vision
@@ -28,6 +29,7 @@ def model(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH129", "error", key, message, "copy it from the model that this one was made of")
 
 
+@rule(*TRAINING)
 def layout(subject: Subject) -> Iterator[Finding]:
     """Report what takes text alone."""
     experiment = subject.experiment
@@ -47,10 +49,11 @@ def layout(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH129", "error", "orchestrator.advantage.type", message, "an algorithm without a teacher")
 
 
+@rule("sft")
 def data(subject: Subject) -> Iterator[Finding]:
     """Supervised rows with images for a run of text, as far as the first of them tells."""
     experiment = subject.experiment
-    if experiment.kind != "sft" or experiment.model.vision is not None:
+    if experiment.model.vision is not None:
         return
     for key, source in (("sft.data.path", experiment.sft.data), ("sft.eval.path", experiment.sft.eval_source)):
         if source is not None and source.paths and _shows_images(source):
@@ -63,12 +66,9 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 def _shows_images(source: SFTSourceConfig) -> bool:
     try:
-        row = first_row(find_data(source)) or {}
+        row = first_row(find_data(source), source) or {}
     except ValueError:
         return False  # told by the rules of files
     turns = row.get(source.columns.get("messages", "messages")) or row.get(source.columns.get("prompt", "prompt"))
     messages = [message for message in turns if isinstance(message, dict)] if isinstance(turns, list) else []
     return any(image_parts(messages)) or bool(row.get(source.columns.get("images", "images")))
-
-
-CHECKS = (model, layout, data)

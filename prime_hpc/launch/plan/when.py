@@ -5,6 +5,7 @@ print(ranking.text())
 best = ranking.best            # None: Slurm names a time for none
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -242,12 +243,15 @@ def _returns(made: Submission, run_s: float) -> str:
     """Say that a job has to come back, where its time limit ends before its last step."""
     limit = made.placement.components[0].options.get("time")
     limit_s = parse_time_s(str(limit)) if limit is not None else None
-    if limit_s is None or run_s <= limit_s:
+    if limit_s is None:
         return ""
-    useful_s = limit_s - made.site.startup_s - made.experiment.slurm.restart.signal_lead_s
+    warned_s = limit_s - made.experiment.slurm.restart.signal_lead_s  # then everyone saves, and it goes back
+    if run_s <= warned_s:
+        return ""
+    useful_s = warned_s - made.site.startup_s
     if useful_s <= 0:
         return f"; its time limit of {limit} holds no step"
-    times = -int(-(run_s - limit_s) // useful_s)
+    times = math.ceil((run_s - warned_s) / useful_s)
     return f"; its time limit of {limit} ends before: it waits in the queue {times} more times, which is not counted"
 
 

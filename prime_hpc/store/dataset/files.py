@@ -4,12 +4,12 @@ import contextlib
 import glob
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
 from prime_hpc.store.manifest import MANIFEST
 
 Kind = Literal["jsonl", "parquet", "hub", "fake"]
@@ -21,6 +21,8 @@ _OF_TURNS |= {"question", "answer", "chosen", "rejected"}
 INSTRUCTION, INPUT = "instruction", "input"
 """Alpaca's two columns of one prompt."""
 _WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
+_BUFFER = 1 << 16
+"""Bytes of a column of Parquet that are read at a time: the first rows cost a page, and not a whole group."""
 _SAVED = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 
@@ -140,6 +142,14 @@ def is_text(names: Sequence[str], source: SFTSourceConfig) -> bool:
     return source.columns.get("text", "text") in names and is_meant and not _has_turns(names, source)
 
 
+def used_columns(names: Sequence[str], source: SFTSourceConfig, images: bool) -> set[str]:
+    """Return the names of the columns that make samples; `text` only where nothing else does."""
+    left_out = {"text"} if images else {"text", "images"}
+    columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column not in left_out]
+    used = {source.columns.get(column, column) for column in columns}
+    return used | {INPUT} if INSTRUCTION in used else used
+
+
 def prompt_of(row: Mapping[str, Any], column: str) -> Any:
     """Return a row's prompt: of Alpaca's rows the instruction, and what it is about."""
     prompt, about = row.get(column), row.get(INPUT) if column == INSTRUCTION else None
@@ -175,12 +185,14 @@ def no_json_lines(path: Path, head: bytes) -> str | None:
     return f"{path} is {wide}, not UTF-8: iconv -f {from_it} -t UTF-8 {path.name} > utf8.jsonl"
 
 
-def first_row(found: DataFiles) -> dict[str, Any] | None:
-    """Return the first row, where that can be had by reading a little: of plain JSON lines; else None.
+def first_row(found: DataFiles, source: SFTSourceConfig) -> dict[str, Any] | None:
+    """Return the first row, where that can be had by reading a little: of plain JSON lines, of Parquet; else None.
 
     Raises:
-        ValueError: the file holds no JSON lines.
+        ValueError: the file holds no JSON lines, or no Parquet.
     """
+    if found.kind == "parquet":
+        return next(first_parquet_rows(found.files[0], source, 1), None)
     if found.kind != "jsonl" or is_compressed(found.files[0]):
         return None
     with contextlib.suppress(OSError), found.files[0].open("rb") as file:
@@ -192,11 +204,58 @@ def first_row(found: DataFiles) -> dict[str, Any] | None:
     return None
 
 
-def first_columns(found: DataFiles) -> list[str] | None:
-    """Return the keys of the first row, as far as `first_row` can be had.
+def first_columns(found: DataFiles, source: SFTSourceConfig) -> list[str] | None:
+    """Return the columns of Parquet, and the keys of the first row, as far as `first_row` can be had.
 
     Raises:
-        ValueError: the file is no UTF-8.
+        ValueError: the file is no UTF-8, or no Parquet.
     """
-    row = first_row(found)
+    if found.kind == "parquet":
+        parquet = _open_parquet(found.files[0])
+        return parquet and sorted(parquet.schema_arrow.names)
+    row = first_row(found, source)
     return None if row is None else sorted(row)
+
+
+def first_parquet_rows(path: Path, source: SFTSourceConfig, most: int) -> Iterator[dict[str, Any]]:
+    """Yield the first rows of a Parquet file as the trainer has them; none where pyarrow or the file is not to be had.
+
+    Args:
+        path: the file.
+        source: says which columns make samples: no other one is read.
+        most: how many.
+
+    Raises:
+        ValueError: it is no Parquet.
+    """
+    if (parquet := _open_parquet(path)) is None:
+        return
+    names = parquet.schema_arrow.names
+    used = [name for name in names if name in used_columns(names, source, images=True)]
+    try:
+        for batch in itertools.islice(parquet.iter_batches(batch_size=most, columns=used), 1):
+            yield from map(without_nulls, batch.to_pylist())
+    except OSError:
+        return
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as Parquet ({error})") from error
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        return None  # a login node does without it
+    try:
+        return parquet.ParquetFile(path, buffer_size=_BUFFER)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet ({error})") from error
+    except OSError:
+        return None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a row without the nulls of Arrow, which gives every message of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

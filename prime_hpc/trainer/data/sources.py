@@ -26,14 +26,13 @@ from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
 from prime_hpc.store.dataset.files import (
-    INPUT,
-    INSTRUCTION,
     DataFiles,
     has_columns,
     is_compressed,
-    is_text,
     missing_columns,
     no_json_lines,
+    used_columns,
+    without_nulls,
 )
 from prime_hpc.store.io import files
 from prime_hpc.store.io.new_file import new_file
@@ -264,7 +263,7 @@ class ArrowRows:
         number, place = divmod(index, _ARROW_ROWS)
         if self._batch[0] != number:
             self._batch = (number, self._reader.get_batch(number))
-        return _without_nulls(self._batch[1].slice(place, 1).to_pylist()[0])
+        return without_nulls(self._batch[1].slice(place, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         """file: row number, from 1."""
@@ -275,14 +274,6 @@ class ArrowRows:
         return self._path.parent
 
 
-def _used(names: Sequence[str], source: SFTSourceConfig, images: bool) -> set[str]:
-    """Return the names of the columns that make samples; `text` only where nothing else does."""
-    left_out = {"text"} if images else {"text", "images"}
-    columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column not in left_out]
-    used = {source.columns.get(column, column) for column in columns}
-    return used | {INPUT} if INSTRUCTION in used else used
-
-
 def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig, images: bool) -> None:
     """Row group by row group, so that one of them is in memory at a time."""
     import pyarrow as pa
@@ -290,7 +281,7 @@ def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig
     names = parquet.schema_arrow.names
     if not has_columns(names, source):
         raise SFTDataError(f"{path}: {missing_columns(names, source)}")
-    wanted = _used(names, source, images)
+    wanted = used_columns(names, source, images)
     used = [name for name in names if name in wanted]
     schema = pa.schema([parquet.schema_arrow.field(name) for name in used])
     logger.info(f"unpacking {path} ({', '.join(used)}) into {target}")
@@ -317,16 +308,9 @@ def _evenly(batches: Iterator[Any], schema: Any) -> Iterator[Any]:
         yield from pending.combine_chunks().to_batches()
 
 
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every message of a column the keys of all, null where they are absent."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 def _plain_row(row: Any) -> Any:
     """Return a row of `datasets`, which may be an Arrow table, as plain Python."""
-    return _without_nulls(row if isinstance(row, dict) else row.to_pylist()[0])
+    return without_nulls(row if isinstance(row, dict) else row.to_pylist()[0])
 
 
 class HubRows:
@@ -366,7 +350,7 @@ class HubRows:
             loaded = loaded[source.split]
         if not has_columns(loaded.column_names, source):
             raise SFTDataError(f"{self._name}: {missing_columns(loaded.column_names, source)}")
-        text, used = (_used(loaded.column_names, source, with_images) for with_images in (False, images))
+        text, used = (used_columns(loaded.column_names, source, with_images) for with_images in (False, images))
         # without the others: a picture would be decoded, and be another object at each start
         if images and "Image(" in repr(loaded.features):  # their bytes are wanted, and no pixels
             loaded = loaded.with_format("arrow")
