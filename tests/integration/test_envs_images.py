@@ -19,8 +19,8 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
+from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
-from prime_hpc.envs.target import ChatOptions
 from prime_hpc.starter.vision import CHAT_TEMPLATE
 from prime_hpc.store.batch.images import image_runs
 from tests.support.album import PICTURES, picture
