@@ -219,7 +219,7 @@ def asking(folder: Path, *parts: str, system: str | None = None) -> EnvConfig:
         ("/nowhere/at/all.png", "image '/nowhere/at/all.png' cannot be read: "),
         (__file__, "is no image: it begins with"),
         ("data:text/plain,hello", "an image is not sent as a data: URL"),
-        ("data:image/png;base64,@@", "the base64 text of"),
+        ("data:image/png;base64,@@", "its text is no base64"),
     ],
 )
 def test_what_is_no_image_fails_its_episode_with_the_reason(
