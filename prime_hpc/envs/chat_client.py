@@ -20,7 +20,7 @@ from verifiers.v1.types import Response, SamplingConfig
 
 from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.envs.model_client import FULL, ContextFullError, RequestRefusedError, SampledTurn
-from prime_hpc.envs.target import ChatOptions
+from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.runtime.event_loops import loop_time
 
 PASSING = (408, 409, 425, 429)

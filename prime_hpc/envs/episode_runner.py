@@ -25,11 +25,11 @@ from prime_hpc.envs.math_answers import begin_boxed, speaks_of
 from prime_hpc.envs.model_client import PolicyClient
 from prime_hpc.envs.patches.lookups import patch_verifiers
 from prime_hpc.envs.patches.math_deadlines import use_on_threads
+from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of, episode_result
 from prime_hpc.envs.sandbox.sandbox_runtime import open_pool, sandbox_box
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
-from prime_hpc.envs.target import PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource
 
 
@@ -74,20 +74,24 @@ class SourceRunner:
     """One environment, ready to run."""
 
     def __init__(
-        self, source: EnvSource, target: PolicyTarget, policies: Mapping[str, PolicyClient | ChatClient]
+        self,
+        source: EnvSource,
+        sampling: vf.SamplingConfig,
+        settings: PoolSettings,
+        policies: Mapping[str, PolicyClient | ChatClient],
     ) -> None:
         self.source = source
-        self.target = target
+        self.settings = settings
         self.policies = policies
         # A fresh environment each time: the resources that it holds belong to this event loop.
         self.env = load_environment(source.env_config)
         self.contexts = [
             vf.ModelContext(
-                model=target.model_name,
-                client=vf.TrainClientConfig(base_url=url, api_key_var=target.api_key_var),
-                sampling=target.sampling if source.sampling is None else source.sampling,
+                model=settings.model_name,
+                client=vf.TrainClientConfig(base_url=url, api_key_var=settings.api_key_var),
+                sampling=sampling,
             )
-            for url in target.urls
+            for url in settings.urls
         ]
         self._stack = AsyncExitStack()
         self._shared: dict[str, Any] = {}
@@ -128,7 +132,7 @@ class SourceRunner:
     async def run(self, task: Any, url_index: int, traces: list[str]) -> EpisodeResult:
         """Play one episode and turn it into a result. Deadlines are the caller's, who sees its traces in `traces`."""
         started = time.monotonic()
-        policy = self.policies[self.target.urls[url_index]]
+        policy = self.policies[self.settings.urls[url_index]]
         try:
             if self._agents:
                 # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
@@ -145,7 +149,7 @@ class SourceRunner:
         finally:
             turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
         duration_s = time.monotonic() - started
-        if self.target.keep_samples and self.target.chat is None:
+        if self.settings.keep_samples and self.settings.chat is None:
             versions = {id(turn.logprobs): turn.versions for turn in turns}
             routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
             routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
@@ -153,8 +157,8 @@ class SourceRunner:
         else:
             sampled = [turn.versions for turn in turns if len(turn.versions)]
             span = (min(map(_lowest, sampled)), max(map(_highest, sampled))) if sampled else ()
-            result = episode_result(episode, None, duration_s, versions=span if self.target.chat is None else None)
-        if self.target.keep_messages and result.state is EpisodeState.COMPLETED:
+            result = episode_result(episode, None, duration_s, versions=span if self.settings.chat is None else None)
+        if self.settings.keep_messages and result.state is EpisodeState.COMPLETED:
             return replace(result, conversations=conversations_of(episode))
         return result
 
@@ -187,7 +191,7 @@ class EpisodeRunner:
     """Environments of a pool on the running event loop."""
 
     def __init__(
-        self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer | None, own: Sequence[int]
+        self, sources: Sequence[EnvSource], settings: PoolSettings, renderer: PromptRenderer | None, own: Sequence[int]
     ) -> None:
         """Make the runners of the environments with the indices `own`.
 
@@ -197,14 +201,17 @@ class EpisodeRunner:
         use_on_threads()
 
         def client(url: str) -> PolicyClient | ChatClient:
-            if target.chat is not None:
-                return ChatClient(url, target.api_key, target.chat, target.patience_s)
+            if settings.chat is not None:
+                return ChatClient(url, settings.api_key, settings.chat, settings.patience_s)
             assert renderer is not None
-            reach = (target.max_model_len, target.patience_s)
-            return PolicyClient(url, target.api_key, renderer, *reach, with_logprobs=target.keep_samples)
+            reach = (settings.max_model_len, settings.patience_s)
+            return PolicyClient(url, settings.api_key, renderer, *reach, with_logprobs=settings.keep_samples)
 
-        self._policies = {url: client(url) for url in target.urls}
-        self._sources = {index: SourceRunner(sources[index], target, self._policies) for index in own}
+        self._policies = {url: client(url) for url in settings.urls}
+        self._sources = {
+            i: SourceRunner(sources[i], vf.SamplingConfig(**settings.samplings[i]), settings, self._policies)
+            for i in own
+        }
         self._opened: list[SourceRunner] = []
 
     def move_server(self, index: int, url: str) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
+from prime_hpc.store.dataset.row_images import decode_data_url
+
 FETCH_S = 30.0
 """How long an address that holds an image may say nothing."""
 MOST_BYTES = 32 << 20
@@ -44,24 +46,16 @@ def image_urls(messages: Iterable[Any]) -> list[str]:
     ]
 
 
-def is_inline(url: str) -> bool:
-    """Return whether a URL holds an image itself."""
-    head, comma, _ = url.partition(",")
-    return bool(comma) and head.startswith("data:image/") and head.endswith(";base64")
-
-
 def decode_image(url: str) -> bytes:
     """Return the encoded image that a `data:` URL holds, byte for byte.
 
     Raises:
         ImageError: it is no `data:` URL of an image in base64.
     """
-    if not is_inline(url):
-        raise ImageError(f"an image is no data: URL of an image in base64, but {_short(url)}")
     try:
-        return base64.b64decode(url.partition(",")[2], validate=True)
+        return decode_data_url(url)
     except ValueError as error:
-        raise ImageError(f"the base64 text of {_short(url)} is damaged: {error}") from error
+        raise ImageError(f"image {_short(url)}: {error}") from error
 
 
 def encode_image(content: bytes, kind: str | None = None) -> str:
@@ -89,7 +83,7 @@ def in_words(url: str) -> str:
     try:
         about = _described(content)
     except (ImportError, OSError, ValueError, SyntaxError, ArithmeticError):  # no Pillow here, or no image
-        about = url[len("data:image/") :].partition(";")[0]
+        about = url.partition(";")[0].rpartition("/")[2]
     return f"[image {about}, {len(content) / 1000:.1f} kB]"
 
 

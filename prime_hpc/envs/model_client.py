@@ -26,10 +26,11 @@ from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice, read_tokens
 from prime_hpc.client.versions import VersionSpanError
-from prime_hpc.envs.images import image_urls, is_inline, without_images
+from prime_hpc.envs.images import image_urls, without_images
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.routing import RoutingError, parse_routing
 from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.store.dataset.row_images import is_data_url
 
 UNAVAILABLE = (502, 503)
 """HTTP statuses of a server that is starting or being restarted."""
@@ -236,7 +237,7 @@ class PolicyClient(Client):
                 status_code=400,
             )
         for url in urls:
-            if not is_inline(url):
+            if not is_data_url(url):
                 raise RequestRefusedError(
                     f"an image is not sent as a data: URL, but as {url[:80]!r}: only the prompt of a task may name a "
                     "file or an address",

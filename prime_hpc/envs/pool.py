@@ -2,7 +2,7 @@
 
 The orchestrator's and the evals' door to environments:
 
-    async with EnvPool(config.env, model_name="policy", ..., split="train", seed=0) as pool:
+    async with EnvPool(PoolSettings(envs=config.env, urls=urls, ..., split="train", seed=0)) as pool:
         result = await pool.run_episode(source_index=0, task_index=17, url_index=0)   # never raises but when cancelled
 
 Episodes of environments without workers share one event loop, on a thread of their own (`envs.loop_thread`): an
@@ -12,8 +12,6 @@ does not answer after that is interrupted, and replaced if that does not help.
 """
 
 import asyncio
-import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,22 +22,15 @@ from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import Job, LoopThread
 from prime_hpc.envs.math_answers import speaks_of
+from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
-from prime_hpc.envs.target import ChatOptions, PolicyTarget
-from prime_hpc.envs.task_sources import EnvSource, Split
+from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.host_link import LocalHost, RemoteHost, remote_hosts
-from prime_hpc.envs.workers.settings import plain_options, refuse_unsendable
+from prime_hpc.envs.workers.settings import refuse_unsendable, settings_to_plain
 from prime_hpc.runtime.event_loops import loop_time
-
-
-class SamplingParameters(Protocol):
-    """The part of a sampling section that is needed here."""
-
-    def parameters(self) -> dict[str, Any]:
-        """By vLLM's names."""
 
 
 @runtime_checkable
@@ -61,85 +52,31 @@ BLOCKED_AFTER_S = 3.0
 """A loop that has not answered for so long, when an episode is already overdue, is blocked."""
 INTERRUPT_GRACE_S = 2.0
 """How long an interrupted loop may take to answer again before it is replaced."""
-MAX_PATIENCE_S = 60.0
-"""How long a turn waits for a server that cannot be reached (it is being restarted), at most."""
 
 
 class EnvPool:
     """Environments, their tasks and the servers that play them."""
 
     sources: list[EnvSource]
-    _renderer: PromptRenderer | None
+    _renderer: PromptRenderer | None = None
     _held: Sequence[Held] = ()
 
     def __init__(
-        self,
-        envs: Sequence[EnvConfig],
-        *,
-        model_name: str,
-        tokenizer_path: str,
-        urls: Sequence[str],
-        sampling: SamplingParameters,
-        split: Split,
-        seed: int,
-        max_model_len: int,
-        renderer: str = "auto",
-        enable_thinking: bool = False,
-        trust_remote_code: bool = False,
-        chat_template: str | None = None,
-        vision: bool = False,
-        api_key_var: str = "VLLM_API_KEY",
-        api_key: str | None = None,
-        beside: Sequence[EnvConfig] = (),
-        samplings: Sequence[SamplingParameters] = (),
-        chat: ChatOptions | None = None,
-        keep_messages: bool = False,
-        keep_samples: bool = True,
-        servers: EnvServersConfig | None = None,
-        log_dir: Path | None = None,
+        self, settings: PoolSettings, servers: EnvServersConfig | None = None, log_dir: Path | None = None
     ) -> None:
         """Describe a pool; `async with` starts it.
 
         Args:
-            envs: the environments; `source_index` counts them.
-            model_name: name under which the servers serve the policy.
-            tokenizer_path: local directory or hub name.
-            urls: `http://host:port/v1` of each server; `url_index` counts them.
-            sampling: of every reply.
-            split: which tasks; see `EnvSource`.
-            seed: for tasksets that take one.
-            max_model_len: prompt and completion tokens of one sequence, at most.
-            renderer, chat_template: how messages become tokens (`renderers` name, or `auto`); None: the tokenizer's.
-            enable_thinking: whether the chat template opens a think section.
-            trust_remote_code: run the tokenizer's own code, where it ships with one.
-            vision: prompts may hold images, which the servers' model sees.
-            api_key_var, api_key: environment variable with the servers' key; the key, where that is not set.
-            samplings: of each environment's replies, in place of `sampling`.
-            beside: the environments of the other split: no task is in both, see `EnvSource`.
-            chat: the servers are no own ones, but an API: replies have no tokens, and no tokenizer is needed.
-            keep_messages, keep_samples: results bring their conversations; what trains (see `EpisodeResult`).
+            settings: what is played, and who is asked.
             servers: of workers, where environments have some; None: none has.
             log_dir: of the workers' logs.
         """
-        if not envs:
-            raise EnvError("no environment is configured: set orchestrator.env to a list with at least one `id`")
-        if not urls:
-            raise EnvError("no inference server is known: set orchestrator.client.base_url, or let the run start one")
-        self._configs = list(envs)
-        self._split: Split = split
-        self._seed, self._beside = seed, tuple(beside)
-        self._model_name, self._urls = model_name, tuple(urls)
+        self._settings = settings
         self._moved: dict[int, str] = {}
-        self._api_key_var, self._api_key = api_key_var, api_key
-        self._sampling, self._samplings = sampling, tuple(samplings)
-        self._max_model_len, self._chat = max_model_len, chat
-        self._keep_messages, self._keep_samples = keep_messages, keep_samples
-        self._renderer_options = (tokenizer_path, renderer, enable_thinking, trust_remote_code, chat_template, vision)
         self._servers = EnvServersConfig() if servers is None else servers
         self._host = LocalHost(log_dir)
         self._remote_hosts: list[RemoteHost] = []
         self._fleets: dict[int, Fleet] = {}
-        self._target: Any = None
         self._worker: LoopThread | None = None
         self._runner: Any = None
         self._lost: asyncio.Future[str] | None = None
@@ -206,7 +143,7 @@ class EnvPool:
     def worker_metrics(self) -> dict[str, float]:
         """Return figures of the environments' processes: `env_workers/<environment>/<figure>`, of evaluated ones
         `env_workers/eval/...`."""
-        where = "env_workers/eval" if self._split == "eval" else "env_workers"
+        where = "env_workers/eval" if self._settings.split == "eval" else "env_workers"
         return {
             f"{where}/{fleet.name}/{key}": value
             for fleet in self._fleets.values()
@@ -249,8 +186,8 @@ class EnvPool:
         """
         source = self.sources[source_index]
         number = source.number(task_index)
-        if not 0 <= url_index < len(self._urls):
-            raise IndexError(f"url_index is {url_index}; there are {len(self._urls)} servers")
+        if not 0 <= url_index < len(self._settings.urls):
+            raise IndexError(f"url_index is {url_index}; there are {len(self._settings.urls)} servers")
         assert self._closed is not None, "enter the pool first"
         if source_index in self._fleets:
             return await self._fleets[source_index].run(number, url_index)  # the task is made there alone
@@ -332,46 +269,39 @@ class EnvPool:
     def _load(self) -> None:
         """Import verifiers, load tokenizer, tasksets and tasks. Runs on a thread."""
         try:
-            from verifiers.v1.types import SamplingConfig as VerifiersSampling
-
             import prime_hpc.envs.episode_runner  # noqa: F401 (what is missing is said here)
         except ImportError as error:
             raise EnvError(
                 f"verifiers cannot be imported ({error}); install prime-hpc with its `cpu` or `gpu` extra"
             ) from error
-        self._renderer = load_prompt_renderer(*self._renderer_options) if self._chat is None else None
-        self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
+        asked = self._settings
+        if asked.chat is None:
+            self._renderer = load_prompt_renderer(
+                asked.tokenizer_path,
+                asked.renderer,
+                asked.enable_thinking,
+                asked.trust_remote_code,
+                asked.chat_template,
+                asked.vision,
+            )
+        self.sources = [EnvSource(config, asked.split, asked.seed, beside=asked.beside) for config in asked.envs]
         self._held = [s.env.taskset for s in self.sources if isinstance(s.env.taskset, Held)]
         for taskset in self._held:
             taskset.hold()
-        for source, own in zip(self.sources, self._samplings, strict=False):
-            source.sampling = VerifiersSampling(**own.parameters())
-        most_s = MAX_PATIENCE_S if self._chat is None else math.inf  # an API's limits may ask for minutes
-        self._target = PolicyTarget(
-            model_name=self._model_name,
-            urls=self._urls,
-            api_key_var=self._api_key_var,
-            api_key=os.environ.get(self._api_key_var) or self._api_key,
-            sampling=VerifiersSampling(**self._sampling.parameters()),
-            max_model_len=self._max_model_len,
-            patience_s=min(most_s, *(config.timeout_s / 2 for config in self._configs)),
-            chat=self._chat,
-            keep_messages=self._keep_messages,
-            keep_samples=self._keep_samples,
-        )
 
     def _num_workers(self, config: EnvConfig) -> Any:
         return self._servers.workers if config.workers is None else config.workers
 
     async def _start_fleets(self) -> None:
         """Start the processes of the environments that have some, all at once."""
-        chosen = [(i, self._num_workers(config)) for i, config in enumerate(self._configs) if self._num_workers(config)]
+        numbers = enumerate(map(self._num_workers, self._settings.envs))
+        chosen = [(index, number) for index, number in numbers if number]
         if not chosen:
             return
-        self._remote_hosts = remote_hosts(self._servers, self._urls)
+        self._remote_hosts = remote_hosts(self._servers, self._settings.urls)
         for index, number in chosen:
             source = self.sources[index]
-            options = self._options_of(index)
+            options = settings_to_plain(self._settings.of_one(index))
             refuse_unsendable(source.name, options)
             self._fleets[index] = Fleet(
                 source.name,
@@ -385,32 +315,6 @@ class EnvPool:
             )
         await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
 
-    def _options_of(self, index: int) -> dict[str, Any]:
-        """Return what a worker must know to play one environment as this process would."""
-        sampling = self._samplings[index] if index < len(self._samplings) else self._sampling
-        tokenizer_path, renderer, enable_thinking, trust_remote_code, chat_template, vision = self._renderer_options
-        return plain_options(
-            self._configs[index],
-            self._beside,
-            self._chat,
-            model_name=self._model_name,
-            tokenizer_path=tokenizer_path,
-            renderer=renderer,
-            enable_thinking=enable_thinking,
-            trust_remote_code=trust_remote_code,
-            chat_template=chat_template,
-            vision=vision,
-            urls=list(self._urls),
-            sampling=sampling.parameters(),
-            split=self._split,
-            seed=self._seed,
-            max_model_len=self._max_model_len,
-            api_key_var=self._api_key_var,
-            api_key=self._target.api_key,
-            keep_messages=self._keep_messages,
-            keep_samples=self._keep_samples,
-        )
-
     def _make_thread(self) -> LoopThread:
         return LoopThread("prime-hpc-envs")
 
@@ -418,12 +322,12 @@ class EnvPool:
         """Start a fresh loop with those environments open on it that have no processes of their own."""
         from prime_hpc.envs.episode_runner import EpisodeRunner
 
-        own = [index for index, config in enumerate(self._configs) if not self._num_workers(config)]
+        own = [index for index, config in enumerate(self._settings.envs) if not self._num_workers(config)]
         if not own:
             return
         self._warn_of_math(own)
         worker = self._make_thread()
-        runner = EpisodeRunner(self.sources, self._target, self._renderer, own)
+        runner = EpisodeRunner(self.sources, self._settings, self._renderer, own)
         opening = asyncio.wrap_future(worker.submit(runner.open()))
         self._worker, self._runner = worker, runner
         for index, url in self._moved.items():

@@ -122,8 +122,6 @@ class EnvSource:
         self.name: str = config.name or config.id
         self.ratio: float = config.ratio
         self.split = split
-        self.sampling: Any = None
-        """verifiers `SamplingConfig` of its replies; None: the pool's."""
         self.env_config = build_env_config(config, split, seed)
         self.sandbox = sandbox_of(config)
         """Of its episodes; None: what they run, they run as this process does."""

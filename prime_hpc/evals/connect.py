@@ -18,7 +18,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.pool import EnvPool
-from prime_hpc.envs.target import ChatOptions
+from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
@@ -178,29 +178,27 @@ async def _make_pool(
     if is_api:
         assert stated is not None
     api_model = (stated.model if stated is not None else None) or experiment.model.name
-    return EnvPool(
-        config.environments,
+    settings = PoolSettings(
+        envs=config.environments,
+        samplings=[config.sampling_of(env).parameters() for env in config.environments],
+        split=split,
+        seed=experiment.seed,
+        urls=urls,
         model_name=api_model if is_api else POLICY,
+        api_key=key,
+        api_key_var=stated.api_key_var if stated is not None else KEY_VARIABLES["inference"],
+        max_model_len=min(lengths, default=length),
+        chat=ChatOptions(stated.timeout_s, stated.max_retries) if is_api and stated is not None else None,
         tokenizer_path=experiment.model.name,
         renderer=experiment.model.renderer,
         enable_thinking=experiment.model.enable_thinking,
         trust_remote_code=experiment.model.trust_remote_code,
         chat_template=version_template(experiment.eval) if experiment.kind == "eval" else None,
         vision=experiment.model.vision is not None,
-        urls=urls,
-        api_key_var=stated.api_key_var if stated is not None else KEY_VARIABLES["inference"],
-        api_key=key,
-        sampling=config.sampling,
-        samplings=[config.sampling_of(env) for env in config.environments],
-        split=split,
-        seed=experiment.seed,
-        max_model_len=min(lengths, default=length),
-        chat=ChatOptions(stated.timeout_s, stated.max_retries) if is_api and stated is not None else None,
         keep_messages=keep_messages,
         keep_samples=False,
-        servers=config.env_servers,
-        log_dir=log_dir,
     )
+    return EnvPool(settings, config.env_servers, log_dir)
 
 
 def _subscribe_to_servers(bus: BusClient, servers: Servers) -> None:

@@ -50,7 +50,7 @@ class Pool(Protocol):
 
 
 RecordMaker = Callable[[Record, EpisodeResult, Any], Record]
-"""(record, result, task) -> the record that is kept."""
+"""(record, result, task) -> the record that is kept; the task is None where it could not be made."""
 
 
 def num_tasks_of(source: Source, env: StandaloneEnvConfig, config: EpisodesConfig) -> int:
@@ -145,8 +145,14 @@ class Player:
                 break
             self.num_replays += 1
             self._servers.report(server)
-        task = source.task(key.task)
-        return self._make_record(_record(key, task_id(task), result, error, reason), result, task)
+        try:
+            task = source.task(key.task)
+        except Exception:  # an endless taskset's code, which raises anything
+            if not error:
+                raise
+            task = None  # the episode has failed of it, and says so
+        identity = task_id(task) if task is not None else ""
+        return self._make_record(_record(key, identity, result, error, reason), result, task)
 
 
 def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, str]:

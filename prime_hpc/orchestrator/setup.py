@@ -18,6 +18,7 @@ from prime_hpc.config.sections.orchestrator import EnvConfig, EvalEnvConfig, Tra
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
+from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.orchestrator.algorithms import get_algorithm
 from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Teacher
@@ -78,18 +79,20 @@ def ready_timeout(exp: Experiment, role: EngineRole) -> float:
 
 def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
     """One client per server, for weight updates and health."""
-    config = exp.orchestrator.client
-    key = os.environ.get(_key_variable("inference", config.api_key_var)) or revealed(
-        exp.inference.api_key if exp.inference else None
-    )
     if sampling_role(exp) == "teacher":
         return [_teacher_client(FrozenServer, url, exp) for url in urls]
-    return [InferenceClient(url, key, config.timeout_s, exp.orchestrator.weights_timeout_s) for url in urls]
+    key, config = _policy_key(exp), exp.orchestrator
+    return [InferenceClient(url, key, config.client.timeout_s, config.weights_timeout_s) for url in urls]
 
 
 def _key_variable(role: EngineRole, stated: str) -> str:
     """Name the variable with the key of a group of servers: the supervisor's where it has started them."""
     return KEY_VARIABLES[role] if KEY_VARIABLES[role] in os.environ else stated
+
+
+def _policy_key(exp: Experiment) -> str | None:
+    stated = exp.inference.api_key if exp.inference else None
+    return os.environ.get(_key_variable("inference", exp.orchestrator.client.api_key_var)) or revealed(stated)
 
 
 def make_teacher(
@@ -145,14 +148,15 @@ def make_teacher(
 def _teacher_client(kind: type[InferenceClient], url: str, exp: Experiment) -> InferenceClient:
     config = exp.orchestrator.teacher
     assert config is not None, "the config refuses it"
-    return kind(url, _teacher_key(exp) or os.environ.get(config.api_key_var), config.timeout_s)
+    return kind(url, _teacher_key(exp, config), config.timeout_s)
 
 
-def _teacher_key(exp: Experiment) -> str | None:
-    """Of the teacher's servers, where the run has started them: the policy's may have another one."""
-    if exp.teacher_inference is None:
-        return None
-    return os.environ.get(KEY_VARIABLES["teacher"]) or revealed(servers_of(exp, "teacher").api_key)
+def _teacher_key(exp: Experiment, config: TeacherConfig) -> str | None:
+    """Of the teacher's servers, the run's own or others: the policy's may have another one."""
+    own = None
+    if exp.teacher_inference is not None:
+        own = os.environ.get(KEY_VARIABLES["teacher"]) or revealed(servers_of(exp, "teacher").api_key)
+    return own or os.environ.get(config.api_key_var)
 
 
 def make_pool(
@@ -167,33 +171,30 @@ def make_pool(
     """Return the environments of one split, with the run's model, renderer and seed; `name`: of the policy on the
     servers; `log_dir`: of environments' processes."""
     imitated = exp.orchestrator.teacher if sampling_role(exp) == "teacher" else None
-    server_key = revealed(exp.inference.api_key) if exp.inference else None
     kind = TrainEnvConfig if split == "train" else EvalEnvConfig  # a training environment's own is not for evaluations
-    samplings = [env.sampling.over(sampling) if isinstance(env, kind) else sampling for env in envs]
-    return EnvPool(
-        envs,
+    own = [env.sampling.over(sampling) if isinstance(env, kind) else sampling for env in envs]
+    settings = PoolSettings(
+        envs=envs,
+        samplings=[each.parameters() for each in own],
+        split=split,
+        seed=exp.seed,
+        beside=_environments_beside(exp, split),
+        urls=urls,
         model_name=imitated.served_name if imitated else name,
+        api_key=_teacher_key(exp, imitated) if imitated else _policy_key(exp),
+        api_key_var=_key_variable(
+            "teacher" if imitated else "inference", (imitated or exp.orchestrator.client).api_key_var
+        ),
+        max_model_len=exp.max_model_len,
         tokenizer_path=exp.model.name,
         renderer=exp.model.renderer,
         enable_thinking=exp.model.enable_thinking,
         trust_remote_code=exp.model.trust_remote_code,
         chat_template=exp.own_template,
         vision=exp.model.vision is not None,
-        urls=urls,
-        api_key_var=_key_variable(
-            "teacher" if imitated else "inference", (imitated or exp.orchestrator.client).api_key_var
-        ),
-        sampling=sampling,
-        samplings=samplings,
-        split=split,
-        seed=exp.seed,
-        max_model_len=exp.max_model_len,
-        api_key=_teacher_key(exp) if imitated else server_key,
-        beside=_environments_beside(exp, split),
         keep_samples=split == "train",
-        servers=exp.orchestrator.env_servers,
-        log_dir=log_dir / split if log_dir is not None else None,
     )
+    return EnvPool(settings, exp.orchestrator.env_servers, log_dir / split if log_dir is not None else None)
 
 
 def with_env_hosts(exp: Experiment, context: RoleContext) -> Experiment:

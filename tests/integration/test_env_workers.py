@@ -230,14 +230,15 @@ ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool import EnvPool
+from prime_hpc.envs.pool_settings import PoolSettings
 
 async def main():
     env = EnvConfig(id="tests.support.misbehaving", args={"kind": sys.argv[3]}, workers=2)
-    async with EnvPool([env], model_name="policy", tokenizer_path=sys.argv[1], urls=[sys.argv[2]], split="train",
-                       sampling=SamplingConfig(max_tokens=8), seed=0, max_model_len=2048) as pool:
+    settings = PoolSettings(envs=[env], samplings=[{"max_tokens": 8}], model_name="policy", tokenizer_path=sys.argv[1],
+                            urls=[sys.argv[2]], split="train", seed=0, max_model_len=2048)
+    async with EnvPool(settings) as pool:
         playing = [asyncio.create_task(pool.run_episode(0, task)) for task in range(4)]
         await asyncio.sleep(1.0)
         print("plays", flush=True)

@@ -14,8 +14,8 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import content, leave_out_trained
+from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, Sample
-from prime_hpc.envs.target import ChatOptions
 from tests.support.env_world import World
 from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, ScriptedServer, experts_of, logprob_of, reverse_last_user
@@ -70,10 +70,9 @@ def test_single_turn_is_token_exact_and_scored(world: World) -> None:
     assert world.tokenizer.decode(request["token_ids"]) == expected
 
 
-def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_KEY", "secret")
+def test_api_key_sampling_extras_and_session_reach_the_server(world: World) -> None:
     sampling = SamplingConfig(temperature=0.0, max_tokens=9, top_k=5, extra={"min_tokens": 2})
-    world.play(EnvConfig(id="reverse-text"), api_key_var="SOME_KEY", sampling=sampling)
+    world.play(EnvConfig(id="reverse-text"), api_key="secret", sampling=sampling)
     headers = world.server.headers[0]
     assert headers["Authorization"] == "Bearer secret" and headers["X-Session-ID"]
     params = world.server.requests[0]["sampling_params"]

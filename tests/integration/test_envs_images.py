@@ -19,8 +19,8 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
+from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
-from prime_hpc.envs.target import ChatOptions
 from prime_hpc.starter.vision import CHAT_TEMPLATE
 from prime_hpc.store.batch.images import image_runs
 from tests.support.album import PICTURES, picture
@@ -219,7 +219,7 @@ def asking(folder: Path, *parts: str, system: str | None = None) -> EnvConfig:
         ("/nowhere/at/all.png", "image '/nowhere/at/all.png' cannot be read: "),
         (__file__, "is no image: it begins with"),
         ("data:text/plain,hello", "an image is not sent as a data: URL"),
-        ("data:image/png;base64,@@", "the base64 text of"),
+        ("data:image/png;base64,@@", "its text is no base64"),
     ],
 )
 def test_what_is_no_image_fails_its_episode_with_the_reason(

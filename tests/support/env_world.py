@@ -9,6 +9,7 @@ from typing import Any
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.pool import EnvPool
+from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.samples import EpisodeResult
 from tests.support.scripted_server import Script, ScriptedServer, reverse_last_user
 
@@ -28,12 +29,14 @@ class World:
             "model_name": "policy",
             "tokenizer_path": str(self.tokenizer_dir),
             "urls": [self.server.url],
-            "sampling": SamplingConfig(max_tokens=64),
             "split": "train",
             "seed": 0,
             "max_model_len": 2048,
         }
-        async with EnvPool(list(envs), **(defaults | options)) as pool:
+        sampling = options.pop("sampling", SamplingConfig(max_tokens=64)).parameters()
+        servers = options.pop("servers", None)
+        settings = PoolSettings(envs=envs, samplings=[sampling] * len(envs), **(defaults | options))
+        async with EnvPool(settings, servers) as pool:
             yield pool
 
     def play(self, env: EnvConfig, num: int = 1, **options: Any) -> list[EpisodeResult]:

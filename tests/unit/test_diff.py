@@ -104,6 +104,14 @@ def test_what_a_run_went_back_behind_does_not_count(tmp_path: Path) -> None:
     assert figures["held-out reward of reverse-text (last)"] == 0.4
 
 
+def test_environments_of_one_owner_are_two_figures(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", rewards=[0.1])
+    rewards = {"eval/lab/one/mean_reward": 0.25, "eval/lab/two/mean_reward": 0.75}
+    MetricsWriter(run / "metrics" / "orchestrator.jsonl").log(1, **rewards)
+    found = {key: value for key, value in run_figures(run).items() if "lab" in key}
+    assert found == {"held-out reward of lab/one (last)": 0.25, "held-out reward of lab/two (last)": 0.75}
+
+
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     one = make(tmp_path / "one", "--inference.api-key", "hunter2")
     two = make(tmp_path / "two", "--inference.api-key", "hunter3")

@@ -12,6 +12,7 @@ import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
@@ -19,7 +20,7 @@ from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import MAX_FRAME, FrameError, Unpacker, pack
 from prime_hpc.envs.workers.host_link import Connection, Ending, HostLink
 from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
-from prime_hpc.envs.workers.settings import plain_options, pool_options, refuse_unsendable
+from prime_hpc.envs.workers.settings import refuse_unsendable, settings_from_plain, settings_to_plain
 
 CODE = {"the environment's code": "abc"}
 
@@ -106,13 +107,21 @@ def test_arrays_of_different_length_are_refused() -> None:
         result_from_plain(plain)
 
 
+def settings_of(env: EnvConfig, **options: Any) -> PoolSettings:
+    asked: dict[str, Any] = {"urls": ["http://host:1/v1"], "model_name": "m", "tokenizer_path": "t"}
+    asked |= {"split": "train", "seed": 0, "max_model_len": 64, "samplings": [{"top_k": 5}]}
+    return PoolSettings(envs=[env], **(asked | options))
+
+
 def test_a_worker_is_told_secrets_and_nothing_that_was_not_stated() -> None:
     env = EnvConfig(id="x", args={"api_key": "the-secret", "n": 3})
-    options = pool_options(sent(pack("open", options=plain_options(env, [], None, sampling={"top_k": 5})))["options"])
-    (made,) = options["envs"]
+    settings = settings_of(env, beside=[EnvConfig(id="y")], chat=ChatOptions(600, 2), api_key="the-key", vision=True)
+    assert "the-key" not in repr(settings)
+    again = settings_from_plain(sent(pack("open", options=settings_to_plain(settings)))["options"])
+    (made,), (beside,) = again.envs, again.beside
+    assert beside.id == "y" and replace(again, envs=settings.envs, beside=settings.beside) == settings
     assert made.args["api_key"].reveal() == "the-secret" and made.args["n"] == 3 and made.workers == 0
     assert made.model_fields_set == {"id", "args", "workers"}
-    assert options["sampling"].parameters() == {"top_k": 5}
 
 
 # ------------------------------------------------------------------------------------------------- assignments
@@ -450,10 +459,10 @@ def test_a_task_that_takes_long_to_make_costs_an_episode_none_of_its_time() -> N
 @pytest.mark.parametrize("value", [datetime.date(2024, 8, 1), 2**70])
 def test_arguments_that_cannot_be_sent_are_named_and_hang_nothing(value: Any) -> None:
     env = EnvConfig(id="toy", args={"fine": [1, "a"], "day": value})
-    options = plain_options(env, [], None, split="train")
+    options = settings_to_plain(settings_of(env))
     with pytest.raises(EnvError, match=r"'toy': args\.day cannot be told to a worker"):
         refuse_unsendable("toy", options)
-    refuse_unsendable("toy", plain_options(EnvConfig(id="toy", args={"fine": 1}), [], None, split="train"))
+    refuse_unsendable("toy", settings_to_plain(settings_of(EnvConfig(id="toy", args={"fine": 1}))))
 
     async def main() -> None:
         hosts = [Scripted(Peer.open)]

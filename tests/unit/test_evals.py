@@ -1,17 +1,21 @@
 """An evaluation's files and tables: episodes that survive, settings that must not change, versions, comparisons."""
 
+import asyncio
 import json
 import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import verifiers.v1 as vf
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.absolute import from_the_root
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.episodes import (
@@ -25,9 +29,11 @@ from prime_hpc.evals.episodes import (
     replaces,
     results_file,
 )
-from prime_hpc.evals.play import _judge
+from prime_hpc.evals.play import Player, _judge
+from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
+from prime_hpc.evals.synthesis.sampled import SampledLog, sampled
 from prime_hpc.evals.versions import Version, adapter_rank, find_versions, version_template
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
@@ -52,6 +58,43 @@ def paths(tmp_path: Path) -> RunPaths:
     found = RunPaths(tmp_path)
     assert claim_incarnation(found) == 1
     return found
+
+
+class EndsEarly:
+    """A pool whose environment says that it is endless, and has one task."""
+
+    def __init__(self, failed: int = 1) -> None:
+        self.sources, self.name, self.num_tasks, self.failed = [self], "e", None, failed
+
+    def task(self, index: int) -> Any:
+        if index:
+            raise EnvError("ends after 1 tasks")
+        return vf.Task(vf.TaskData(idx=0, prompt="say so"), vf.TaskConfig())
+
+    async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+        if task_index < self.failed:
+            return EpisodeResult(EpisodeState.COMPLETED, True, reward=1.0, conversations=[])
+        return EpisodeResult(EpisodeState.FAILED, False, "ends after 1 tasks", "EnvError")
+
+
+@pytest.mark.parametrize(("make_log", "make"), [(EpisodeLog, lambda kept, result, task: kept), (SampledLog, sampled)])
+def test_a_task_that_cannot_be_made_fails_its_episode_alone(paths: RunPaths, make_log: Any, make: Any) -> None:
+    log, servers = make_log(paths, 1), Servers([None], ["http://host:1/v1"], 1.0)
+    keys = [Key(0, "e", task, 0) for task in range(3)]
+
+    async def play(pool: EndsEarly) -> None:
+        await servers.load(Version(0))
+        await Player(pool, servers, log, max_concurrent=2, is_api=True, make_record=make).play(Version(0), keys)
+
+    asyncio.run(play(EndsEarly()))
+    found = [log.records[key] for key in keys]
+    assert [record.state for record in found] == [COMPLETED, FAILED, FAILED]
+    assert [bool(record.task_id) for record in found] == [True, False, False] and found[
+        1
+    ].reason == "ends after 1 tasks"
+    assert found[1].reason == "ends after 1 tasks"
+    with pytest.raises(EnvError, match="ends after"):  # one that was played is of a task
+        asyncio.run(play(EndsEarly(failed=3)))
 
 
 def test_half_a_last_line_is_cut_off_and_its_episode_played_again(paths: RunPaths) -> None:

@@ -20,8 +20,9 @@ from prime_hpc.client import keys
 from prime_hpc.client.inference import InferenceClient, InferenceError
 from prime_hpc.client.keys import KEY_VARIABLES, find_key, key_file, server_key
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.inference.guard import KeyGuard, PendingConnections
-from prime_hpc.orchestrator.setup import _teacher_client, make_clients
+from prime_hpc.orchestrator.setup import _teacher_client, make_clients, make_pool
 from prime_hpc.store.io.private import NotPrivateError, check_way, make_private_dir
 from prime_hpc.supervisor.main import _keys
 
@@ -267,6 +268,7 @@ def test_a_key_of_the_attempt_goes_to_no_server_of_others(started: str, monkeypa
     """One group is started, the other attached to; both clients name the same variable, which is the user's."""
     server = "http://elsewhere:8000/v1"
     tree: dict[str, Any] = {"orchestrator": {"advantage": {"type": "opd"}, "teacher": {"model": "o/teacher"}}}
+    tree["orchestrator"]["env"] = [{"id": "reverse-text"}]
     if started == "inference":
         tree["inference"], tree["orchestrator"]["teacher"]["base_url"] = {}, server
     else:
@@ -282,6 +284,13 @@ def test_a_key_of_the_attempt_goes_to_no_server_of_others(started: str, monkeypa
     }
     other = "teacher" if started == "inference" else "inference"
     assert sent == {started: keys[KEY_VARIABLES[started]], other: "of-the-user"}
+    config = experiment.orchestrator
+    asked = make_pool(experiment, [server], config.env, config.sampling, "train")._settings
+    assert asked.api_key == sent["inference"] and "of-the" not in repr(asked)
+    config = config.model_copy(update={"advantage": AdvantageConfig(type="sft")})  # the teacher plays
+    imitated = experiment.model_copy(update={"orchestrator": config})
+    pool = make_pool(imitated, [server], config.env, config.sampling, "train")
+    assert pool._settings.api_key == sent["teacher"]
 
 
 # ------------------------------------------------------------------------------------ directories nobody else prepared

@@ -122,6 +122,14 @@ def test_one_run_tells_what_a_user_asks(tmp_path: Path) -> None:
     assert "\x1b" not in text
 
 
+def test_an_evaluation_shows_each_environment(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "demo")
+    (path / "run.yaml").write_text("kind: eval\nname: x\n")
+    row = {"step": 3, "total": 8, "version": "base", "episodes_per_s": 2.0, "eta_s": None}
+    append(path / "metrics" / "eval.jsonl", [row | {"reward/lab/one": 0.25, "reward/lab/two": 0.75}])
+    assert "base: 3/8, lab/one 0.25, lab/two 0.75, 2 episodes/s" in text_of(read_run(path, slurm()))
+
+
 def test_walltime_that_is_too_short_is_said(tmp_path: Path) -> None:
     live = read_run(make_run(tmp_path / "demo"), slurm(time_left_s=60.0))
     assert "1:00 of the job's walltime left: not enough" in text_of(live)

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from prime_hpc.envs.images import ImageError, decode_image, encode_image, in_words, without_images
+from prime_hpc.store.dataset.row_images import decode_data_url, is_data_url
 
 
 def encoded(kind: str, size: tuple[int, int] = (48, 32)) -> bytes:
@@ -31,10 +32,18 @@ def test_logs_show_an_image_in_few_words_whatever_it_is() -> None:
         assert len(in_words(url)) < 120
 
 
+@pytest.mark.parametrize("head", ["", "application/octet-stream", "image/png", "image/svg+xml;name=a.svg"])
+def test_an_image_in_an_address_is_read_whatever_it_calls_itself(head: str) -> None:
+    """Of environments and of SFT alike (`test_sft_images`)."""
+    url = f"data:{head};base64,YWJj"
+    assert is_data_url(url) and decode_image(url) == decode_data_url(url) == b"abc"
+
+
 @pytest.mark.parametrize("url", ["", "data:image/png,abc", "data:text/plain;base64,abcd", "/a/file.png"])
 def test_what_is_no_image_is_refused(url: str) -> None:
     with pytest.raises(ImageError, match="is no data: URL"):
         decode_image(url)
+    assert not is_data_url(url)
 
 
 def test_a_renderer_is_given_no_megabytes() -> None:

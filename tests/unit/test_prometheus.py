@@ -126,6 +126,21 @@ def test_rows_become_counters_and_gauges() -> None:
     assert value(found, "run_collected_timestamp_seconds") == 5.0
 
 
+def test_environments_are_named_as_on_a_hub() -> None:
+    figures = Figures("demo")
+    own = {"env/lab/one/won": 0.5, "env/lab/one/parts/form": 0.25, "env/lab/won": 0.125}
+    figures.take_row("orchestrator", {"step": 1, "reward/lab/one/mean": 0.5, "reward/lab/mean": 0.5, **own})
+    for name, reward in (("one", 0.75), ("two", 0.5)):
+        held_out = {f"eval/lab/{name}/mean_reward": reward, f"eval/lab/{name}/num_episodes": 8}
+        figures.take_row("orchestrator", {"step": 2, "eval/seconds": 3.0, **held_out})
+    found = parsed(figures.text())
+    assert value(found, "env_metric", env="lab/one", metric="won") == 0.5
+    assert value(found, "env_metric", env="lab/one", metric="parts/form") == 0.25
+    assert value(found, "env_metric", env="lab", metric="won") == 0.125
+    assert value(found, "env_eval", env="lab/one", metric="mean_reward") == 0.75
+    assert value(found, "env_eval", env="lab/two", metric="num_episodes") == 8
+
+
 def test_the_supervisors_word_and_processes() -> None:
     figures = Figures("demo")
     figures.take_word({"state": "starting", "attempt": 2, "roles": {"trainer": "starting"}, "stall": None}, "rl")

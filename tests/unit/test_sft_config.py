@@ -106,7 +106,7 @@ def test_evaluations_beside_use_the_template_that_is_trained(tmp_path: Path) -> 
         evaluation = exp.orchestrator.eval
         assert evaluation is not None
         pool = make_pool(exp, ["http://127.0.0.1:9/v1"], evaluation.env, exp.orchestrator.eval_sampling, "eval")
-        assert pool._renderer_options[4] == expected
+        assert pool._settings.chat_template == expected
     with pytest.raises(ValueError, match=r"sft\.data\.chat_template = .*none\.jinja"):
         _ = sft(chat_template="none.jinja").own_template
 

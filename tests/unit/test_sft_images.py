@@ -159,6 +159,10 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     "torn": (turn({"type": "image", "image": data_url(LARGE[:-900])}), ["cannot be decoded"]),
     "no image": (turn({"type": "image", "image": data_url(b"text")}), ["cannot be decoded"]),
     "no base64": (turn({"type": "image", "image": "data:image/png;base64,?"}), ["no base64"]),
+    "no word of it": (
+        turn({"type": "image", "image": "data:image/png,YWJj"}),
+        ["image data:image/png,", "no data: URL"],
+    ),
     "of the web": (turn({"type": "image", "image": "https://x/a.png"}), ["https://x/a.png", "not downloaded"]),
     "too long": (turn({"type": "image", "image": data_url(make_image(1, 1024, 2))}), ["1024 x 2 pixels", "crop"]),
     "too many": ({**turn({"type": "image"}), "images": ["small.png"] * 3}, ["holds 3", "2 of them have no place"]),

@@ -62,22 +62,22 @@ async def _sides(folder: Path, url: str, cores: int) -> dict[str, Any]:
 async def _pool(folder: Path, url: str, cores: int) -> AsyncIterator[Any]:
     """The environment twice: played here, and by a worker for each core."""
     from prime_hpc.config.sections.orchestrator import EnvConfig
-    from prime_hpc.config.sections.sampling import SamplingConfig
     from prime_hpc.envs.pool import EnvPool
+    from prime_hpc.envs.pool_settings import PoolSettings
     from prime_hpc.runtime.process_memory import freeze_gc
 
     costly: dict[str, Any] = {"id": "_costly_env", "args": {"cpu_ms": REWARD_S * 1e3}}
-    pool = EnvPool(
-        [EnvConfig(**costly, name="here", workers=0), EnvConfig(**costly, name="there", workers=cores)],
+    settings = PoolSettings(
+        envs=[EnvConfig(**costly, name="here", workers=0), EnvConfig(**costly, name="there", workers=cores)],
+        samplings=[{"max_tokens": 8}] * 2,
         model_name="policy",
         tokenizer_path=str(folder),
         urls=[url],
-        sampling=SamplingConfig(max_tokens=8),
         split="train",
         seed=0,
         max_model_len=2048,
     )
-    async with pool:
+    async with EnvPool(settings) as pool:
         freeze_gc()
         yield pool
 

@@ -19,10 +19,6 @@ from prime_hpc.store.dataset.files import find_data
 Row = dict[str, Any]
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
 """Columns that a prompt is looked for in, where none is named."""
-
-
-PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
-"""Columns of prompts."""
 IMAGES = ("images", "image")
 """Columns of images."""
 

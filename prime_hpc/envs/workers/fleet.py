@@ -99,7 +99,7 @@ class Fleet:
             num_workers: how many, or as many as the load asks for.
             config: their limits.
             hosts: start them, in turn.
-            options: what a worker is told when it opens (`settings.plain_options`).
+            options: what a worker is told when it opens (`settings.settings_to_plain`).
             moved: servers that are elsewhere by now: index and URL.
             expected: this process's `fingerprint` of the environment.
             timeout_s: of one episode.

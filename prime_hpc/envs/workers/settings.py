@@ -1,25 +1,13 @@
-"""The settings of an environment as a worker is told them, plain values, and the pool that it makes of them."""
+"""The settings of a pool as a worker is told them: plain values."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from typing import Any
 
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.target import ChatOptions
+from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.workers.frames import pack
-
-
-@dataclass(frozen=True)
-class PlainSampling:
-    """Sampling parameters by vLLM's names."""
-
-    stated: dict[str, Any]
-
-    def parameters(self) -> dict[str, Any]:
-        """By vLLM's names."""
-        return dict(self.stated)
 
 
 def env_to_plain(config: EnvConfig) -> dict[str, Any]:
@@ -30,32 +18,27 @@ def env_to_plain(config: EnvConfig) -> dict[str, Any]:
     return revealed(stated | {"workers": 0})
 
 
-def pool_options(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a worker's `EnvPool`.
-
-    Args:
-        plain: of `plain_options`.
-    """
-    chat = plain.pop("chat")
+def settings_to_plain(settings: PoolSettings) -> dict[str, Any]:
+    """Return settings as values that can be sent."""
+    plain = {each.name: getattr(settings, each.name) for each in fields(settings)}
     return plain | {
-        "envs": [EnvConfig(**env) for env in plain["envs"]],
-        "beside": [EnvConfig(**env) for env in plain["beside"]],
-        "sampling": PlainSampling(plain["sampling"]),
-        "chat": ChatOptions(**chat) if chat is not None else None,
+        "envs": list(map(env_to_plain, settings.envs)),
+        "beside": list(map(env_to_plain, settings.beside)),
+        "samplings": list(settings.samplings),
+        "urls": list(settings.urls),
+        "chat": asdict(settings.chat) if settings.chat is not None else None,
     }
 
 
-def plain_options(env: EnvConfig, beside: Sequence[EnvConfig], chat: ChatOptions | None, **rest: Any) -> dict[str, Any]:
-    """Return what a worker must know to play an environment as the caller's own process would.
-
-    Args:
-        env: the environment.
-        beside: those of the other split.
-        chat: of an API.
-        rest: further arguments of `EnvPool`, plain values; `sampling` by vLLM's names.
-    """
-    plain_chat = asdict(chat) if chat is not None else None
-    return rest | {"envs": [env_to_plain(env)], "beside": list(map(env_to_plain, beside)), "chat": plain_chat}
+def settings_from_plain(plain: dict[str, Any]) -> PoolSettings:
+    """Return the settings that `settings_to_plain` made these values of."""
+    chat = plain["chat"]
+    made = {
+        "envs": [EnvConfig(**env) for env in plain["envs"]],
+        "beside": [EnvConfig(**env) for env in plain["beside"]],
+        "chat": ChatOptions(**chat) if chat is not None else None,
+    }
+    return PoolSettings(**(plain | made))
 
 
 def refuse_unsendable(name: str, options: dict[str, Any]) -> None:
@@ -63,7 +46,7 @@ def refuse_unsendable(name: str, options: dict[str, Any]) -> None:
 
     Args:
         name: of the environment.
-        options: of `plain_options`.
+        options: of `settings_to_plain`.
 
     Raises:
         EnvError: a value is neither plain nor a number of 64 bits; names the argument.

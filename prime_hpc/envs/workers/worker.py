@@ -34,7 +34,7 @@ from prime_hpc.envs.workers.episode_mark import current_episode, mark_episodes, 
 from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.frames import FrameError, Unpacker, pack
 from prime_hpc.envs.workers.records import result_to_plain
-from prime_hpc.envs.workers.settings import pool_options
+from prime_hpc.envs.workers.settings import settings_from_plain
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import new_event_loop
@@ -119,10 +119,10 @@ class Worker:
     async def _open(self, order: dict[str, Any]) -> bool:
         """Load the environment and say which code it is; False where that is not possible."""
         try:
-            pool = WorkerPool(**pool_options(order["options"]))
+            pool = WorkerPool(settings_from_plain(order["options"]))
             pool.mark, pool.say_last = self._mark, self._send_last
             await pool.__aenter__()
-        except (EnvError, TypeError, ValueError) as error:
+        except (EnvError, KeyError, TypeError, ValueError) as error:
             await self._send_last(pack("refused", reason=str(error)))
             return False
         self._pool = pool

@@ -34,7 +34,7 @@ def sampled(record: Record, result: EpisodeResult, task: Any) -> Sampled:
     """Return a record with the conversations of its result; texts for people would say them again."""
     told = {f.name: getattr(record, f.name) for f in fields(Record)} | {"prompt": "", "completion": ""}
     judged = [row | {"parsed": is_parsed(row["messages"]), "digest": digest(row)} for row in result.conversations]
-    return Sampled(**told, conversations=judged, handed_on=getattr(task.data, HANDED_ON, None))
+    return Sampled(**told, conversations=judged, handed_on=getattr(getattr(task, "data", None), HANDED_ON, None))
 
 
 def digest(row: dict[str, Any]) -> str:

@@ -79,7 +79,7 @@ P.curve = function (run, role, key, label, color) {
 };
 /* Held-out means with 95 % intervals where the run recorded their standard error over tasks: mean +- 1.96 SE. */
 P.heldOut = function (run, color) {
-  return Object.keys(run.points).filter(function (key) { return /\/mean_reward$/.test(key); }).map(function (key, index) {
+  return Object.keys(run.points).filter(function (key) { return /^eval\/.+\/mean_reward$/.test(key); }).map(function (key, index) {
     const env = key.split("/").slice(1, -1).join("/"), points = run.points[key];
     const error = new Map(run.points["eval/" + env + "/mean_reward_se"] || []);
     const half = points.map(function (p) { return error.has(p[0]) ? 1.96 * error.get(p[0]) : null; });

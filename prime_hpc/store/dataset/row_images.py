@@ -5,6 +5,8 @@ or `path`), or takes the next one of a column of the row; so does `<image>` in t
 path, a `data:` URL, bytes, or what `datasets` makes of an image: `{"bytes": ..., "path": ...}`.
 """
 
+import base64
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +16,28 @@ from prime_hpc.config.sections.sft import IMAGE_PARTS
 Message = dict[str, Any]
 IMAGE_HERE = "<image>"
 """In a text: an image of the column stands here."""
+
+_DATA_URL = re.compile(r"data:(?:image/[^;,]+|application/octet-stream)?(?:;[^;,]+)*;base64,")
+
+
+def is_data_url(url: str) -> bool:
+    """Return whether a URL holds an encoded image itself."""
+    return _DATA_URL.match(url) is not None
+
+
+def decode_data_url(url: str) -> bytes:
+    """Return the encoded image (PNG, JPEG, ...) that a `data:` URL holds, byte for byte.
+
+    Raises:
+        ValueError: it is no `data:` URL of an image in base64, or its text is damaged.
+    """
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise ValueError("it is no data: URL of an image in base64")
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except ValueError as error:
+        raise ValueError(f"its text is no base64 ({error})") from error
 
 
 def as_sources(column: Any) -> list[Any]:

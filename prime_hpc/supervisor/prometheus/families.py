@@ -4,8 +4,10 @@ Every sample has the label `run`; the others are named in the tables. `slurm/MON
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.observe.metric_table import GIB, ORCHESTRATOR, TRAINER, Family, counter, gauge
 
 PREFIX = "prime_hpc_"
@@ -62,13 +64,24 @@ _WORKER = {
     "queued": Target("env_worker_episodes", ("queued",)),
 }
 _ENV_REWARD = re.compile(r"reward/(.+)/(mean|std)")
-_ENV = re.compile(r"(env|eval)/([^/]+)/(.+)")
 _ENV_WORKERS = re.compile(r"env_workers/(.+)/([^/]+)")
 _NO_METRICS = ("step", "time")
 
 
-def target_of(role: str, metric: str) -> Target | None:
-    """Return the place of a metric of `metrics/<role>.jsonl`; None for a row's step and time."""
+def environments(row: Iterable[str]) -> list[str]:
+    """Return the environments, slashes in their names and all, of which a row of the orchestrator has rewards."""
+    trained = (found[1] for key in row if (found := _ENV_REWARD.fullmatch(key)))
+    return [*trained, *filter(None, map(evaluated, row))]
+
+
+def target_of(role: str, metric: str, envs: Iterable[str] = ()) -> Target | None:
+    """Return the place of a metric of `metrics/<role>.jsonl`; None for a row's step and time.
+
+    Args:
+        role: whose file.
+        metric: a key of a row.
+        envs: `environments` of the row: where an environment's name ends, and its own metric's begins.
+    """
     if metric in _NO_METRICS:
         return None
     if metric in _ROWS[role]:
@@ -88,8 +101,10 @@ def target_of(role: str, metric: str) -> Target | None:
         if known is None:
             return Target("env_worker_events_total", (env, figure))
         return Target(known.name, (env, *known.labels), known.scale)
-    if found := _ENV.fullmatch(metric):
-        return Target("env_metric" if found[1] == "env" else "env_eval", found.groups()[1:])
+    group, _, rest = metric.partition("/")
+    if group in ("env", "eval") and "/" in rest:
+        env = max((e for e in envs if rest.startswith(f"{e}/")), key=len, default=rest.partition("/")[0])
+        return Target("env_metric" if group == "env" else "env_eval", (env, rest[len(env) + 1 :]))
     return Target("orchestrator_other", (metric,))
 
 

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.observe.metrics import number_of
-from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, target_of
+from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, environments, target_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -60,11 +60,12 @@ class Figures:
     def take_row(self, role: str, row: Mapping[str, Any]) -> None:
         """Take a new row of `metrics/<role>.jsonl`."""
         is_step = _STEP_KEY[role] in row
+        envs = environments(row) if role == "orchestrator" else []
         with self._lock:
             if is_step:
                 self._add(f"{role}_steps_total", 1.0, ())
             for metric, value in row.items():
-                target, number = target_of(role, metric), number_of(value)
+                target, number = target_of(role, metric, envs), number_of(value)
                 if target is None or number is None:
                     continue
                 if FAMILIES[PREFIX + target.name].kind == "gauge" or target.name in ALREADY_COUNTED:

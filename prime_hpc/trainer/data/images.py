@@ -7,8 +7,6 @@ decoded once here (a JPEG at an eighth of its size), so that a broken one is nam
 Sources: `store.dataset.row_images`; paths are meant from the folder of the rows.
 """
 
-import base64
-import binascii
 import io
 import json
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.store.batch.images import upright_size
-from prime_hpc.store.dataset.row_images import stated
+from prime_hpc.store.dataset.row_images import decode_data_url, stated
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.messages import SFTDataError
 
@@ -115,11 +113,11 @@ def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
         raise SFTDataError(f"expected an image as a path, a data: URL or bytes, got {source!r:.120}")
     name = f"image {source:.200}"
     if source.startswith("data:"):
-        head, _, data = source.partition(",")
+        head = source.partition(",")[0][:40]
         try:
-            return base64.b64decode(data, validate=True), f"an image of {head:.40}"
-        except (binascii.Error, ValueError) as error:
-            raise SFTDataError(f"image {head:.40},...: no base64 ({error})") from error
+            return decode_data_url(source), f"an image of {head}"
+        except ValueError as error:
+            raise SFTDataError(f"image {head},...: {error}") from error
     if source.startswith(("http://", "https://")):
         raise SFTDataError(f"{name}: images are not downloaded; save it beside the rows and name the file")
     path = Path(unquote(source.removeprefix("file://")) if source.startswith("file://") else source)
