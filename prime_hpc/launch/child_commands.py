@@ -5,6 +5,7 @@ was not submitted yet is named by its experiment file: its children wait in its 
 """
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -181,9 +182,8 @@ def _at_rest(path: Path) -> str:
     rows = read_rows(path.parent / ATTEMPTS_JSONL)
     if not rows or rows[-1]["ended"] is None:
         return ""
-    return (
-        f", but its trainer does not run: `prime-hpc resume {path.parent}` goes on with it, if the job does not itself"
-    )
+    resume = f"prime-hpc resume {shlex.quote(str(path.parent))}"
+    return f", but its trainer does not run: `{resume}` goes on with it, if the job does not itself"
 
 
 def _stop_child(path: Path, timeout_s: float) -> str:

@@ -5,6 +5,7 @@ does not help, or where nothing runs yet. No job is ended that does not carry th
 """
 
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -86,9 +87,8 @@ def _cancel(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
             return Ended(str(run_dir), True, "pending", "it was waiting; taken out of the queue", waiting[-1].job_id)
         return _end_job(run_dir, running[0], now=now, timeout_s=timeout_s, say=say)
     except SlurmError as error:
-        stop = (
-            f"; `touch {run_dir / STOP}` has one that runs save and end, without Slurm" if error.is_unreachable else ""
-        )
+        touch = f"touch {shlex.quote(str(run_dir / STOP))}"
+        stop = f"; `{touch}` has one that runs save and end, without Slurm" if error.is_unreachable else ""
         raise SlurmRefused(Problem(f"{run_dir}: {error}{stop}")) from error
 
 
@@ -355,7 +355,7 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, k
 
     if is_parent(experiment) or not experiment.trains:  # its runs have their own; an evaluation has its episodes
         return
-    again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
+    again = f"start over with `prime-hpc submit {shlex.quote(f'{run_dir}/run.yaml')} --clean`"
     paths = run_paths(experiment, run_dir)
     try:  # sizes alone: a login node is no place to read a checkpoint
         newest = next(newest_first(paths.checkpoints), None)

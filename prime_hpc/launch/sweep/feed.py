@@ -57,7 +57,7 @@ class Feed:
     held_by: str = ""
     """The sweep's own limit, where that alone keeps the next point back."""
     said: str = ""
-    """What people were told last."""
+    """The last words for people."""
     began: float = field(default_factory=time.time)
     _invalid: dict[int, str] = field(default_factory=dict)
     _most: int | None = None
