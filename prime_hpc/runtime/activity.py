@@ -48,7 +48,7 @@ MAX_FRAMES = 40
 MAX_TASKS = 64
 TOKEN_BYTES = 8
 CLIENTS, RUNS = "clients", "runs"
-"""A trainer may await these for ever, as nobody owes it them: a service's next request, a trainer of many's next run."""
+"""A trainer may await these for ever: a service's next request, a trainer of many's next run."""
 Frame = tuple[str, int, str]
 """File, line, function."""
 Explanation = Callable[[], Any]
