@@ -4,6 +4,7 @@ A running job is asked by the file STOP, which its supervisor obeys: it saves an
 does not help, or where nothing runs yet. No job is ended that does not carry the run's own token.
 """
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -80,8 +81,9 @@ class _Cancel:
             active = [info for info in jobs_of(self.run_dir) if info.is_active]
             return self._jobs(active) if active else self._without_job()
         except SlurmError as error:
-            stop = f"; `touch {self.run_dir / STOP}` has one that runs save and end, without Slurm"
-            words = f"{self.run_dir}: {error}{stop if error.is_unreachable else ''}"
+            touch = f"touch {shlex.quote(str(self.run_dir / STOP))}"
+            stop = f"; `{touch}` has one that runs save and end, without Slurm" if error.is_unreachable else ""
+            words = f"{self.run_dir}: {error}{stop}"
             raise SlurmRefused(Problem(words)) from error
 
     def _ended(self, outcome: str, note: str, job_id: str | None = None, *, ended: bool = True) -> Ended:

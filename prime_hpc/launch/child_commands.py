@@ -5,6 +5,7 @@ was not submitted yet is named by its experiment file: its children wait in its 
 """
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -190,7 +191,7 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
 
 
 def _back(path: Path) -> str:
-    return f" (`prime-hpc resume {path.parent}`, if the job does not come back itself)"
+    return f" (`prime-hpc resume {shlex.quote(str(path.parent))}`, if the job does not come back itself)"
 
 
 def _stop_child(path: Path, timeout_s: float) -> str:

@@ -4,6 +4,7 @@ Looked at are the times of the files as the file system tells them; nothing is r
 """
 
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,9 +81,8 @@ def purge_warning(run_dir: Path) -> str | None:
     if purge is None or not purge.is_before(time.time() + warn_s(site)):
         return None
     first = os.path.relpath(purge.path, run_dir)
-    return (
-        f"from {purge.date} on ({purge.rule}; first {first}): `prime-hpc archive {run_dir} DESTINATION` keeps the run"
-    )
+    archive = f"prime-hpc archive {shlex.quote(str(run_dir))} DESTINATION"
+    return f"from {purge.date} on ({purge.rule}; first {first}): `{archive}` keeps the run"
 
 
 def _is_on_scratch(folder: Path, site: SiteConfig) -> bool:

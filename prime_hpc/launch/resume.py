@@ -1,6 +1,7 @@
 """Start a run again from its newest checkpoint."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, k
 
     if is_parent(experiment) or not experiment.trains:  # its runs have their own; an evaluation has its episodes
         return
-    again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
+    again = f"start over with `prime-hpc submit {shlex.quote(f'{run_dir}/run.yaml')} --clean`"
     paths = run_paths(experiment, run_dir)
     try:  # sizes alone: a login node is no place to read a checkpoint
         newest = next(newest_first(paths.checkpoints), None)

@@ -135,7 +135,9 @@ def setup_logger(
     if console:
         # a process with a log file of its own is the supervisor: its output is a file in a job, and it must not wait
         out: Any = sys.stdout if file is None or sys.stdout.isatty() else _console_sink()
-        logger.add(out, level=level, format=pattern, serialize=json_lines, enqueue=False, diagnose=False)
+        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        colorize = False if is_plain else None  # None: on a terminal
+        logger.add(out, level=level, format=pattern, serialize=json_lines, colorize=colorize, diagnose=False)
     if file is not None:
         file_level = os.environ.get("PRIME_LOG_LEVEL", file_level or level).upper()
         logger.add(

@@ -47,6 +47,8 @@ MAX_FRAMES = 40
 """Innermost frames of a thread or task that are told."""
 MAX_TASKS = 64
 TOKEN_BYTES = 8
+CLIENTS, RUNS = "clients", "runs"
+"""A trainer may await these for ever: a service's next request, a trainer of many's next run."""
 Frame = tuple[str, int, str]
 """File, line, function."""
 Explanation = Callable[[], Any]

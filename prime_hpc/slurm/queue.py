@@ -1,5 +1,6 @@
 """One run into Slurm's queue, exactly once: what was sent before is looked for first, what is sent is written first."""
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def refuse_if_queued(run_dir: Path) -> None:
         raise ConfigError(
             Problem(
                 f"{run_dir}: this run is a local job here (process {controller}); end it first "
-                f"(prime-hpc cancel {run_dir}), or choose another --name",
+                f"(prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name",
                 "name",
             )
         )
@@ -167,7 +168,7 @@ def refuse_if_queued(run_dir: Path) -> None:
         raise ConfigError(
             Problem(
                 f"{run_dir}: this run is in Slurm as job {info.job_id}, {info.state}{where}; {ending}end it first "
-                f"(prime-hpc cancel {run_dir}), or choose another --name",
+                f"(prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name",
                 "name",
             )
         )

@@ -5,6 +5,7 @@ Written by the supervisor; read by `status`, the report and the resume logic.
 
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -234,8 +235,8 @@ def runs_elsewhere(run_dir: Path, row: AttemptRow) -> str | None:
         return None
     return (
         f"attempt {row['attempt']} runs on {row['host']} (process {row['pid']}), whose last sign of life is "
-        f"{max(age_s, 0):.0f} s old: end it there (prime-hpc cancel {run_dir}), or, if that process is gone, wait "
-        f"until it has been silent for {ALIVE_S:.0f} s"
+        f"{max(age_s, 0):.0f} s old: end it there (prime-hpc cancel {shlex.quote(str(run_dir))}), or, if that process "
+        f"is gone, wait until it has been silent for {ALIVE_S:.0f} s"
     )
 
 

@@ -6,6 +6,7 @@ A RUN is a directory, a name under the outputs folder ($PRIMEHPC_OUTPUTS, else .
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -265,7 +266,7 @@ def _not_found(word: str, names: list[str], folder: Path) -> str:
     if near:
         hint = f"did you mean {', '.join(list(dict.fromkeys(near))[:5])}?"
     elif names:
-        hint = f"{folder} holds {len(names)} others (`prime-hpc status {folder}` lists them)"
+        hint = f"{folder} holds {len(names)} others (`prime-hpc status {shlex.quote(str(folder))}` lists them)"
     else:
         hint = f"there is no run under {folder}; give a directory, or name another folder with {OUTPUTS_VARIABLE}"
     if _JOB_ID.fullmatch(word):

@@ -3,6 +3,7 @@
 The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -85,6 +86,8 @@ class Controls:
         self.needs_s = needs_s
         self._signals: list[int] = []
         self._previous: dict[int, object] = {}
+        self._terminals: list[int] = []
+        """File numbers of this process's output that were a terminal at `install`."""
         self._next_look = self._next_look_for_why = 0.0
         self._asked_to_stop: str | None = None
         self._taken: set[str] = set()
@@ -102,6 +105,9 @@ class Controls:
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._on_signal)
+        if self._allocation is None and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+            self._terminals = [number for number in (1, 2) if os.isatty(number)]
+            self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
 
     def restore(self) -> None:
         """Put the handlers back as they were."""
@@ -123,6 +129,14 @@ class Controls:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        """Write no more to a terminal that was closed, which would raise, and end."""
+        for gone in (one for one in self._terminals if not os.isatty(one)):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, gone)
+            os.close(null)
+        self._on_signal(number, frame)
 
     def note_warning(self, number: int = signal.SIGTERM) -> None:
         """Note a step's signal: with a grace time Slurm tells the steps of a preemption, the batch process not; and

@@ -269,16 +269,24 @@ def test_one_that_crashed_itself_or_does_not_answer_is_not_waited_for(
     assert (code, attempt["cause"]) == (1, "trainer: a bug") and not (run_dir / "saved").exists()
 
 
-def start_apart(run_dir: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A supervisor in a process of its own, with roles that have children in other sessions."""
+def start_apart(run_dir: Path, terminal: int | None = None) -> tuple[subprocess.Popen[bytes], str]:
+    """A supervisor in a process of its own, with roles that have children in other sessions.
+
+    Args:
+        run_dir: the run's.
+        terminal: a terminal that it is to belong to.
+    """
     marker = f"stray-{run_dir}"
     code = (
-        "import sys; from pathlib import Path; from tests.integration.test_supervisor import role, supervise\n"
+        "import fcntl, os, sys, termios\n"
+        "os.isatty(0) and fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "from pathlib import Path; from tests.integration.test_supervisor import role, supervise\n"
         f"run = Path({str(run_dir)!r})\n"
         f"specs = [role('trainer', run, 'ready', 'child:{marker}', 'sleep:300')]\n"
         "sys.exit(supervise(run, specs)[0])"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
+    standard = {} if terminal is None else dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, **standard)
     deadline = time.monotonic() + 120
     while not strays(marker) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -298,6 +306,17 @@ def test_interrupt_ends_everything(run_dir: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=90) == 130
     assert gone(marker, 30)
+
+
+def test_a_terminal_that_is_closed_ends_everything_and_is_named(run_dir: Path) -> None:
+    ours, theirs = os.openpty()
+    process, marker = start_apart(run_dir, theirs)
+    os.close(theirs)
+    os.close(ours)
+    assert process.wait(timeout=90) == 128 + signal.SIGHUP
+    assert gone(marker, 30)
+    row = read_attempts(run_dir / "attempts.jsonl")[-1]
+    assert (row["outcome"], row["cause"]) == ("interrupted", "interrupted by SIGHUP")
 
 
 def test_killed_supervisor_leaves_nothing_behind(run_dir: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from tinker import AuthenticationError, NotFoundError, RequestFailedError, RestClient, UnprocessableEntityError, types
 from tinker.types import RequestErrorCategory
 
+from prime_hpc.runtime import activity
+from prime_hpc.runtime.look import look
 from tests.support.runs import wait_until
 from tests.support.tinker_losses import ADAM, OWN, client_data, client_losses, own_losses
 from tests.support.tinker_world import TinkerWorld, datum
@@ -117,6 +119,14 @@ def passes(adapter: Any) -> dict[str, list[float]]:
 def adapter_of(client: Any, model: Path, **changes: Any) -> Any:
     """A new adapter in training."""
     return client.create_lora_training_client(base_model=str(model), **{"rank": 4, "seed": 5, **changes}).result()
+
+
+def test_a_service_says_that_it_waits_for_clients(world: TinkerWorld) -> None:
+    def awaited() -> list[str]:
+        words = [one["word"] for one in look(str(world.directory.absolute())) if one["word"]]
+        return [word["awaits"] for word in words if word["role"] == "trainer"]
+
+    wait_until(lambda: awaited() == [activity.CLIENTS], 60, "`prime-hpc why` is told")
 
 
 def test_saves_outlive_a_service_that_is_killed(tmp_path: Path, model: Path) -> None:

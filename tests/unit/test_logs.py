@@ -301,3 +301,15 @@ def test_a_log_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path / "file" / "x.log")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "still here" in done.stderr and "cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize(("wish", "is_plain"), [({}, False), ({"NO_COLOR": "1"}, True), ({"TERM": "dumb"}, True)])
+def test_a_terminal_gets_colors_unless_it_wants_none(wish: dict[str, str], is_plain: bool) -> None:
+    ours, theirs = os.openpty()
+    code = "from prime_hpc.observe.logs import setup_logger; setup_logger('r').info('hello')"
+    environ = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"} | wish
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, env=environ, check=True)
+    os.close(theirs)
+    said = os.read(ours, 4096)
+    os.close(ours)
+    assert b"hello" in said and (b"\x1b[" not in said) == is_plain

@@ -1,6 +1,7 @@
 """A RUN argument: a directory, a name under the outputs folder, or a job id."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,13 @@ def test_what_is_not_there_is_said_with_what_is_near(outputs: dict[str, str], wo
     with pytest.raises(ConfigError) as error:
         find_run(word, outputs)
     assert says in str(error.value)
+
+
+def test_commands_that_are_named_can_be_pasted_where_paths_have_spaces(tmp_path: Path) -> None:
+    (tmp_path / "my outputs" / "run").mkdir(parents=True)
+    (tmp_path / "my outputs" / "run" / "run.yaml").write_text("name: run\n")
+    with pytest.raises(ConfigError, match=re.escape(f"`prime-hpc status '{tmp_path}/my outputs'` lists them")):
+        find_run("zzz", {"PRIMEHPC_OUTPUTS": str(tmp_path / "my outputs")})
 
 
 def test_a_folder_is_no_run(outputs: dict[str, str], tmp_path: Path) -> None:

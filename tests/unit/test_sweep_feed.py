@@ -102,6 +102,13 @@ def test_points_are_sent_as_slots_come_free(slurm: FakeSlurm, folder: Path) -> N
     assert "max_submit_jobs of site profile test allows 3" in pause.said[0]
 
 
+def test_a_throttle_that_holds_points_back_is_named_once(slurm: FakeSlurm, folder: Path) -> None:
+    pause = Pause(slurm, folder, lambda: None, lambda: None, lambda: None, most=9)
+    fed(write_sweep(folder, "seeds: 4\nthrottle: 2\n"), pause)
+    held = "2 points sent, 2 wait for room: throttle or lanes of the sweep: 2 at once"
+    assert pause.said.count(held) == 1 and pause.said[0] == held
+
+
 def test_the_users_other_jobs_count(slurm: FakeSlurm, folder: Path) -> None:
     slurm.limit(3)
     other = slurm.add(array="0-1")

@@ -410,6 +410,15 @@ def test_an_orchestrator_that_is_blocked_is_gone_or_alone() -> None:
     assert diagnose([*waiting_trainer(), gone, server()], {}, now=NOW).kind == "gone"
 
 
+@pytest.mark.parametrize("awaits", [activity.CLIENTS, activity.RUNS])
+def test_a_trainer_whom_nobody_owes_anything_is_no_hang(awaits: str) -> None:
+    ranks = [row("trainer", r, phase="wait", awaits=awaits) for r in range(2)]
+    found = diagnose([*ranks, server(), row("supervisor")], {}, now=NOW)
+    assert not found.is_hang and awaits in found.headline() and "nobody hangs" in found.headline()
+    sick = diagnose([*ranks, server(error="ConnectTimeout: ")], {}, now=NOW)
+    assert (sick.kind, sick.is_hang) == ("engine", True)
+
+
 def test_a_node_that_says_nothing_and_a_run_of_another_version() -> None:
     found = diagnose([*waiting_trainer(), orchestrator(), server()], {}, now=NOW, silent=["n7"])
     assert (found.kind, found.host) == ("node", "n7")

@@ -1,5 +1,6 @@
 """Lint of files that a job would look for and not find: on nodes without internet, or after the site's purge."""
 
+import shlex
 import time
 from collections.abc import Iterator
 
@@ -56,7 +57,7 @@ def before_a_purge(subject: Subject) -> Iterator[Finding]:
         if purge is None or not purge.is_before(over):
             continue
         is_run = key == "output_dir"
-        keep = f"`prime-hpc archive {run_dir.name} DESTINATION` keeps the run" if is_run else ""
+        keep = f"`prime-hpc archive {shlex.quote(run_dir.name)} DESTINATION` keeps the run" if is_run else ""
         again = f"copy {path} to a place that is not purged, or bring it again just before (`prime-hpc fetch FILE`)"
         yield Finding(
             "PH332",

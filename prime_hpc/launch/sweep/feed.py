@@ -54,6 +54,10 @@ class Feed:
     is_cancelled: bool = False
     room_is: str = ""
     """How much room there is, and who says so, for people."""
+    held_by: str = ""
+    """The sweep's own limit, where that alone keeps the next point back."""
+    said: str = ""
+    """The last words for people."""
     began: float = field(default_factory=time.time)
     _invalid: dict[int, str] = field(default_factory=dict)
     _most: int | None = None
@@ -97,14 +101,17 @@ class Feed:
         last = sweep.last_submits()
         kinds = [last[view.row.index].kind for view in under_way if view.row.index in last]
         chosen: list[Job] = []
+        self.held_by = ""
         for job in jobs:
             slots, kind = _slots(job, site)
             if limit is not None and slots > limit.most:
                 words = f"point {job.row.name} takes {slots} of the {limit.most} jobs that {limit.source} allows"
                 raise ConfigError(Problem(f"{words}: it can never be sent", "slurm"))
             at_once = self.file.throttle if kind == "array" else self.file.lanes or self.file.throttle
-            fits = (room is None or slots <= room) and (at_once is None or kinds.count(kind) < at_once)
-            if not fits or (self._most is not None and len(chosen) >= self._most):
+            has_room, is_held = room is None or slots <= room, at_once is not None and kinds.count(kind) >= at_once
+            if has_room and is_held:
+                self.held_by = f"throttle or lanes of the sweep: {at_once} at once"
+            if not has_room or is_held or (self._most is not None and len(chosen) >= self._most):
                 break
             chosen.append(job)
             kinds.append(kind)
@@ -233,13 +240,12 @@ def feed_sweep(
 
 def _tell_and_wait(feed: Feed, total: Report, say: Say, pause: Callable[[], None]) -> None:
     """Pause, at least once, and until Slurm has room."""
-    said = ""
     feed.is_full()  # what was sent a moment ago counts
     while True:
-        words = f"{len(total.jobs)} points sent, {len(feed.todo or ())} wait for room: {feed.room_is}"
-        if words != said:
+        words = f"{len(total.jobs)} points sent, {len(feed.todo or ())} wait for room: {feed.held_by or feed.room_is}"
+        if words != feed.said:
             say(words)
-            said = words
+            feed.said = words
         pause()
         if not feed.is_full():
             return

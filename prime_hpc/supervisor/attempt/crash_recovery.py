@@ -2,6 +2,7 @@
 can.
 """
 
+import shlex
 import time
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def _refuse_if_running(run_dir: Path, row: AttemptRow) -> None:
     if info is not None and info.state in ("RUNNING", "COMPLETING", "SUSPENDED"):
         raise ConfigError(
             f"{run_dir}: job {row['job_id']} ({info.state}) still works there on {info.nodes}; "
-            f"cancel it first (prime-hpc cancel {run_dir}), or choose another --name"
+            f"cancel it first (prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from prime_hpc.runtime import activity
 from prime_hpc.supervisor.stalls import engines
 from prime_hpc.supervisor.stalls.labels import ENGINES, label, owner, phase
 from prime_hpc.supervisor.stalls.stacks import busy_episode, innermost, main_stack, stacks_of
@@ -247,8 +248,8 @@ def _of_roles(scene: _Scene) -> Diagnosis:
     if trainer and trainer[0]["word"]["phase"] != "wait":
         return _in_trainer(scene, trainer)
     players = scene.of("orchestrator", "eval", "synthesize")
-    if not players and not trainer:
-        return _starting(scene)
+    if not players and (not trainer or trainer[0]["word"].get("awaits") in (activity.CLIENTS, activity.RUNS)):
+        return _without_players(scene)
     if not players:
         row = trainer[0]
         return scene.made(
@@ -263,15 +264,16 @@ def _of_roles(scene: _Scene) -> Diagnosis:
     return _in_orchestrator(scene, players[0], chain)
 
 
-def _starting(scene: _Scene) -> Diagnosis:
-    """Only servers, agents or the supervisor are there yet."""
+def _without_players(scene: _Scene) -> Diagnosis:
+    """Only servers, agents or the supervisor are there yet, or nobody is asked for anything."""
     sick = _sick_engine(scene, {})
     if sick is not None and sick.is_hang:
         return sick
-    youngest = max(scene.speaking, key=lambda row: row["word"].get("since", 0.0))
+    rows = scene.of("trainer") or scene.speaking
+    youngest = max(rows, key=lambda row: row["word"].get("since", 0.0))
     waited = scene.since(youngest)
     found = scene.made(youngest, "works", "", is_hang=False, seconds=waited)
-    found.chain = [_line(scene, row) for row in scene.speaking if row["word"]["role"] not in ("agent",)]
+    found.chain = [_line(scene, row) for row in rows if row["word"]["role"] != "agent"]
     return found
 
 

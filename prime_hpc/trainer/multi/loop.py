@@ -19,6 +19,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.observe.metrics import MetricsWriter, last_step
 from prime_hpc.observe.role_status import Status
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, write_state
@@ -120,6 +121,7 @@ class MultiTrainer:
         self._status.ready(step=0, world_size=dist.get_world_size(), slots=self._experiment.trainer.max_concurrent_runs)
         try:
             while True:
+                activity.doing("wait", awaits="batches of its runs" if self._children else activity.RUNS)
                 command = self._base.control.broadcast(self._decide() if self._rank == 0 else Command(Kind.WAIT))
                 if command.kind is Kind.END:
                     self._end(command)
@@ -212,6 +214,8 @@ class MultiTrainer:
 
     def _execute(self, command: Command) -> None:
         """Do what rank 0 said. Errors of one run end that run; others are raised."""
+        if command.kind is not Kind.WAIT:
+            activity.doing(command.kind)
         try:
             if command.kind is Kind.ADMIT:
                 self._admit(command)

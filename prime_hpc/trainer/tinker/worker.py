@@ -14,6 +14,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.role_status import Status
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.errors import StoreError
@@ -67,6 +68,7 @@ class Worker:
             logger.info(f"the tinker service is ready at {url}; its key is in {self._server and self._server.key_file}")
         try:
             while True:
+                activity.doing("wait", awaits=activity.CLIENTS)
                 decided = self._decide() if self._server is not None else Operation(Kind.WAIT)
                 operation = self._base.control.broadcast(decided)
                 if operation.kind is Kind.END:
@@ -126,6 +128,7 @@ class Worker:
 
     def _turn(self, operation: Operation) -> None:
         result: Any
+        activity.doing(operation.kind)
         try:
             result = self._execute(operation)
         except CONTAINED as error:

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a point is invalid or (without Slurm) failed, the others w
 3 Slurm refused, or cannot be reached; 130 interrupted. With --feed it returns when the last point is sent.
 """
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -212,7 +213,8 @@ def _print_report(report: "Report", given: Given, program: str) -> int:
     _print_invalid(report, program)
     stopped = sum(view.state == "stopped" for view in report.left)
     if stopped and not dry:
-        print(f"  {stopped} stopped: `prime-hpc sweep resume {report.sweep.dir}` goes on with what was stopped")
+        resume = f"prime-hpc sweep resume {shlex.quote(str(report.sweep.dir))}"
+        print(f"  {stopped} stopped: `{resume}` goes on with what was stopped")
     return report.code
 
 

@@ -6,6 +6,7 @@ run, the command line is wrong, or other runs need what is to be deleted; 3 the 
 """
 
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -116,8 +117,9 @@ def _restore(given: Given, archive: Path, folder: Path) -> int:
     print(f"{done.path}: {done.num_files} files, every one as it was archived")
     for note in done.notes:
         print(f"note: {note}")
+    resume = f"prime-hpc resume {shlex.quote(str(done.path))}"
     if done.checkpoints and status_of(Path(done.path), details=False).state == "completed":
-        print(f"the run is complete; prime-hpc resume {done.path} --max-steps N goes on to a later step")
+        print(f"the run is complete; {resume} --max-steps N goes on to a later step")
     elif done.checkpoints:
-        print(f"prime-hpc resume {done.path} goes on from step {done.checkpoints[0]}")
+        print(f"{resume} goes on from step {done.checkpoints[0]}")
     return 0
