@@ -17,6 +17,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
+from prime_hpc.store.io.retry_reads import read_bytes
+
 FETCH_S = 30.0
 """How long an address that holds an image may say nothing."""
 MOST_BYTES = 32 << 20
@@ -154,8 +156,7 @@ def _read(url: str) -> bytes:
                 content: bytes = answer.read(MOST_BYTES + 1)
         else:
             path = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url)
-            with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
+            content = read_bytes(path, MOST_BYTES + 1)
     except (OSError, ValueError, HTTPException) as error:
         raise ImageError(f"image {_short(url)} cannot be read: {error}") from error
     if len(content) > MOST_BYTES:
