@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
 from prime_hpc.store.dataset.row_images import decode_data_url
+from prime_hpc.store.io.retry_reads import read_bytes
 
 FETCH_S = 30.0
 """How long an address that holds an image may say nothing."""
@@ -148,8 +149,7 @@ def _read(url: str) -> bytes:
                 content: bytes = answer.read(MOST_BYTES + 1)
         else:
             path = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url)
-            with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
+            content = read_bytes(path, MOST_BYTES + 1)
     except (OSError, ValueError, HTTPException) as error:
         raise ImageError(f"image {_short(url)} cannot be read: {error}") from error
     if len(content) > MOST_BYTES:

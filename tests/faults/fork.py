@@ -46,6 +46,7 @@ PRELOAD = [
     "prime_hpc.envs.episode_runner",
     "prime_hpc.envs.harness",
     "prime_hpc.envs.tasksets.reverse_text",
+    "prime_hpc.envs.tasksets.shapes",
     "prime_hpc.trainer.main",
     "prime_hpc.trainer.replay",
     "prime_hpc.trainer.rl",
@@ -61,6 +62,7 @@ PRELOAD = [
     "transformers.generation.configuration_utils",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "verifiers.v1.utils.loaders",
     "yaml",
 ]

@@ -1,7 +1,8 @@
-"""The fault harness's inference server: `python -m tests.faults.server TOKENIZER_DIR ADDRESS_FILE GROUP_SIZE [--long]`.
+"""The fault harness's inference server: `python -m tests.faults.server TOKENIZER_DIR ADDRESS_FILE GROUP_SIZE [OPTION]`.
 
 Speaks what prime-hpc's own server speaks (`tests.support.scripted_server`). The r-th rollout of a prompt is always the
-same text, so whatever was killed in between, a prompt's rollouts can be told from another's.
+same text, so whatever was killed in between, a prompt's rollouts can be told from another's; what a prompt shows is a
+part of it. Options: `--long`, `--images` (it sees pictures of `IMAGE_SIZE`).
 """
 
 import asyncio
@@ -21,11 +22,14 @@ from aiohttp import web
 from tests.support.scripted_server import AdminServer, Reply
 
 LONGEST_S = 5.0
+EMBEDDINGS = 4
+"""Of a picture of `IMAGE_SIZE`, see `tests.support.tiny_vision`."""
+IMAGE_SIZE = 32
 
 
 def reply_of(prompt: str, rollout: int) -> str:
     """Text of a prompt's r-th rollout: letters of the prompt's last message, reversed and damaged differently."""
-    text = prompt.rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>", 1)[0][::-1]
+    text = prompt.rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>", 1)[0].rpartition("|>")[2][::-1]
     rng = random.Random(zlib.crc32(f"{text}:{rollout}".encode()))
     letters = list(text)
     for _ in range(rollout * max(1, len(letters) // 6)):
@@ -42,11 +46,13 @@ class CountingServer(AdminServer):
         self._asked: Counter[str] = Counter()
 
     def _reply(self, prompt: str, number: int) -> Reply:
-        rollout = self._asked[prompt] % self._group_size
-        self._asked[prompt] += 1
+        parts = self.requests[-1].get("content_parts", ())
+        seen = "".join(f" {zlib.crc32(part['url'].encode()):x}" for part in parts)
+        rollout = self._asked[prompt + seen] % self._group_size
+        self._asked[prompt + seen] += 1
         self.requests.clear()
         self.headers.clear()
-        return Reply(reply_of(prompt, rollout))
+        return Reply(reply_of(prompt, rollout) + seen)
 
 
 class LongReplyServer(CountingServer):
@@ -83,6 +89,8 @@ def main(tokenizer_dir: str, address_file: str, group_size: str, *options: str) 
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
     kind = LongReplyServer if "--long" in options else CountingServer
+    if "--images" in options:
+        kind.tokens_of = staticmethod(lambda image: EMBEDDINGS)
     with kind(tokenizer, int(group_size)) as server:
         temporary = Path(f"{address_file}.tmp")
         temporary.write_text(server.url)

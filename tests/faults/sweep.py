@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.store.batches import read_rank_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions
 from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE
 from tests.faults.inject import ROLES, Plan
 from tests.faults.oracle import Oracle
 from tests.faults.verdict import Rollouts, Verdict, judge, most_masked, rollouts_of
-from tests.faults.world import DELTA, MASK, PROFILES, REAL_ENGINE, Life, World, read_record
+from tests.faults.world import DELTA, IMAGES, MASK, PROFILES, REAL_ENGINE, Life, World, read_record
 
 MAX_LIVES = 4
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
@@ -95,6 +96,8 @@ def record(root: Path, model: Path, profiles: Iterable[str]) -> Reference:
             changes = [v for v in list_versions(versions) if holds_changes(versions.weights_step(v))]
             assert bool(changes) == (profile == DELTA), f"versions {changes} hold changes"
             assert bool(most_masked(versions)) == (profile == MASK), "this profile's old tokens are (not) masked"
+            shows = read_rank_batch(versions.rollouts_step(1), 0).images is not None
+            assert shows == (profile == IMAGES), "this profile's prompts (do not) hold images"
     finally:
         if sweep is not None:
             sweep.oracle.close()

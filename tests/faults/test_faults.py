@@ -38,7 +38,9 @@ def test_no_read_that_fails_deletes_or_starts_over() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["async", pytest.param("mask", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "profile", ["async", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mask", "images"))]
+)
 def test_a_run_broken_in_every_way_loses_nothing(profile: str, tmp_path: Path) -> None:
     flags = ["--how", HOWS, "--roles", "orchestrator,rank0,rank1", "--sample", str(SAMPLE), "--profiles", profile]
     done = subprocess.run(

@@ -11,6 +11,7 @@ from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.batch.images import image_runs
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import read_rank_batch, read_state
 from prime_hpc.store.errors import StoreError
@@ -20,7 +21,7 @@ from tests.faults.oracle import WORLD_SIZE, Oracle
 from tests.faults.world import ASYNC_LEVEL, GROUP, PROMPTS, STEPS
 
 Rollouts = dict[bytes, "np.ndarray"]
-"""Token ids -> the engine's log-probability of each, NaN of those that do not train."""
+"""Token ids, with what they show -> the engine's log-probability of each, NaN of those that do not train."""
 
 
 @dataclass
@@ -67,7 +68,9 @@ def most_masked(paths: RunPaths) -> float:
 
 def _sequence(batch: RankBatch, index: int) -> tuple[bytes, np.ndarray]:
     span = slice(int(batch.seq_offsets[index]), int(batch.seq_offsets[index + 1]))
-    return batch.token_ids[span].tobytes(), np.where(batch.loss_mask[span], batch.logprobs[span], np.float32(np.nan))
+    shown = [] if batch.images is None else image_runs(batch.images[span]).tolist()
+    tokens = batch.token_ids[span].tobytes() + b"".join(batch.encoded_image(number) for _, _, number in shown)
+    return tokens, np.where(batch.loss_mask[span], batch.logprobs[span], np.float32(np.nan))
 
 
 def _is_same(known: Rollouts, tokens: bytes, logprobs: np.ndarray, masks: bool) -> bool:

@@ -24,6 +24,7 @@ from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
 from prime_hpc.store.run_paths import RunPaths
 from tests.faults import inject
 from tests.faults.inject import Plan
+from tests.faults.server import IMAGE_SIZE
 
 STEPS = 6
 ASYNC_LEVEL = 1
@@ -37,14 +38,17 @@ PROFILES: dict[str, dict[str, Any]] = {
     "delta": {"interval": 2, "keep_last": 1},
     "envs": {"interval": 2, "keep_last": 1},
     "mask": {"interval": 2, "keep_last": 1},
+    "images": {"interval": 2, "keep_last": 1, "save_async": True},
 }
 """`ckpt` of the run that is killed. `vllm` is served by a real engine, which each attempt starts anew; the versions of
 `delta` are what changed; the episodes of `envs` are played by two workers; those of `mask` may outlast several
-versions, and their old tokens are masked. Each is swept by itself."""
+versions, and their old tokens are masked; the prompts of `images` hold pictures, and what sees them is trained. Each is
+swept by itself."""
 REAL_ENGINE = "vllm"
 DELTA = "delta"
 ENVS = "envs"
 MASK = "mask"
+IMAGES = "images"
 FEW_CHANGES_LR = 5e-11
 """At which float32 weights of a usual size stay as they are."""
 ENGINE_TIMEOUT_S = 900.0
@@ -99,13 +103,14 @@ class World:
         """`profiles`: of the runs. Without `vllm` they attach to the scripted server."""
         self.root, self.model = root, model
         self._real_engine, self._is_delta = REAL_ENGINE in profiles, DELTA in profiles
-        self._has_workers, self.masks = ENVS in profiles, MASK in profiles
+        self._has_workers, self.masks, self._shows_images = ENVS in profiles, MASK in profiles, IMAGES in profiles
         root.mkdir(parents=True, exist_ok=True)
         self._lives = 0
         address = root / "server"
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server", str(model), str(address), str(GROUP)]
-            + ["--long"] * self.masks,
+            + ["--long"] * self.masks
+            + ["--images"] * self._shows_images,
             stdin=subprocess.DEVNULL,
             stdout=(root / "server.log").open("wb"),
             stderr=subprocess.STDOUT,
@@ -155,6 +160,10 @@ class World:
             tree["orchestrator"] |= {"stale": "mask", "max_concurrent": 4 * PROMPTS * GROUP}
         if self._has_workers:
             tree["orchestrator"]["env_servers"] = {"workers": 2}
+        if self._shows_images:
+            tree["model"] |= {"vision": "trained", "renderer": "qwen3-vl"}
+            pictures = {"num_tasks": 64, "size": IMAGE_SIZE, "instructions": None}
+            tree["orchestrator"]["env"][0] |= {"id": "shapes", "args": pictures}
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
         return path

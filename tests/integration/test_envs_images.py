@@ -23,8 +23,10 @@ from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from prime_hpc.starter.vision import CHAT_TEMPLATE
 from prime_hpc.store.batch.images import image_runs
+from prime_hpc.store.io import retry_reads
 from tests.support.album import PICTURES, picture
 from tests.support.env_world import World
+from tests.support.failing_reads import failing_reads
 from tests.support.inference_server import ServerProcess
 from tests.support.scripted_api import ScriptedApi
 from tests.support.scripted_server import Reply, experts_of, tokens_of
@@ -228,6 +230,21 @@ def test_what_is_no_image_fails_its_episode_with_the_reason(
     world.script = lambda prompt, number: "a cat"
     (result,) = world.play(asking(tmp_path, shown, "what?"), vision=True)
     assert not result.usable and reason in result.reason, result.reason
+
+
+def test_an_image_that_cannot_be_read_is_read_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.script = lambda prompt, number: "a cat"
+    path = tmp_path / "a.png"
+    path.write_bytes(a_png())
+    with failing_reads(monkeypatch, path, 2):
+        (result,) = world.play(asking(tmp_path, str(path), "what?"), vision=True)
+    assert result.usable, result.reason
+    monkeypatch.setattr(retry_reads, "FILE_S", 0.1)
+    with failing_reads(monkeypatch, path):
+        (result,) = world.play(asking(tmp_path, str(path), "what?"), vision=True)
+    assert "cannot be read: " in result.reason and "waited 0 s" in result.reason
 
 
 def test_a_renderer_without_images_is_refused_when_the_environment_loads(world: World) -> None:

@@ -90,6 +90,8 @@ class ScriptedServer:
     """What it says with another status than 200."""
     records_experts = False
     """Report `experts_of` every token but the last one."""
+    tokens_of = staticmethod(tokens_of)
+    """How many embeddings it makes of an encoded image."""
 
     def __init__(self, tokenizer: Any, script: Script, *, port: int = 0, max_model_len: int = 2048) -> None:
         self.tokenizer = tokenizer
@@ -189,7 +191,7 @@ class ScriptedServer:
     def _expand(self, body: dict[str, Any]) -> tuple[list[int], list[dict[str, int]]]:
         """The prompt as vLLM expands it: of each image's one token as many as `tokens_of` its bytes."""
         pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        counts = [tokens_of(base64.b64decode(part["url"].partition(",")[2])) for part in body["content_parts"]]
+        counts = [self.tokens_of(base64.b64decode(part["url"].partition(",")[2])) for part in body["content_parts"]]
         ids: list[int] = []
         places: list[dict[str, int]] = []
         for token in body["token_ids"]:

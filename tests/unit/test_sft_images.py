@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.store.batch.images import image_runs
 from prime_hpc.store.dataset.files import find_data
+from prime_hpc.store.io import retry_reads
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.samples import RowResult, SFTSample
 from prime_hpc.trainer.data.stream import Batch, BatchShape, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
 from prime_hpc.trainer.rank_group import RankGroup
+from tests.support.failing_reads import failing_reads
 from tests.support.tiny_vision import make_image, make_vision_model
 from tests.unit.test_sft_stream import Peers, ThreadRanks
 
@@ -186,6 +189,19 @@ def test_an_image_that_cannot_be_shown_is_named_with_its_row(tmp_path: Path, mod
     assert all(word in str(made.error) for word in words), made.error
     skipped = results(replace(recipe, config=SFTDataConfig(bad_rows="skip")))[1]
     assert (skipped.error, skipped.counts.bad) == (None, 1)
+
+
+def test_an_image_that_cannot_be_read_now_is_no_bad_row(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for([FORMS["path"]], tmp_path, model, bad_rows="skip")
+    with failing_reads(monkeypatch, tmp_path / "small.png", 2):
+        (made,) = results(recipe)
+    assert made.counts.bad == 0 and len(made.samples) == 1
+    monkeypatch.setattr(retry_reads, "FILE_S", 0.1)
+    with failing_reads(monkeypatch, tmp_path / "small.png"), pytest.raises(OSError, match="Input/output") as found:
+        results(recipe)
+    assert not is_permanent(found.value) and found.value.filename == str(tmp_path / "small.png")
 
 
 def test_a_huge_image_is_refused_before_it_is_decoded(

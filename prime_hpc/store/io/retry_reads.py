@@ -7,6 +7,7 @@ wrong (`ArtifactError`) is no matter of patience, and passes through.
 import errno
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from loguru import logger
@@ -18,6 +19,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 15.0
 SAY_EVERY_S = 30.0
 SLICE_S = 0.2
 """How soon somebody who wants the process to end is heard."""
+FILE_S = 30.0
+"""How long `read_bytes` waits."""
 
 
 class Patience:
@@ -84,6 +87,23 @@ class Patience:
             self._on_wait()
             self._sleep(min(left, SLICE_S))
         return max(self._clock() - began, FIRST_PAUSE_S)
+
+
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """Return what a file that is no artifact holds, at most so many bytes; waits while it cannot be read.
+
+    Raises:
+        OSError: with an errno of `PROOFS` it is not there; with another one nothing is known of it.
+    """
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            return file.read(most)
+
+    try:
+        return Patience(FILE_S, limited_by=None)(read)
+    except Unreadable as error:  # which does not travel between processes
+        raise OSError(error.errno, error.why, str(path)) from None
 
 
 def as_unreadable(error: BaseException | None) -> Unreadable | None:

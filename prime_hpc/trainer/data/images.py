@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from prime_hpc.store.batch.images import upright_size
 from prime_hpc.store.dataset.row_images import decode_data_url, stated
+from prime_hpc.store.errors import PROOFS
+from prime_hpc.store.io.retry_reads import read_bytes
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.data.messages import SFTDataError
 
@@ -105,7 +107,7 @@ class ImageTokens:
 
 
 def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
-    """Return an image's bytes, and its name for people."""
+    """Return an image's bytes, and its name for people. An OSError: the file system does not answer."""
     source = stated(source)
     if isinstance(source, bytes | bytearray):
         return bytes(source), f"an image of {len(source)} bytes"
@@ -126,8 +128,10 @@ def _content(source: Any, folder: Path | None) -> tuple[bytes, str]:
             raise SFTDataError(f"{name}: a relative path, and these rows lie in no folder: put the image into the row")
         path = folder / path
     try:
-        return path.read_bytes(), f"image {path}"
+        return read_bytes(path), f"image {path}"
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in PROOFS:
+            raise  # nothing is known of the image: its row is not a bad one
         why = getattr(error, "strerror", None) or error
         raise SFTDataError(f"{name}: {why}; relative paths are meant from {folder}") from error
 
