@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import SlurmError, first_end, show_job
 from prime_hpc.slurm.hostlist import expand_hosts
-from prime_hpc.slurm.times import parse_time
 
-_END = re.compile(r"\bEndTime=(\S+)")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 END_TIMEOUT_S = 10.0
 
@@ -134,13 +132,7 @@ def _end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
     if stated.isdigit() and int(environ.get("SLURM_HET_SIZE", "1")) == 1:
         return float(stated)
     try:
-        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
+        return first_end(show_job(job_id, END_TIMEOUT_S))
     except SlurmError as error:
         logger.warning(f"the job's time limit is unknown: {error}")  # as yet: `TimeLimit` asks again
         return None
-    return parse_end_time(text)
-
-
-def parse_end_time(text: str) -> float | None:
-    """Epoch seconds of `EndTime=` in `scontrol show job`, of a het job the earliest; None where there is no limit."""
-    return min((end for stated in _END.findall(text) if (end := parse_time(stated)) is not None), default=None)

@@ -1,4 +1,5 @@
-"""Run Slurm's commands: every call has a deadline, and an environment that knows of no surrounding job.
+"""Run Slurm's commands: every call has a deadline, and an environment that knows of no surrounding job. What `squeue`,
+`sacct` and `scontrol show job` answer is read here, and nowhere else.
 
 Works on the login node and inside a job alike. `on_cluster` sends the calls to another cluster of the site (`-M`).
 """
@@ -7,13 +8,15 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.tied_process import tied
+from prime_hpc.slurm.times import parse_time
 
 TIMEOUT_S = 30.0
 SBATCH_TIMEOUT_S = 60.0
@@ -193,6 +196,133 @@ def run_slurm(
 def _shown(argv: Sequence[str]) -> str:
     """Return the command as a person would type it; formats with separators are left out."""
     return " ".join("..." if SEPARATOR in word else word for word in argv)
+
+
+def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]]:
+    """Rows of squeue, one a job, a component or an array's task, those that ended in the last minutes too; none where
+    it knows no such job (any more).
+
+    Args:
+        which: options that choose the jobs.
+        fields: of its --Format.
+        timeout_s: deadline.
+
+    Raises:
+        SlurmError: it cannot be asked, or answers in a form that is not known here: none of the jobs is gone.
+    """
+    layout = ",".join(f"{field}:0{SEPARATOR}" for field in fields)  # width 0: nothing is cut off
+    try:
+        text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", layout], timeout_s)
+    except SlurmError as error:
+        if error.is_unknown_job:
+            return []
+        raise
+    # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
+    records = re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(fields)}}}", text)
+    if text.strip() and not records:
+        raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
+    cells = ([value.strip() for value in record.split(SEPARATOR)] for record in records)
+    return [dict(zip(fields, values, strict=False)) for values in cells]
+
+
+def sacct_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]] | None:
+    """Rows of the accounting, one a life of a job or of a component; None where there is none, or where it does not
+    answer: nothing may depend on it.
+
+    Args:
+        which: options that choose the jobs.
+        fields: of sacct.
+        timeout_s: deadline.
+    """
+    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
+    try:
+        text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
+    except SlurmError:
+        return None
+    cells = (line.split(SEPARATOR) for line in text.splitlines())
+    return [dict(zip(fields, values, strict=True)) for values in cells if len(values) == len(fields)]
+
+
+@dataclass(frozen=True)
+class ShownJob:
+    """A job, or a component of a het job, as `scontrol show job` has it; what that does not print is empty, 0 or
+    None."""
+
+    job_id: str
+    """As Slurm's commands are told it, of a component `12+1`."""
+    state: str
+    reason: str
+    restarts: int
+    partition: str
+    """Names separated by commas, of a running job one."""
+    num_nodes: int
+    """That it needs at least."""
+    nodes: str
+    """Host list, as `excluded` and `required`."""
+    excluded: str
+    """By its user, or an admin: an update replaces the whole list."""
+    required: str
+    features: str
+    batch_host: str
+    time_limit: str
+    ends_at: float | None
+    """Epoch seconds; None: there is no limit."""
+    preempt_time: str
+    output: str
+    """The batch script's."""
+
+
+def show_job(job_id: str, timeout_s: float = TIMEOUT_S) -> list[ShownJob]:
+    """Ask about a job: each component, a het job's leader first.
+
+    Raises:
+        SlurmError: it cannot be asked, or there is no such job.
+    """
+    argv = ["scontrol", "show", "job", "--oneliner", job_id]
+    text = run_slurm(argv, timeout_s)
+    if shown := parse_shown(text, job_id):
+        return shown
+    raise SlurmError(argv, 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
+
+
+def parse_shown(text: str, job_id: str) -> list[ShownJob]:
+    """Read what `scontrol show job --oneliner` said of this job, a line a component."""
+    found = []
+    for line in text.splitlines():
+        if not line.startswith("JobId="):
+            continue
+        offset, num_nodes = field(line, "HetJobOffset"), field(line, "NumNodes").partition("-")[0]
+        part = ShownJob(
+            job_id=f"{job_id}+{offset}" if offset else job_id,
+            state=field(line, "JobState"),
+            reason=field(line, "Reason"),
+            restarts=int(field(line, "Restarts") or 0),
+            partition=field(line, "Partition"),
+            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
+            nodes=field(line, "NodeList"),
+            excluded=field(line, "ExcNodeList"),
+            required=field(line, "ReqNodeList"),
+            features=field(line, "Features"),
+            batch_host=field(line, "BatchHost"),
+            time_limit=field(line, "TimeLimit"),
+            ends_at=parse_time(field(line, "EndTime")),
+            preempt_time=field(line, "PreemptTime"),
+            output=field(line, "StdOut"),
+        )
+        found.append(part)
+    return found
+
+
+def first_end(parts: Iterable[ShownJob]) -> float | None:
+    """When the time limit strikes, of a het job the first of its components'; None where there is no limit."""
+    return min((part.ends_at for part in parts if part.ends_at is not None), default=None)
+
+
+def field(text: str, name: str) -> str:
+    """Return the value of `Name=value` in a line of scontrol's, spaces included; empty where it is absent or
+    `(null)`."""
+    match = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+[A-Z][\w:/]*=|\s*$)", text)
+    return match[1] if match and match[1] != "(null)" else ""
 
 
 _CLUSTER: ContextVar[str | None] = ContextVar("cluster", default=None)

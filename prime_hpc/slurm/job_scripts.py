@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_hpc.config.run_files import JOB_SBATCH
-from prime_hpc.slurm.client import COMMENT_PREFIX, SEPARATOR, SlurmError, asked_cluster, run_slurm
+from prime_hpc.slurm.client import COMMENT_PREFIX, SlurmError, asked_cluster, run_slurm, squeue_rows
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -47,12 +47,9 @@ def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float)
 
 def _scripts(which: list[str], timeout_s: float) -> dict[str, str]:
     """Path of each job's batch script by the id that the job, the array or the het job's leader has."""
-    fields = ("JobArrayID", "HetJobID", "Command")
-    columns = ",".join(f"{field}:0{SEPARATOR}" for field in fields)
-    text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", columns], timeout_s)
     scripts: dict[str, str] = {}
-    for record in re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(fields)}}}", text):
-        array_id, leader, command = (value.strip() for value in record.split(SEPARATOR)[: len(fields)])
+    for row in squeue_rows(which, ("JobArrayID", "HetJobID", "Command"), timeout_s):
+        array_id, leader, command = row.values()
         is_het = leader.isdigit() and leader != "0"
         scripts.setdefault(leader if is_het else re.split(r"[_+]", array_id)[0], command)
     return scripts

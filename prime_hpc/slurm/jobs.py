@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prime_hpc.slurm.client import COMMENT_PREFIX, SEPARATOR, TIMEOUT_S, SlurmError, run_slurm
+from prime_hpc.slurm.client import COMMENT_PREFIX, TIMEOUT_S, sacct_rows, squeue_rows
 from prime_hpc.slurm.job_scripts import with_tokens
 from prime_hpc.slurm.times import parse_duration, parse_time
 
@@ -37,7 +37,6 @@ _FIELDS = (
     *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
     *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),
 )
-_FORMAT = ",".join(f"{field}:0{SEPARATOR}" for field in _FIELDS)  # width 0: nothing is cut off
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,8 @@ def jobs(
 
     found: dict[str, JobInfo] = {}
     for which in _questions(wanted, found, of_others):
-        found |= with_tokens(fold(_rows(which, timeout_s)), which, timeout_s) | found
+        rows = squeue_rows(which, _FIELDS, timeout_s)
+        found |= with_tokens(fold(map(_parse, rows)), which, timeout_s) | found
     if wanted is None:
         return found
     by_raw_id = {info.raw_id: info for info in found.values() if info.raw_id in wanted and "_" in info.job_id}
@@ -188,22 +188,6 @@ def history(job_id: str, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
     return _sacct(["-j", job_id], timeout_s)
 
 
-def start_estimate(job_id: str, timeout_s: float = TIMEOUT_S) -> float | None:
-    """When Slurm thinks that a waiting job starts, in epoch seconds; None: it does not say.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    try:
-        text = run_slurm(["squeue", "--start", "-h", "-j", job_id, "-o", "%S"], timeout_s)
-    except SlurmError as error:
-        if error.is_unknown_job:
-            return None
-        raise
-    times = [when for line in text.splitlines() if (when := parse_time(line.strip())) is not None]
-    return max(times, default=None)  # components start together, the last one decides
-
-
 def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:
     """Jobs by id, the components of each heterogeneous job (`12+0`, `12+1`) folded into one under its leader's id."""
     found: dict[str, JobInfo] = {}
@@ -237,27 +221,6 @@ def fold_states(states: Sequence[str]) -> str:
     """Return the state of a job of several parts: it has not ended while one part has not; then the worst end
     counts."""
     return next((state for state in (*ACTIVE, *ENDED) if state in states), states[0])
-
-
-def _rows(which: list[str], timeout_s: float) -> list[JobInfo]:
-    """squeue's rows: one a job, a component or an array's task."""
-    try:
-        text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", _FORMAT], timeout_s)
-    except SlurmError as error:
-        if error.is_unknown_job:
-            return []
-        raise
-    rows = []
-    # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
-    for record in re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(_FIELDS)}}}", text):
-        values = dict(zip(_FIELDS, (value.strip() for value in record.split(SEPARATOR)), strict=False))
-        try:
-            rows.append(_parse(values))
-        except ValueError as error:
-            raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {values}") from error
-    if text.strip() and not rows:  # a version that answers in another way: none of these jobs is gone
-        raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
-    return rows
 
 
 def _parse(row: dict[str, str]) -> JobInfo:
@@ -307,21 +270,3 @@ def _sacct(which: list[str], timeout_s: float) -> list[HistoryRow]:
         for row in sacct_rows(which, fields, timeout_s) or ()
         if row["JobID"]
     ]
-
-
-def sacct_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]] | None:
-    """Rows of the accounting, one a life of a job or of a component; None where there is none, or where it does not
-    answer: nothing may depend on it.
-
-    Args:
-        which: options that choose the jobs.
-        fields: of sacct.
-        timeout_s: deadline.
-    """
-    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
-    try:
-        text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
-    except SlurmError:
-        return None
-    cells = (line.split(SEPARATOR) for line in text.splitlines())
-    return [dict(zip(fields, values, strict=True)) for values in cells if len(values) == len(fields)]

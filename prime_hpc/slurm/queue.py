@@ -20,6 +20,7 @@ from prime_hpc.slurm.client import (
     on_cluster,
     run_slurm,
     sbatch_answer,
+    show_job,
 )
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
@@ -138,9 +139,9 @@ def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
     if info is None or not info.is_active:
         return []
-    text = run_slurm(["scontrol", "show", "job", "--oneliner", info.job_id], ASK_TIMEOUT_S)
     logs = f"{run_dir / 'logs'}/"
-    return [info] if f"StdOut={logs}" in text or f"StdOut={escape_pattern(logs)}" in text else []
+    output = show_job(info.job_id, ASK_TIMEOUT_S)[0].output
+    return [info] if output.startswith((logs, escape_pattern(logs))) else []
 
 
 def refuse_if_queued(run_dir: Path) -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ShownJob, SlurmError, run_slurm, show_job
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
-from prime_hpc.slurm.termination import field
 
 SCONTROL_TIMEOUT_S = 30.0
 UPDATE_TRIES = 6
@@ -19,7 +18,7 @@ _NOT_UP = ("down", "drain", "drng", "maint", "fail", "inval", "unk", "futr")
 """Beginnings of the short states of nodes that take no more jobs."""
 
 
-def requeue(job_id: str, num_nodes: int, restarts: int) -> str | None:
+def requeue(job_id: str, num_nodes: int, restarts: int) -> list[ShownJob] | None:
     """Put the job back into the queue; the caller, a process of it and its main thread, dies of that soon.
 
     Where Slurm has done so itself (a preemption, or an earlier call whose answer was lost) it is not asked again: that
@@ -31,36 +30,35 @@ def requeue(job_id: str, num_nodes: int, restarts: int) -> str | None:
         restarts: SLURM_RESTART_COUNT of the caller's attempt.
 
     Returns:
-        what `scontrol show job --oneliner` said of it before; None: the job's next attempt has begun.
+        its components as they were; None: the job's next attempt has begun.
 
     Raises:
         SlurmError: Slurm refuses, or cannot be asked, or somebody has cancelled the job.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the requeue's own, and Slurm's warning of the time limit
         signal.signal(number, signal.SIG_IGN)
-    show, command = ["scontrol", "show", "job", "--oneliner", job_id], ["scontrol", "requeue", job_id]
-    job = run_slurm(show, timeout_s=SCONTROL_TIMEOUT_S)
-    if field(job, "JobState") == "CANCELLED":  # Slurm would do it
+    command, job = ["scontrol", "requeue", job_id], show_job(job_id, SCONTROL_TIMEOUT_S)
+    if job[0].state == "CANCELLED":  # Slurm would do it
         raise SlurmError(command, 1, "it was cancelled: it is left so")
-    if not _is_again(job, restarts):
+    if not _is_again(job[0], restarts):
         try:
             run_slurm(command, timeout_s=SCONTROL_TIMEOUT_S)
         except SlurmError as error:
-            if error.is_unreachable or not _is_again(run_slurm(show, timeout_s=SCONTROL_TIMEOUT_S), restarts):
+            if error.is_unreachable or not _is_again(show_job(job_id, SCONTROL_TIMEOUT_S)[0], restarts):
                 raise  # else it was put back between the two questions
         logger.info(f"job {job_id} is requeued")
-    elif field(job, "JobState") in _BEGUN:
+    elif job[0].state in _BEGUN:
         logger.info(f"job {job_id} was requeued meanwhile, and runs again")
         return None
     else:
         logger.info(f"job {job_id} is in the queue again already")
-    if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
+    if num_nodes > job[0].num_nodes > 0:
         update(job_id, f"NumNodes={num_nodes}")
     return job
 
 
-def _is_again(job: str, restarts: int) -> bool:
-    return int(field(job, "Restarts") or 0) > restarts or field(job, "JobState") == "PENDING"
+def _is_again(job: ShownJob, restarts: int) -> bool:
+    return job.restarts > restarts or job.state == "PENDING"
 
 
 def update(job_id: str, change: str) -> None:
@@ -77,7 +75,7 @@ def update(job_id: str, change: str) -> None:
             return
 
 
-def leave_out(job: str, job_id: str, exclude: Sequence[str], num_nodes: int) -> None:
+def leave_out(job: Sequence[ShownJob], job_id: str, exclude: Sequence[str], num_nodes: int) -> None:
     """Have the requeued job not get these nodes, unless it asked for them or too few others are up: it must not wait
     for ever for want of one.
 
@@ -90,22 +88,21 @@ def leave_out(job: str, job_id: str, exclude: Sequence[str], num_nodes: int) -> 
     if not exclude:
         return
     try:  # a running job names one partition, where it may have asked for several
-        now = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-        parts = _components(now, job_id, num_nodes)
+        parts = show_job(job_id, SCONTROL_TIMEOUT_S)
         tables = {name: _nodes_of(name) for name in {part.partition for part in parts}}
     except SlurmError as error:
         logger.warning(f"no node is excluded, the partition's nodes are unknown: {error}")
         return
-    before = {part.job_id: part for part in _components(job, job_id, num_nodes)}
+    before = {part.job_id: part for part in job}
     for part in parts:
         nodes, was = tables[part.partition], before.get(part.job_id, part)
         # a job that must run on a node and must not would wait for ever: it gets its node again
-        new = [node for node in exclude if node in nodes and node not in was.required]
-        left_out = list(dict.fromkeys([*was.excluded, *new]))
+        new = [node for node in exclude if node in nodes and node not in expand_hosts(was.required)]
+        left_out = list(dict.fromkeys([*expand_hosts(was.excluded), *new]))
         good = [
             name for name, node in nodes.items() if name not in left_out and node.is_up and node.fits(part.features)
         ]
-        wanted = sum(other.num_nodes for other in parts if other.partition == part.partition)
+        wanted = sum(max(1, num_nodes, other.num_nodes) for other in parts if other.partition == part.partition)
         if new and len(good) < wanted:
             words = f"{', '.join(new)} cannot be excluded from {part.partition}"
             logger.warning(f"{words}: only {len(good)} other nodes are up that job {part.job_id} could have")
@@ -128,21 +125,6 @@ def silent_nodes(hosts: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Component:
-    """A component of a het job, or a whole job."""
-
-    job_id: str
-    """As `scontrol update` takes it, `12+1` of a component."""
-    partition: str
-    """Names separated by commas."""
-    num_nodes: int
-    features: str
-    excluded: list[str]
-    """By its user, or an admin: an update replaces the whole list."""
-    required: list[str]
-
-
-@dataclass(frozen=True)
 class _Node:
     """A node of a partition."""
 
@@ -157,39 +139,9 @@ class _Node:
 
     def fits(self, asked: str) -> bool:
         """Return whether it has the features `a&b|c`; an expression with counts or brackets fits no node."""
-        if asked in ("", "(null)"):
+        if not asked:
             return True
         return any(self.features.issuperset(re.split("[&,]", words)) for words in asked.split("|"))
-
-
-def _components(job: str, job_id: str, num_nodes: int) -> list[_Component]:
-    """Return the components of a job.
-
-    Args:
-        job: of `scontrol show job --oneliner`, a line a component.
-        job_id: of the job, or of a het job's leader.
-        num_nodes: that it needs at least.
-    """
-    found = []
-    for line in job.splitlines():
-        if not line.startswith("JobId="):
-            continue
-        offset, stated = field(line, "HetJobOffset"), field(line, "NumNodes").partition("-")[0]
-        found.append(
-            _Component(
-                job_id=f"{job_id}+{offset}" if offset else job_id,
-                partition=field(line, "Partition"),
-                num_nodes=max(1, num_nodes, int(stated) if stated.isdigit() else 0),
-                features=field(line, "Features"),
-                excluded=_hosts_of(field(line, "ExcNodeList")),
-                required=_hosts_of(field(line, "ReqNodeList")),
-            )
-        )
-    return found
-
-
-def _hosts_of(text: str) -> list[str]:
-    return [] if text in ("", "(null)") else expand_hosts(text)
 
 
 def _nodes_of(partition: str) -> dict[str, _Node]:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.slurm.allocation import parse_end_time
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ShownJob, SlurmError, field, first_end, run_slurm, show_job
 from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.times import parse_time
 
@@ -82,8 +81,7 @@ def parse_words(added: str) -> str | None:
 
 def granted_until(job_id: str) -> float | None:
     """EndTime of the running job: a preemption with grace moves it. None where it is unknown or the job is ending."""
-    components = [text for text in _of_running(job_id) if not _is_over(text)]
-    return parse_end_time("\n".join(components)) if components else None
+    return first_end(part for part in _of_running(job_id) if not _is_over(part))
 
 
 def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequence[str]) -> str | None:
@@ -97,24 +95,24 @@ def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequenc
         began: of this attempt, epoch seconds.
         hosts: of the allocation.
     """
-    over = [text for text in _of_running(job_id) if _is_over(text) and int(field(text, "Restarts") or 0) <= restarts]
+    over = [part for part in _of_running(job_id) if _is_over(part) and part.restarts <= restarts]
     if not over or lost_hosts(hosts, began):
         return None
-    return f"{job_id}+{field(over[0], 'HetJobOffset')}"
+    return over[0].job_id
 
 
-def _of_running(job_id: str) -> list[str]:
-    """Return what Slurm says of each component of a job, the leader's first; nothing where that does not run."""
+def _of_running(job_id: str) -> list[ShownJob]:
+    """Return a job's components, the leader first; none where that does not run."""
     try:
-        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
+        parts = show_job(job_id, END_TIMEOUT_S)
     except SlurmError as error:
         logger.debug(f"the job's end is unknown: {error}")
         return []
-    return [line for line in text.splitlines() if line.strip()] if field(text, "JobState") == "RUNNING" else []
+    return parts if parts[0].state == "RUNNING" else []
 
 
-def _is_over(component: str) -> bool:
-    return field(component, "JobState") in ("COMPLETING", "CANCELLED")
+def _is_over(component: ShownJob) -> bool:
+    return component.state in ("COMPLETING", "CANCELLED")
 
 
 def why_terminated(
@@ -131,12 +129,12 @@ def why_terminated(
         words: of slurmstepd in the job's log (`JobLog.words`).
     """
     try:
-        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
-        partition = field(job, "Partition")
-        preempts = run_slurm(["scontrol", "show", "partition", "--oneliner", partition], timeout_s=END_TIMEOUT_S)
+        job = show_job(job_id, END_TIMEOUT_S)[0]
+        command = ["scontrol", "show", "partition", "--oneliner", job.partition]
+        preempts = run_slurm(command, timeout_s=END_TIMEOUT_S)
     except SlurmError as error:
         return Verdict("requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}", False)
-    logger.debug(f"SIGTERM; Slurm says: {job.strip()}")
+    logger.debug(f"SIGTERM; Slurm says: {job}")
     lost = lost_hosts(hosts, began)
     return parse_termination(job, preempts, restarts, lost, past_limit=_past(ends_at), words=words)
 
@@ -146,7 +144,7 @@ def _past(ends_at: float | None) -> bool:
 
 
 def parse_termination(
-    job: str,
+    job: ShownJob,
     partition: str,
     restarts: int,
     lost: Sequence[str] = (),
@@ -161,21 +159,20 @@ def parse_termination(
     `scontrol requeue` look alike there: only slurmstepd's words in the job's log tell them apart.
 
     Args:
-        job: `scontrol show job --oneliner`; a het job's leader comes first.
+        job: of a het job the leader.
         partition: `scontrol show partition --oneliner` of the job's partition.
         restarts: of this attempt.
         lost: nodes that Slurm calls down.
         past_limit: whether the time limit is reached.
         words: of slurmstepd.
     """
-    state = field(job, "JobState")
-    again = int(field(job, "Restarts") or 0) > restarts
+    state, again = job.state, job.restarts > restarts
     mode = field(partition, "PreemptMode")
     if words == "":
         return Verdict("interrupted", "cancelled (scancel)", again)
     if lost and words in (None, "NODE FAILURE"):
         return Verdict("node_lost", f"node {', '.join(lost)} was lost", again, tuple(lost))
-    if words == "PREEMPTION" or state == "PREEMPTED" or field(job, "PreemptTime") not in ("", "None", "N/A"):
+    if words == "PREEMPTION" or state == "PREEMPTED" or job.preempt_time not in ("", "None", "N/A"):
         return Verdict("preempted", "preempted by a job of higher priority", again)
     if words == "JOB REQUEUE":
         return Verdict("requeued", "put back into the queue by scontrol requeue", True)
@@ -183,10 +180,10 @@ def parse_termination(
         return Verdict("preempted", "preempted by a job of higher priority", again)
     if again:
         return Verdict("requeued", "put back into the queue (scontrol requeue, or a lost node)", True)
-    if words == "TIME LIMIT" or past_limit or state == "TIMEOUT" or field(job, "Reason") == "TimeLimit":
+    if words == "TIME LIMIT" or past_limit or state == "TIMEOUT" or job.reason == "TimeLimit":
         return Verdict("requeued", "the time limit was reached before everything was saved", False)
     # `PreemptTime=None` denies it; a Slurm that prints no such field leaves it open
-    if words is None and "CANCEL" in mode and state != "CANCELLED" and not field(job, "PreemptTime"):
+    if words is None and "CANCEL" in mode and state != "CANCELLED" and not job.preempt_time:
         return Verdict("preempted", "preempted, or cancelled, in a partition that cancels preempted jobs", False)
     return Verdict("interrupted", "cancelled (scancel)", False)
 
@@ -220,9 +217,3 @@ def _is_lost(node: str, since: float, silent_end: bool) -> bool:
         return False
     # a slurmd alone may be restarted under a running job: nothing is lost by that, unless the job says so
     return booted > since or (started > since and silent_end)
-
-
-def field(text: str, name: str) -> str:
-    """Return the value of `Name=value` in scontrol's output; empty where it is absent."""
-    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
-    return match.group(1) if match else ""

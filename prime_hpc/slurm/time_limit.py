@@ -1,20 +1,17 @@
 """The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`."""
 
 import random
-import re
 import threading
 import time
+from collections.abc import Sequence
 
 from loguru import logger
 
-from prime_hpc.slurm.allocation import parse_end_time
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
-from prime_hpc.slurm.termination import field
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, ShownJob, SlurmError, first_end, show_job
 
 LOOK_S = 150.0
 FIRST_LOOK_S = 15.0
 """Longest wait before the first one."""
-_LIMIT = re.compile(r"\bTimeLimit=(\S+)")
 SLACK_S = 10.0
 """Slurm's own rounding of an end."""
 
@@ -57,21 +54,21 @@ class TimeLimit:
     def look(self) -> None:
         """Ask once. Where Slurm does not answer, nothing changes."""
         try:
-            text = run_slurm(["scontrol", "show", "job", "--oneliner", self._job_id], timeout_s=ASK_TIMEOUT_S)
+            parts = show_job(self._job_id, ASK_TIMEOUT_S)
         except SlurmError as error:
             logger.debug(f"whether the time limit has changed is unknown: {error}")
             return
-        self.update(text)
+        self.update(parts)
 
-    def update(self, text: str) -> None:
-        """Take what `scontrol show job --oneliner` says.
+    def update(self, parts: Sequence[ShownJob]) -> None:
+        """Take what Slurm says of the job's components.
 
         A preemption with grace moves the end to before the limit and leaves the limit: that is not for here. The time
         in which a job is suspended moves the end to later.
         """
-        if field(text, "JobState") != "RUNNING":
+        if parts[0].state != "RUNNING":
             return
-        stated, end = ", ".join(_LIMIT.findall(text)), parse_end_time(text)  # a limit a component
+        stated, end = ", ".join(part.time_limit for part in parts), first_end(parts)
         known, before, self._stated = self.ends_at, self._stated, stated
         is_new = before is not None and stated != before
         if not is_new and (end is None or (known is not None and end < known + SLACK_S)):

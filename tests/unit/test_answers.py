@@ -5,6 +5,7 @@ Recorded with `python -m tests.support.record_slurm`; the other versions' words 
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from loguru import logger
 
 from prime_hpc.slurm import client, job_scripts, probe_site, sbatch_errors, termination
 from prime_hpc.slurm import jobs as slurm_jobs
-from prime_hpc.slurm.allocation import parse_end_time, read_allocation
+from prime_hpc.slurm.allocation import read_allocation
+from prime_hpc.slurm.client import field, first_end, parse_shown
 from prime_hpc.slurm.executors import RunExecutor
-from prime_hpc.slurm.termination import JobLog, field, parse_termination, parse_words
+from prime_hpc.slurm.termination import JobLog, parse_termination, parse_words
 from prime_hpc.slurm.times import parse_time
 from prime_hpc.supervisor.attempt.lost_batch_host import batch_host_state
 from prime_hpc.supervisor.preflight.phase import NO_STEP
@@ -36,7 +38,7 @@ OUTCOMES = {
 
 @pytest.fixture(autouse=True)
 def _no_job_of_a_site_that_changes_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_scripts, "run_slurm", lambda *_: "")
+    monkeypatch.setattr(job_scripts, "squeue_rows", lambda *_: [])
 
 
 Replay = Callable[..., str]
@@ -82,11 +84,12 @@ def test_an_end_is_called_by_its_name(version: str, how: str, tmp_path: Path) ->
         words = log.words()
     assert words is not None
     lost = ["n2"] if how == "node lost" else []
-    verdict = parse_termination(end["job"], end["partition"], 0, lost, words=words)
+    (job,) = parse_shown(end["job"], "1")[:1]
+    verdict = parse_termination(job, end["partition"], 0, lost, words=words)
     assert (verdict.outcome, verdict.by_slurm) == OUTCOMES[how]
     # a node that was lost before, and without which the job went on, is not the reason
     if how.startswith("cancelled"):
-        assert parse_termination(end["job"], end["partition"], 0, ["n2"], words=words).outcome == "interrupted"
+        assert parse_termination(job, end["partition"], 0, ["n2"], words=words).outcome == "interrupted"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -95,7 +98,8 @@ def test_where_the_log_says_nothing_the_fields_decide(version: str, how: str) ->
     """A script whose output goes elsewhere, or a Slurm of other words."""
     end = json.loads((DATA / version / "ends.json").read_text())[how]
     lost = ["n2"] if how == "node lost" else []
-    verdict = parse_termination(end["job"], end["partition"], 0, lost, words=None)
+    (job,) = parse_shown(end["job"], "1")[:1]
+    verdict = parse_termination(job, end["partition"], 0, lost, words=None)
     assert (verdict.outcome, verdict.by_slurm) == OUTCOMES[how]
 
 
@@ -123,7 +127,7 @@ def test_words_of_no_known_version_are_said_and_the_fields_decide() -> None:
 
 
 def test_squeue(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue of this user"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of this user"))
     found = slurm_jobs.jobs()
     ids = {name: field(answers[f"job {name}"]["stdout"], "JobId") for name in ("plain", "waiting", "het", "ended")}
     plain = found[ids["plain"]]
@@ -145,22 +149,19 @@ def test_squeue(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPa
 def test_one_job_a_forgotten_one_and_no_controller(
     answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue of one job"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of one job"))
     job = field(answers["job plain"]["stdout"], "JobId")
     assert list(slurm_jobs.jobs([job])) == [job]
-    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue of a forgotten job"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of a forgotten job"))
     assert slurm_jobs.jobs(["4999999"]) == {}
-    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "no controller: squeue"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "no controller: squeue"))
     with pytest.raises(client.SlurmError) as caught:
         slurm_jobs.jobs([job])
     assert caught.value.is_unreachable and "try again later" in caught.value.advice
-    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue --start"))
-    begin = slurm_jobs.start_estimate("12")
-    assert begin == parse_time(answers["squeue --start"]["stdout"].strip()) and begin
 
 
 def test_sacct(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "sacct"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "sacct"))
     rows = {row.job_id: row for row in slurm_jobs.find_in_history("abc", 0.0)} or {
         row.job_id: row for row in slurm_jobs.history("1")
     }
@@ -173,36 +174,43 @@ def test_sacct(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPat
 
 
 def test_scontrol_show_job(answers: dict[str, dict[str, Any]]) -> None:
-    plain, longer = answers["job plain"]["stdout"], answers["job plain, extended"]["stdout"]
-    began = parse_time(field(plain, "StartTime"))
-    assert began and parse_end_time(plain) == began + 3600 and parse_end_time(longer) == began + 7200
-    assert (field(longer, "TimeLimit"), field(plain, "Restarts"), field(plain, "NumNodes")) == ("02:00:00", "0", "1")
-    leader, second = answers["job het"]["stdout"].splitlines()[:2]
-    assert (field(leader, "HetJobOffset"), field(second, "HetJobOffset")) == ("0", "1")
-    assert (field(second, "NodeList"), field(second, "Partition"), field(second, "ExcNodeList")) == (
-        "n[1-2]",
-        "gpu",
-        "(null)",
+    def shown(name: str) -> list[client.ShownJob]:
+        return parse_shown(answers[f"job {name}"]["stdout"], "12")
+
+    (plain,), (longer,), (waiting,), (ended,) = (
+        shown(name) for name in ("plain", "plain, extended", "waiting", "ended")
     )
-    assert parse_end_time(answers["job waiting"]["stdout"]) is None
+    began = parse_time(field(answers["job plain"]["stdout"], "StartTime"))
+    assert began and plain.ends_at == began + 3600 and longer.ends_at == began + 7200
+    assert (plain.job_id, longer.time_limit, plain.restarts, plain.num_nodes) == ("12", "02:00:00", 0, 1)
+    leader, second = shown("het")
+    assert (leader.job_id, second.job_id) == ("12+0", "12+1")
+    assert (second.nodes, second.partition, second.excluded) == ("n[1-2]", "gpu", "")
+    assert first_end([waiting]) is None
     # what an agent without a supervisor looks at
-    assert (
-        batch_host_state(plain, "0"),
-        batch_host_state(plain, "1"),
-        batch_host_state(answers["job ended"]["stdout"], "0"),
-    ) == ("kept", "over", "over")
-    assert batch_host_state(second.replace("BatchHost=n1", "BatchHost=n9"), "0") == "dropped"
+    assert (batch_host_state(plain, 0), batch_host_state(plain, 1), batch_host_state(ended, 0)) == (
+        "kept",
+        "over",
+        "over",
+    )
+    assert batch_host_state(replace(second, batch_host="n9"), 0) == "dropped"
+
+
+def test_a_value_of_scontrols_may_hold_spaces() -> None:
+    (job,) = parse_shown("JobId=7 JobName=x JobState=RUNNING StdOut=/home/my runs/a/logs/slurm-7.out Power= A=b", "7")
+    assert (job.state, job.output, job.restarts) == ("RUNNING", "/home/my runs/a/logs/slurm-7.out", 0)
+    assert parse_shown("", "7") == []
 
 
 def test_the_batch_steps_variables(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     def environ(name: str) -> dict[str, str]:
         return dict(line.split("=", 1) for line in answers[name]["stdout"].splitlines())
 
-    monkeypatch.setattr("prime_hpc.slurm.allocation.run_slurm", replay(answers, "job plain"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "job plain"))
     job = read_allocation(environ("variables"))
     assert job is not None and (job.hosts, job.batch_host, job.restarts) == ((("n1",),), "n1", 0)
-    assert job.ends_at == parse_end_time(answers["job plain"]["stdout"])
-    monkeypatch.setattr("prime_hpc.slurm.allocation.run_slurm", replay(answers, "job het"))
+    assert job.ends_at == first_end(parse_shown(answers["job plain"]["stdout"], "1"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "job het"))
     job = read_allocation(environ("variables of a het job"))
     assert job is not None and job.is_het and job.hosts[1] == ("n1", "n2")
     assert job.component_ids == (job.job_id, str(int(job.job_id) + 1))
@@ -276,6 +284,6 @@ def test_srun_that_makes_no_step_is_no_nodes_fault(answers: dict[str, dict[str, 
 
 def test_rows_of_no_known_version(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ["7", "7", "N/A", "N/A", "HIBERNATING", "None", "about 2", "n1", "soon", "N/A", "a while", "once", "x", ""]
-    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: "\x1f".join(values) + "\x1f\n")
+    monkeypatch.setattr(client, "run_slurm", lambda *_: "\x1f".join(values) + "\x1f\n")
     job = slurm_jobs.jobs()["7"]
     assert (job.state, job.is_active, job.num_nodes, job.restarts, job.start) == ("HIBERNATING", True, 0, 0, None)

@@ -11,6 +11,7 @@ import pytest
 from prime_hpc.config import load_run
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.launch.submission import submit
+from prime_hpc.slurm import client
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
@@ -241,7 +242,8 @@ def test_a_cancelled_job_is_not_requeued(monkeypatch: pytest.MonkeyPatch) -> Non
         told.append(argv[1])
         return "JobId=12 JobState=CANCELLED Restarts=0 NumNodes=2"
 
-    monkeypatch.setattr(requeue_module, "run_slurm", run_slurm)
+    for module in (client, requeue_module):
+        monkeypatch.setattr(module, "run_slurm", run_slurm)
     monkeypatch.setattr(requeue_module.signal, "signal", lambda *_: None)
     with pytest.raises(SlurmError, match="it was cancelled"):
         requeue("12", 2, 0)

@@ -20,6 +20,7 @@ from prime_hpc.launch import job
 from prime_hpc.launch.pods import COMES_BACK
 from prime_hpc.launch.submission import submit
 from prime_hpc.runtime.clock import AwakeClock
+from prime_hpc.slurm import client
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
@@ -55,7 +56,8 @@ class Slurm:
         self.at_requeue: Callable[[], None] = self.restart
         self.away = 0
         """So often it does not answer."""
-        monkeypatch.setattr(requeue_module, "run_slurm", self.run)
+        for module in (client, requeue_module):
+            monkeypatch.setattr(module, "run_slurm", self.run)
         monkeypatch.setattr(requeue_module.signal, "signal", lambda *_: None)
 
     def restart(self) -> None:

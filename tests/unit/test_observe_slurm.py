@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_hpc.runtime.backoff import Backoff
-from prime_hpc.slurm import job_scripts
+from prime_hpc.slurm import client, job_scripts
 from prime_hpc.slurm import jobs as slurm_jobs
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
-from prime_hpc.slurm.jobs import JobInfo, find_by_token, fold, fold_states, history, job, jobs, start_estimate, token_of
+from prime_hpc.slurm.jobs import JobInfo, find_by_token, fold, fold_states, history, job, jobs, token_of
 from prime_hpc.slurm.times import parse_duration, parse_time
 from tests.support.fake_slurm import FakeSlurm
 
@@ -134,8 +134,8 @@ def test_the_controller_is_not_asked_for_its_whole_table(monkeypatch: pytest.Mon
             return ""
         raise SlurmError(argv, 1, "slurm_load_jobs error: Invalid job id specified")
 
-    monkeypatch.setattr(slurm_jobs, "run_slurm", answer)
-    monkeypatch.setattr(job_scripts, "run_slurm", lambda *_: "")
+    monkeypatch.setattr(client, "run_slurm", answer)
+    monkeypatch.setattr(job_scripts, "squeue_rows", lambda *_: [])
     own = ["-u", str(os.getuid())]
     assert set(jobs(["12", "20", "21"])) >= {"12", "20"} and len(jobs(["12", "20"])["20"].components) == 2
     assert asked == [own, own], "all of them are this user's"
@@ -166,8 +166,22 @@ def test_odd_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jobs_that_slurm_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", monkeypatch)
-    assert jobs(["12"]) == {} and start_estimate("12") is None
+    assert jobs(["12"]) == {}
     assert jobs([]) == {}
+
+
+def test_a_job_that_slurm_forgets_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten = SlurmError(["squeue"], 1, "slurm_load_jobs error: Invalid job id specified")
+    answers = [row(Comment="changed by the site"), forgotten]
+
+    def answer(*_: object) -> str:
+        said = answers.pop(0)
+        if isinstance(said, SlurmError):
+            raise said
+        return said
+
+    monkeypatch.setattr(client, "run_slurm", answer)
+    assert jobs(["12"])["12"].token is None and not answers
 
 
 def test_tokens(fake: FakeSlurm) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.slurm import requeue
+from prime_hpc.slurm import client, requeue
 from prime_hpc.slurm.allocation import read_allocation
-from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.client import SlurmError, parse_shown
 from prime_hpc.slurm.options import Mode
 from prime_hpc.supervisor.attempt import lost_batch_host, restart_policy
 from prime_hpc.supervisor.attempt.early_end import requeue_blindly
@@ -47,11 +47,10 @@ AWAY = SlurmError(["scontrol"], 1, "Unable to contact slurm controller")
         (WHOLE.replace("Restarts=1", "Restarts=2"), "over"),
         (SHRUNK.replace("RUNNING", "COMPLETING"), "over"),
         (WHOLE.replace("RUNNING", "SUSPENDED"), "suspended"),
-        ("", "unknown"),
     ],
 )
 def test_what_slurm_says_of_the_job(lines: str, said: str) -> None:
-    assert batch_host_state(lines, "1") == said
+    assert batch_host_state(parse_shown(lines, "7")[0], 1) == said
 
 
 class Clock:
@@ -71,7 +70,13 @@ def wait(host: str, says: Callable[[float], str], led_at: float = 1e9) -> tuple[
     """The verdict of `host`, and after how long; from `led_at` on the supervisor is heard again."""
     clock = Clock()
     one = OrphanedAgent(
-        JOB, "1", host, lambda: clock() >= led_at, lambda job: says(clock()), clock=clock, sleep=clock.sleep
+        JOB,
+        1,
+        host,
+        lambda: clock() >= led_at,
+        lambda job: parse_shown(says(clock()), job),
+        clock=clock,
+        sleep=clock.sleep,
     )
     return one.wait(SLURM_SILENCE_S), clock()
 
@@ -130,7 +135,8 @@ class Slurm:
         self.refuses = list(refuses)
         self.done: list[str] = []
         self.clock = Clock()
-        monkeypatch.setattr(lost_batch_host, "run_slurm", self.run)
+        for module in (client, lost_batch_host):
+            monkeypatch.setattr(module, "run_slurm", self.run)
         monkeypatch.setattr(lost_batch_host, "requeue", lambda job, number, _: self.act(f"requeue {job} {number}"))
         monkeypatch.setattr(requeue, "run_slurm", self.told)
         monkeypatch.setattr(lost_batch_host.time, "sleep", self.clock.sleep)
@@ -149,12 +155,12 @@ class Slurm:
             self.done.append(" ".join(argv[2:]))
         return WHOLE
 
-    def act(self, words: str) -> str:
+    def act(self, words: str) -> list[client.ShownJob]:
         if self.refuses:
             self.done.append(f"refused {words}")
             raise self.refuses.pop(0)
         self.done.append(words)
-        return WHOLE
+        return parse_shown(WHOLE, "7")
 
     def give_back(self, run_dir: Path, known: Return = JOB, job: Mapping[str, str] = OF_JOB) -> list[str]:
         environ = {**known.to_env(), **job}

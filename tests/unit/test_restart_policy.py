@@ -13,8 +13,9 @@ from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.config.sections.slurm import RestartConfig, SiteConfig, SlurmConfig
 from prime_hpc.config.site import write_site
-from prime_hpc.slurm import allocation, termination, time_limit
-from prime_hpc.slurm.allocation import Allocation, parse_end_time, read_allocation
+from prime_hpc.slurm import client, termination, time_limit
+from prime_hpc.slurm.allocation import Allocation, read_allocation
+from prime_hpc.slurm.client import first_end, parse_shown
 from prime_hpc.slurm.options import resolve_mode
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.script import render_job
@@ -45,7 +46,9 @@ def verdict(
     past_limit: bool = False,
 ) -> tuple[str, bool]:
     job = JOB.format(state=state, reason=reason, restarts=restarts, preempt=preempt)
-    end = parse_termination(job, PARTITION.format(mode=mode), 0, lost, words=words, past_limit=past_limit)
+    end = parse_termination(
+        parse_shown(job, "15")[0], PARTITION.format(mode=mode), 0, lost, words=words, past_limit=past_limit
+    )
     return end.outcome, end.by_slurm
 
 
@@ -85,7 +88,8 @@ def test_a_component_that_is_cancelled_alone_is_no_grace(
     job = JOB.format(state="RUNNING", reason="None", restarts=0, preempt="None")
     job += f" HetJobOffset=0\nJobId=16 HetJobId=15 HetJobOffset=1 {second}\n"
     answers = {"job": job, "node": f"NodeName=n1 State={node} BootTime=None SlurmdStartTime=None\n"}
-    monkeypatch.setattr(termination, "run_slurm", lambda argv, timeout_s: answers[argv[2]])
+    for module in (client, termination):
+        monkeypatch.setattr(module, "run_slurm", lambda argv, timeout_s: answers[argv[2]])
     assert termination.cancelled_component("15", 0, 0.0, ["n1"]) == cancelled
     until = termination.granted_until("15")
     assert until is not None and time.strftime("%H:%M:%S", time.localtime(until)) == end
@@ -235,7 +239,7 @@ def test_allocation_of_het_packed_and_array_jobs(monkeypatch: pytest.MonkeyPatch
         "SLURM_JOB_END_TIME": "1000",
     }
     both = f"{shown('00:20:00', 1000.0)}\n{shown('00:10:00', 400.0)}"
-    monkeypatch.setattr(allocation, "run_slurm", lambda *_, **__: both)
+    monkeypatch.setattr(client, "run_slurm", lambda *_, **__: both)
     job = read_allocation(het)
     assert job is not None and job.ends_at == 400, "its components' limits differ"
     assert (job.hosts, job.is_het, job.restarts) == ((("n1",), ("n3", "n5")), True, 2)
@@ -244,11 +248,12 @@ def test_allocation_of_het_packed_and_array_jobs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_end_time() -> None:
-    assert parse_end_time("StartTime=x EndTime=Unknown Deadline=N/A") is None
-    assert parse_end_time(
-        "EndTime=2026-11-21T15:28:14\nEndTime=Unknown\nEndTime=2026-11-21T16:00:00"
-    ) == parse_end_time("EndTime=2026-11-21T15:28:14")
-    assert parse_end_time("EndTime=2026-11-21T15:28:14 ") == time.mktime((2026, 11, 21, 15, 28, 14, 0, 0, -1))
+    def ends(*stated: str) -> float | None:
+        return first_end(parse_shown("\n".join(f"JobId=7 EndTime={one} Deadline=N/A" for one in stated), "7"))
+
+    assert ends("Unknown") is None
+    first = ends("2026-11-21T15:28:14", "Unknown", "2026-11-21T16:00:00")
+    assert first == ends("2026-11-21T15:28:14") == time.mktime((2026, 11, 21, 15, 28, 14, 0, 0, -1))
 
 
 def controls(run_dir: Path, *, left_s: float | None = None, lead_s: float = 60, needs_s: float = 1.0) -> Controls:
@@ -322,26 +327,26 @@ def shown(limit: str, end: float | None, state: str = "RUNNING") -> str:
 def test_the_time_limit_may_change() -> None:
     now = float(int(time.time()))
     limit = TimeLimit("7", now + 3600)
-    limit.update(shown("01:00:00", now + 3600))
+    limit.update(parse_shown(shown("01:00:00", now + 3600), "7"))
     assert limit.ends_at == now + 3600
-    limit.update(shown("01:00:00", now + 30))
+    limit.update(parse_shown(shown("01:00:00", now + 30), "7"))
     assert limit.ends_at == now + 3600, "a preemption's grace moves the end alone"
-    limit.update(shown("02:00:00", now + 7200))
+    limit.update(parse_shown(shown("02:00:00", now + 7200), "7"))
     assert limit.ends_at == now + 7200, "extended"
-    limit.update(shown("00:20:00", now + 1200))
+    limit.update(parse_shown(shown("00:20:00", now + 1200), "7"))
     assert limit.ends_at == now + 1200, "shortened"
-    limit.update(shown("00:20:00", now + 1500))
+    limit.update(parse_shown(shown("00:20:00", now + 1500), "7"))
     assert limit.ends_at == now + 1500, "suspended for 5 min"
-    limit.update(shown("00:20:00", now + 1200, "COMPLETING"))
+    limit.update(parse_shown(shown("00:20:00", now + 1200, "COMPLETING"), "7"))
     assert limit.ends_at == now + 1500, "the job is ending"
-    limit.update(shown("UNLIMITED", None))
+    limit.update(parse_shown(shown("UNLIMITED", None), "7"))
     assert limit.ends_at is None
-    limit.update(shown("01:00:00", now + 3600))
+    limit.update(parse_shown(shown("01:00:00", now + 3600), "7"))
     assert limit.ends_at == now + 3600
-    limit.update(f"{shown('01:00:00', now + 3600)}\n{shown('00:30:00', now + 1800)}")
+    limit.update(parse_shown(f"{shown('01:00:00', now + 3600)}\n{shown('00:30:00', now + 1800)}", "7"))
     assert limit.ends_at == now + 1800, "of a het job the first of the components' ends"
     unknown = TimeLimit("7", None)
-    unknown.update(shown("01:00:00", now + 3600))
+    unknown.update(parse_shown(shown("01:00:00", now + 3600), "7"))
     assert unknown.ends_at == now + 3600, "the controller was away at the start"
 
 
@@ -352,7 +357,7 @@ def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytes
         first.set()
         return shown("10:00:00", now + 36000)
 
-    monkeypatch.setattr(time_limit, "run_slurm", ask)
+    monkeypatch.setattr(client, "run_slurm", ask)
     monkeypatch.setattr(time_limit, "FIRST_LOOK_S", 0.1)
     limit = TimeLimit("7", now + 36000, look_s=1e6)
     limit.start()
@@ -360,7 +365,7 @@ def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytes
     assert limit._thread is not None
     limit.stop()
     limit._thread.join(60)
-    limit.update(shown("00:30:00", now + 1800))
+    limit.update(parse_shown(shown("00:30:00", now + 1800), "7"))
     assert limit.ends_at == now + 1800
 
 
@@ -395,7 +400,7 @@ def test_a_changed_limit_is_seen_while_the_attempt_runs(tmp_path: Path, monkeypa
         asked.set()
         return text
 
-    monkeypatch.setattr(time_limit, "run_slurm", ask)
+    monkeypatch.setattr(client, "run_slurm", ask)
     monkeypatch.setattr(time_limit.TimeLimit.__init__, "__defaults__", (0.01,))
     one = controls(tmp_path, left_s=5000)
     assert one.poll() is None

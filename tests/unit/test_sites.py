@@ -12,7 +12,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.sections.sbatch_options import REFUSED
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import parse_site
-from prime_hpc.slurm import requeue
+from prime_hpc.slurm import client, requeue
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.jobs import jobs
@@ -173,8 +173,9 @@ def left_out(
             changed.append(" ".join(argv[2:]))
         return job
 
-    monkeypatch.setattr(requeue, "run_slurm", run_slurm)
-    requeue.leave_out(job, "12", exclude, num_nodes)
+    for module in (client, requeue):
+        monkeypatch.setattr(module, "run_slurm", run_slurm)
+    requeue.leave_out(client.parse_shown(job, "12"), "12", exclude, num_nodes)
     return changed
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from prime_hpc.slurm.jobs import sacct_rows
+from prime_hpc.slurm.client import sacct_rows
 from prime_hpc.slurm.times import parse_time
 
 TIMEOUT_S = 20.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, SEPARATOR, SlurmError, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm, squeue_rows
 from prime_hpc.slurm.jobs import ENDED
 
 MAX_ARRAY = 1000
@@ -102,10 +102,8 @@ def _user() -> str:
 
 def queued_parts(timeout_s: float = ASK_TIMEOUT_S) -> list[QueuedPart]:
     """List what Slurm counts of this user's jobs. Raises SlurmError."""
-    layout = ",".join(f"{field}:0{SEPARATOR}" for field in ("State", "Account", "QOS"))
-    text = run_slurm(["squeue", "-h", "-a", "-r", "-u", str(os.getuid()), "-O", layout], timeout_s)
-    records = re.findall(rf"([^{SEPARATOR}]*){SEPARATOR}([^{SEPARATOR}]*){SEPARATOR}([^{SEPARATOR}]*){SEPARATOR}", text)
-    return [QueuedPart(account.strip(), qos.strip()) for state, account, qos in records if state.strip() not in ENDED]
+    rows = squeue_rows(["-u", str(os.getuid())], ("State", "Account", "QOS"), timeout_s)
+    return [QueuedPart(row["Account"], row["QOS"]) for row in rows if row["State"] not in ENDED]
 
 
 def num_free(limits: Sequence[SubmitLimit], parts: Sequence[QueuedPart]) -> tuple[int | None, SubmitLimit | None]:

@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ShownJob, SlurmError, run_slurm, show_job
 from prime_hpc.slurm.hostlist import expand_hosts
 from prime_hpc.slurm.requeue import leave_out, requeue, silent_nodes
-from prime_hpc.slurm.termination import field
 
 RETURN = "PRIMEHPC_RETURN"
 """Environment of the agents: a `Return` as JSON."""
@@ -43,8 +42,8 @@ ASK_S = 15.0
 MAX_REFUSALS = 3
 """So often may Slurm refuse to requeue the job before it is cancelled: its nodes are wanted by others."""
 
-Ask = Callable[[str], str]
-"""Job id -> its lines in `scontrol show job --oneliner`. Raises OSError or RuntimeError where Slurm cannot be asked."""
+Ask = Callable[[str], list[ShownJob]]
+"""Job id -> its components, a het job's leader first. Raises OSError or RuntimeError where Slurm cannot be asked."""
 BatchHostState = Literal["over", "kept", "dropped", "suspended", "unknown"]
 
 
@@ -83,27 +82,23 @@ class Return:
         return min(others.index(host) if host in others else len(others), MAX_TURNS)
 
 
-def batch_host_state(lines: str, restarts: str) -> BatchHostState:
+def batch_host_state(job: ShownJob, restarts: int) -> BatchHostState:
     """Return what Slurm says of the job whose supervisor is not heard.
 
     Args:
-        lines: of `scontrol show job --oneliner`; a het job's leader comes first.
+        job: of a het job the leader.
         restarts: how often the job had been restarted in this attempt.
 
     Returns:
         `over`: this attempt has ended, or another has begun; `dropped`: it runs on without its batch host.
     """
-    line = next((text for text in lines.splitlines() if text.strip()), "")
-    state = field(line, "JobState")
-    if not state:
-        return "unknown"
-    if field(line, "Restarts") != restarts:
+    if job.restarts != restarts:
         return "over"
-    if state in ("SUSPENDED", "STOPPED"):
+    if job.state in ("SUSPENDED", "STOPPED"):
         return "suspended"
-    if state != "RUNNING":
+    if job.state != "RUNNING":
         return "over"
-    return "kept" if field(line, "BatchHost") in expand_hosts(field(line, "NodeList")) else "dropped"
+    return "kept" if job.batch_host in expand_hosts(job.nodes) else "dropped"
 
 
 class OrphanedAgent:
@@ -121,7 +116,7 @@ class OrphanedAgent:
     def __init__(
         self,
         known: Return,
-        restarts: str,
+        restarts: int,
         host: str,
         is_supervised: Callable[[], bool],
         ask: Ask,
@@ -157,7 +152,7 @@ class OrphanedAgent:
 
     def _look(self) -> BatchHostState:
         try:
-            return batch_host_state(self._ask(self._known.job), self._restarts)
+            return batch_host_state(self._ask(self._known.job)[0], self._restarts)
         except (OSError, RuntimeError, ValueError):
             return "unknown"  # the controller is away, or moves: it is asked again
 
@@ -193,10 +188,10 @@ def requeue_orphaned_job(
     if known is None:
         return
 
-    def ask(job: str) -> str:
-        return run_slurm(["scontrol", "show", "job", "--oneliner", job], timeout_s=ASK_S)
+    def ask(job: str) -> list[ShownJob]:
+        return show_job(job, ASK_S)
 
-    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     orphan = OrphanedAgent(known, restarts, host, is_supervised, ask, clock=clock, sleep=time.sleep)
     silence_s, refusals, policy = SLURM_SILENCE_S, 0, _Policy(run_dir, known)
     say(
@@ -209,7 +204,7 @@ def requeue_orphaned_job(
         try:
             if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
                 silent = silent_nodes(known.hosts) if known.exclude else []
-                job = requeue(known.job, known.num_nodes, int(restarts))
+                job = requeue(known.job, known.num_nodes, restarts)
                 if job is not None:
                     leave_out(job, known.job, silent, known.num_nodes)
             else:  # its nodes are free then, and a successor that waits with afternotok takes over
