@@ -256,13 +256,13 @@ def ends_torn(path: Path) -> bool:
 
 def number_of(value: Any) -> float | None:
     """Return a metric's value as a float, "nan" and "inf" too, as the writer spells them; None: it is no number."""
-    if isinstance(value, bool) or value is None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and value not in ("nan", "inf", "-inf"):
         return None
-    if isinstance(value, int | float):
+    try:
         return float(value)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
+    except OverflowError:  # JSON's integers have any length
+        return math.inf if value > 0 else -math.inf
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ class Phases:
         """
         self._most = most_blocks
         self._names = tuple(names)
-        self._began = [float(row.get("began") or 0.0) for row in attempts]
+        self._began = [number_of(row.get("began")) or 0.0 for row in attempts]
         self._resumed = [
             int(row.get("resume_step") or 0) if role not in (row.get("kept") or []) else sys.maxsize for row in attempts
         ]

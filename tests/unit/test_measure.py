@@ -1,6 +1,8 @@
 """tools/measure on a small made-up tree."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +87,16 @@ def test_the_table_names_what_it_counted_when_asked(tree: Path) -> None:
     short, long = measure(tree).stdout, measure(tree, "--list").stdout
     assert "noun clause docstrings" in short and "Whether it is whole." not in short
     assert "Whether it is whole." in long and "prime_hpc/full 21" in long
+
+
+@pytest.mark.parametrize("command", [("measure",), ("proofs", "--list")])
+def test_who_has_read_enough_sees_no_traceback(command: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, str(TOOL.with_name(command[0])), *command[1:]]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == -signal.SIGPIPE and done.stderr == ""
 
 
 def test_a_folder_without_the_package_is_refused(tmp_path: Path) -> None:

@@ -255,6 +255,28 @@ def test_half_written_foreign_and_broken_directories(tmp_path: Path, capsys: pyt
     assert main(["metrics", str(run)]) == 2 and "trainer.jsonl cannot be read" in capsys.readouterr().err
 
 
+def test_integers_that_no_float_holds_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, huge = make_run(tmp_path / "run", [Life(0, 4, outcome=None)]), 10**400
+    for name in ("trainer", "orchestrator", "roles", "gpus"):
+        with (run / "metrics" / f"{name}.jsonl").open("a") as file:
+            file.write(
+                json.dumps({"step": 5, "time": huge, "time/step": huge, "loss": huge, "reward/mean": huge}) + "\n"
+            )
+    with (run / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps({"attempt": 2, "began": huge, "ended": huge, "seconds": {"run": huge}}) + "\n")
+    (run / "status.json").write_text(json.dumps({"attempt": 2, "time": huge, "step": huge, "max_steps": huge}))
+    for verb in (
+        ["report", str(run), "--json"],
+        ["metrics", str(run)],
+        ["status", str(run)],
+        ["diff", str(run), str(run)],
+        ["usage", str(run)],
+    ):
+        assert main(verb) == 0, verb
+    capsys.readouterr()
+    assert "not finite: time/step (1 rows), loss (1 rows)" in "\n".join(report(capsys, run)[1]["runs"][0]["notes"])
+
+
 def test_nothing_of_a_rollout_ends_the_data_and_secrets_stay_hidden(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
+from prime_hpc.launch.monitor.run_facts import number
 from prime_hpc.launch.monitor.run_progress import tail_json
 from prime_hpc.observe.bench import read_figures
 from prime_hpc.observe.metric_files import metrics_file
@@ -207,7 +208,7 @@ def _hidden(key: str, pair: Pair) -> Pair:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return number(value) is not None
 
 
 def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:

@@ -1,5 +1,6 @@
 """Facts of a run, read before its state is decided: files of its directory, Slurm's answer, the verdict's form."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
+from prime_hpc.observe.metrics import number_of
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record
 
@@ -163,8 +165,9 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a file as a float; None where it is something else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Return a finite number of a file as a float; None where it is something else."""
+    found = None if isinstance(value, str) else number_of(value)
+    return found if found is not None and math.isfinite(found) else None
 
 
 def integer(value: Any) -> int | None:
