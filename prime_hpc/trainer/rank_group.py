@@ -1,4 +1,4 @@
-"""What the trainer's ranks tell each other: small objects, and failures of one that become all ranks'.
+"""Talk between the trainer's ranks: small objects, and failures of one that become all ranks'.
 
 A rank that leaves alone makes the others wait in a collective until its deadline, or, where its error is contained,
 meet it in the wrong one. So what may fail is done by `on_all` or `from_first`: all ranks raise it, with the same words.
