@@ -6,7 +6,8 @@
                  +---- served version <--- weights <---- weights/step_<v> <----------------------+
 
 Who waits for whom: the gate opens when `weights` has a version served; `_collect` wakes when an episode ends or a
-version is served; the trainer wakes on the batch. `main` builds the parts and runs `Orchestrator.run`.
+version is served; the trainer wakes on the batch. `main` builds the parts and runs `Orchestrator.run`. Who decides:
+`GroupBook` what is stale and when a batch is complete, `score_groups` advantages, `WeightSync` which version is served.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """Parts of an orchestrator, built from the experiment tree: server urls and clients, the environments' pools."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -241,7 +242,8 @@ def make_endless_tasks(pool: EnvPool, state: dict[str, Any]) -> None:
     """
     for source, used in zip(pool.sources, state["prompts"]["counts"], strict=False):  # changed ones are refused later
         if source.num_tasks is None and used > 0:
-            source.task(used - 1)
+            with contextlib.suppress(Exception):  # an endless taskset's code: the episode that needs the task says why
+                source.task(used - 1)
 
 
 def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:

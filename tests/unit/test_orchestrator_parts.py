@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,6 +29,7 @@ from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.setup import make_endless_tasks
 from tests.support.episodes import failed_result, make_result
 
 
@@ -129,6 +131,23 @@ async def until(condition: object, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.001)
+
+
+def test_an_endless_task_that_cannot_be_made_again_keeps_no_run_from_resuming() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def source(name: str, num_tasks: int | None) -> SimpleNamespace:
+        def task(number: int) -> None:
+            asked.append((name, number))
+            if name == "broken":
+                raise ZeroDivisionError("its code")
+
+        return SimpleNamespace(num_tasks=num_tasks, task=task)
+
+    sources = [source("list", 9), source("broken", None), source("unused", None), source("fine", None)]
+    pool: Any = SimpleNamespace(sources=sources)
+    make_endless_tasks(pool, {"prompts": {"counts": [5, 700, 0, 300]}})
+    assert asked == [("broken", 699), ("fine", 299)]
 
 
 def test_concurrency_is_bounded_and_every_job_ends_once() -> None:
