@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.store.batch.images import image_runs
 from prime_hpc.trainer.batching.image_inputs import ImageError
 from prime_hpc.trainer.model import vision
@@ -98,8 +99,9 @@ def test_an_image_of_another_size_than_its_tokens_is_refused(policy: Policy) -> 
     with pytest.raises(ImageError, match=r"has 5 tokens in the batch, and 6 by its size.*preprocessor_config.json"):
         logprobs(policy, batch_of([shown], [[0]]), 0)
     broken = sample(policy, text(3, 1), (b"no image", 6), text(3, 2))
-    with pytest.raises(ImageError, match="an image of 8 bytes cannot be read"):
+    with pytest.raises(ImageError, match="an image of 8 bytes cannot be read") as found:
         logprobs(policy, batch_of([broken], [[0]]), 0)
+    assert is_permanent(found.value)  # it would be so again after a restart
 
 
 def test_a_frozen_tower_gets_no_gradient_and_a_trained_one_gets_one_without_images(

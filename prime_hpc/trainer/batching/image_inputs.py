@@ -97,7 +97,8 @@ class ImageInputs:
         try:
             picture = open_image(image)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise ImageError(f"an image of {len(image)} bytes cannot be read ({error})") from error
+            # None: Pillow's errors are OSErrors, and no file system has a part in these bytes
+            raise ImageError(f"an image of {len(image)} bytes cannot be read ({error})") from None
         made = self.processor(images=[picture], return_tensors="np")
         frames, rows, columns = (int(n) for n in made["image_grid_thw"][0])
         return Pixels(np.asarray(made["pixel_values"], np.float32), (frames, rows, columns))

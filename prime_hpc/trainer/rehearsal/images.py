@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
 from prime_hpc.config.families import IMAGE_SHARE
 from prime_hpc.store.batch.rank_batch import RankBatch
@@ -86,6 +84,9 @@ class _GridsKnown(TorchDispatchMode):
 
 def pretend_images(change: Callable[..., None], tracker: MemoryTracker, *, on_gpu: bool) -> None:
     """Let a model that sees images see `PretendedImages`."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel  # of no use to a model of text
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
+
     embeddings = vision.image_embeddings
 
     def image_embeddings(body: Any, images: MicroBatchImages) -> tuple[torch.Tensor, list[torch.Tensor]]:

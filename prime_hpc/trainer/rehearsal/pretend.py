@@ -1,6 +1,6 @@
 """The world of a rehearsal: everything that the train step meets outside of itself, pretended in one process.
 
-    with pretended(tracker, fake, on_gpu=True):
+    with pretended(tracker, fake, on_gpu=True, folder=folder, sees=False):
         base = load_base(experiment, CPU)
         ...
 
@@ -131,7 +131,9 @@ def gloo_workspace(operator: Any, args: tuple[Any, ...]) -> int:
 
 
 @contextmanager
-def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, folder: Path) -> Iterator[None]:
+def pretended(
+    tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, folder: Path, sees: bool
+) -> Iterator[None]:
     """See above.
 
     Args:
@@ -139,6 +141,7 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         fake: entered by the caller, too, around the train step.
         on_gpu: pretend a GPU; else this machine's CPU kernels.
         folder: where published shapes are written.
+        sees: `model.vision`.
     """
     source = functools.partial(find_shape, folder=folder)
     with ExitStack() as stack:
@@ -155,7 +158,8 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         change(policy, "_load_shards", _inside(fake, tracker, policy._load_shards))
         change(policy, "Adapters", _inside(fake, tracker, Adapters))
         change(distribute, "compiled", _partitioned)
-        pretend_images(change, tracker, on_gpu=on_gpu)
+        if sees:
+            pretend_images(change, tracker, on_gpu=on_gpu)
         change(policy, "self_test", lambda *_, **__: None)  # it judges values, and there are none
         # the operator's fake knows bfloat16 alone; what stands in for it makes tensors of the same sizes
         change(moe, "_can_use_grouped_mm", lambda _input, weight, _offsets: weight.dtype == torch.bfloat16)

@@ -92,7 +92,8 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = CompilingMemoryTracker if experiment.model.compile else MemoryTracker
     tracker = kind(granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else gloo_workspace)
-    with pretended(tracker, fake, on_gpu=on_gpu, folder=folder):
+    sees = experiment.model.vision is not None
+    with pretended(tracker, fake, on_gpu=on_gpu, folder=folder, sees=sees):
         tracker.phase = "loading"
         base = load_base(experiment, CPU)
         tracker.vocab_sizes = logit_widths(base.policy)
