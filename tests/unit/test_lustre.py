@@ -145,5 +145,5 @@ def test_preflight_and_submit_look_too(fake: Path, tmp_path: Path, monkeypatch: 
     assert not any("OSTs" in w for w in node_facts({"gpus_asked": 0, "ports": []}, tmp_path, 0.0)["warnings"])
     monkeypatch.setattr(checks, "_weights_bytes", lambda _: 2 * GIB)
     exp = Experiment.model_validate({"output_dir": str(tmp_path), "ckpt": {}, "trainer": {"num_ranks": 2}})
-    (problem,) = checks._space(exp)
+    (problem,) = checks._space(exp, None, False)
     assert problem.key == "output_dir" and "do not fit the single OSTs" in str(problem)
