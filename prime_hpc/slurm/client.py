@@ -198,6 +198,12 @@ def _shown(argv: Sequence[str]) -> str:
     return " ".join("..." if SEPARATOR in word else word for word in argv)
 
 
+def squeue_command(which: Sequence[str], fields: Sequence[str]) -> list[str]:
+    """Return the command of which `squeue_rows` reads the answer."""
+    layout = ",".join(f"{field}:0{SEPARATOR}" for field in fields)  # width 0: nothing is cut off
+    return ["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", layout]
+
+
 def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]]:
     """Rows of squeue, one a job, a component or an array's task, those that ended in the last minutes too; none where
     it knows no such job (any more).
@@ -210,9 +216,8 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
     Raises:
         SlurmError: it cannot be asked, or answers in a form that is not known here: none of the jobs is gone.
     """
-    layout = ",".join(f"{field}:0{SEPARATOR}" for field in fields)  # width 0: nothing is cut off
     try:
-        text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", layout], timeout_s)
+        text = run_slurm(squeue_command(which, fields), timeout_s)
     except SlurmError as error:
         if error.is_unknown_job:
             return []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.slurm import jobs
+from prime_hpc.slurm.client import squeue_command
 from prime_hpc.slurm.hostlist import expand_hosts
 from tests.support.slurm import DONE, Cluster
 
@@ -110,10 +111,9 @@ class Recorder:
         ended = self.cluster.sbatch("exit 3", "-p", "cpu")
         self.cluster.wait_state(ended, DONE)
         time.sleep(1.5)  # the array's first task begins
-        ask = ["squeue", "-h", "-a", "-r", "-t", "all"]
-        self.ask("squeue of this user", *ask, "-u", str(os.getuid()), "-O", jobs._FORMAT)
-        self.ask("squeue of one job", *ask, "-j", plain, "-O", jobs._FORMAT)
-        self.ask("squeue of a forgotten job", *ask, "-j", "4999999", "-O", jobs._FORMAT)
+        self.ask("squeue of this user", *squeue_command(["-u", str(os.getuid())], jobs._FIELDS))
+        self.ask("squeue of one job", *squeue_command(["-j", plain], jobs._FIELDS))
+        self.ask("squeue of a forgotten job", *squeue_command(["-j", "4999999"], jobs._FIELDS))
         self.ask("squeue --start", "squeue", "--start", "-h", "-j", waiting, "-o", "%S")
         self.ask("steps", "squeue", "-h", "-s", "-j", f"{plain},{het}", "-o", "%i")
         for name, job in {"plain": plain, "waiting": waiting, "array": array, "het": het, "ended": ended}.items():

@@ -172,7 +172,7 @@ def test_jobs_that_slurm_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_job_that_slurm_forgets_between_two_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten = SlurmError(["squeue"], 1, "slurm_load_jobs error: Invalid job id specified")
-    answers = [row(Comment="changed by the site"), forgotten]
+    answers: list[str | SlurmError] = [row(Comment="changed by the site"), forgotten]
 
     def answer(*_: object) -> str:
         said = answers.pop(0)
