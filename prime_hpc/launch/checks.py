@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -366,9 +367,8 @@ def _space(experiment: Experiment, by_slurm: bool = False) -> list[Problem]:
     root = experiment.output_dir
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".write-test-{experiment.name}"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.TemporaryFile(prefix=".write-test-", dir=root) as probe:  # beside those of other machines
+            probe.write(b"x")
     except OSError as error:
         return [Problem(f"{root} cannot be written: {error.strerror}", "output_dir")]
     kept, free = _bytes_kept(experiment), shutil.disk_usage(root).free

@@ -12,6 +12,7 @@ Used by the fault harness (`tools/faults`) and `tests.support.fork_server`, neve
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import itertools
 import os
@@ -157,6 +158,7 @@ def _become(
             os.setsid()
         logger.remove()  # the parent's sinks, before their descriptors get other owners
         replace_descriptors(ends, passed)
+        faulthandler.enable(2)  # SIGABRT: where one that is stuck waits
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.runtime.process_tree import family, send
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.run_paths import RunPaths
 from tests.faults.fork import NETWORK
@@ -68,13 +70,27 @@ def start(machine: Machine, command: list[str], **extra: str) -> TalkingProcess:
 
 
 def ended(*processes: TalkingProcess) -> list[str]:
-    """Wait for all; returns what each said."""
+    """Wait for all; returns what each said. Where one does not end, it is shown where in its code each waits."""
     try:
         return [process.communicate(280)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        raise AssertionError("after 280 s not all have ended" + "".join(map(stuck, processes))) from None
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def stuck(process: TalkingProcess) -> str:
+    """End it; what it and its ranks have said, their stacks last."""
+    code = process.poll()
+    folder = Path(process.args[process.args.index("@") + 1]).parent
+    if code is None:
+        send(family(process.pid), signal.SIGABRT)  # faulthandler writes the stacks (`tests.faults.fork`)
+        time.sleep(2)
+    ranks = sorted(folder.glob(f"{process.args[process.args.index('--name') + 1]}/logs/*/trainer/*"))
+    files = "".join(f"\n{path}:\n{path.read_text(errors='replace')[-9000:]}" for path in ranks)
+    return f"\n--- {' '.join(process.args)}\n--- returned {code}, said:\n{process.said()[-9000:]}{files}"
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ def test_a_good_experiment_is_prepared(tmp_path: Path, model: Path) -> None:
     run_dir = prepare_run(one)
     assert load_run(run_dir) == one.experiment
     assert (run_dir / "lock.json").exists()
+
+
+def test_machines_that_start_together_do_not_take_each_others_trial_files_away(tmp_path: Path, model: Path) -> None:
+    """Those of a trainer by hand, one command each."""
+    one = loaded(tmp_path, model)
+    with ThreadPoolExecutor(4) as machines:
+        list(machines.map(lambda _: check(one), range(200)))
+    assert not list(one.experiment.output_dir.glob(".write-test-*"))
 
 
 @pytest.mark.parametrize(
