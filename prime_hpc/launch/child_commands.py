@@ -135,13 +135,14 @@ def list_rows(parent_dir: Path) -> list[Row]:
     """All children of a run directory."""
     states = {name: read_state(parent_dir / name) for name in list_children(parent_dir)}
     live = [name for name, state in states.items() if state is not None and not state.has_ended]
-    at_rest = live if live and not _trainer_runs(parent_dir) else []
+    at_rest = live if live and _is_away(parent_dir) else []
     return [Row(name, str(parent_dir / name), state, name in at_rest) for name, state in states.items()]
 
 
-def _trainer_runs(parent_dir: Path) -> bool:
-    """Return whether a parent's trainer runs, or is about to, as far as can be told."""
-    return status_of(parent_dir, details=False).state in ("starting", "running", "saving", "ending")
+def _is_away(parent_dir: Path) -> bool:
+    """Return whether a parent's trainer is known not to run: it waits in the queue, or is over."""
+    status = status_of(parent_dir, details=False)
+    return status.is_final or status.state in ("submitting", "pending", "requeued")
 
 
 def find_child(parent_dir: Path, word: str) -> Path:
@@ -172,7 +173,7 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
         delete, said = True, "no trainer had seen it"
     elif state.has_ended:
         said = f"it was {state.phase} already"
-    elif not _trainer_runs(path.parent):
+    elif _is_away(path.parent):
         said = f"it was at step {state.step}"
         if not delete:
             (path / STOP).touch()
@@ -214,7 +215,7 @@ def resume_child(path: Path) -> str:
     """
     state = read_state(path)
     if state is None or not state.has_ended:
-        at_rest = state is not None and not _trainer_runs(path.parent)
+        at_rest = state is not None and _is_away(path.parent)
         if at_rest and (path / STOP).exists():
             (path / STOP).unlink(missing_ok=True)
             return f"it was to end when its trainer is back{_back(path)}"

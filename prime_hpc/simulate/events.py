@@ -7,11 +7,13 @@ since engines are alike; the trainer's batch is scaled up again.
 """
 
 import heapq
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
@@ -49,59 +51,159 @@ class Outcome:
     """The fleet is so many times what was simulated."""
 
 
-class _Result:
-    samples = True
-
-
-_RESULT = _Result()
+_RESULT = SimpleNamespace(samples=True)
+_Seconds = Callable[[int], float]
 
 
 class _Rollout:
     """An episode; `GroupBook` asks it as it asks the orchestrator's."""
 
-    __slots__ = (
-        "begun",
-        "group",
-        "index",
-        "max_version",
-        "min_version",
-        "result",
-        "start",
-        "tokens",
-        "usable",
-        "version_sum",
-    )
+    __slots__ = ("group", "index", "max_version", "min_version", "result", "start", "tokens", "usable", "version_sum")
 
-    def __init__(self, group: Group, index: int, tokens: float, usable: bool) -> None:
-        self.group, self.index, self.tokens, self.usable = group, index, tokens, usable
+    def __init__(self, group: Group, index: int, usable: bool) -> None:
+        self.group, self.index, self.usable = group, index, usable
         self.min_version: int | None = None
         self.max_version: int | None = None
-        self.version_sum = 0.0
-        self.start, self.begun, self.result = 0.0, False, _RESULT
+        self.tokens, self.version_sum, self.start, self.result = 0.0, 0.0, 0.0, _RESULT
+
+
+class _Timeline:
+    """Acts that are to come, by their time; of those at one moment the first that was entered comes first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._numbers = itertools.count()
+        self._acts: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def at(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._acts, (self.now + seconds, next(self._numbers), act, arguments))
+
+    def go_on(self) -> None:
+        self.now, _, act, arguments = heapq.heappop(self._acts)
+        act(*arguments)
+
+
+class _Server:
+    """One server: its clock counts tokens that each of its requests was given so far."""
+
+    def __init__(self, index: int, time: _Timeline, token_s: _Seconds, on_sampled: Callable[..., None]) -> None:
+        self.index, self._time, self._token_s, self._on_sampled = index, time, token_s, on_sampled
+        self.count, self._stamp = 0, 0
+        self.clock, self._since, self.area, self.idle = 0.0, 0.0, 0.0, 0.0
+        self.paused = False
+        self._numbers = itertools.count()
+        self._ends: list[tuple[float, int, _Rollout]] = []
+        """By its clock."""
+        self.marks: list[tuple[float, int]] = [(0.0, 0)]
+        """Clock from which on a version is served."""
+
+    def advance(self) -> None:
+        """Let it sample until now."""
+        seconds, self._since = self._time.now - self._since, self._time.now
+        self.area += seconds * self.count
+        if not self.count:
+            self.idle += seconds
+        elif not self.paused and (token_s := self._token_s(self.count)) > 0:
+            self.clock += seconds / token_s
+
+    def enter(self, rollout: _Rollout) -> None:
+        """Begin to sample an episode, which is counted already."""
+        self.advance()
+        rollout.start = self.clock
+        heapq.heappush(self._ends, (self.clock + rollout.tokens, next(self._numbers), rollout))
+
+    def drop(self, count: int) -> None:
+        """Give up so many episodes, of groups that were abandoned."""
+        self.advance()
+        self.count -= count
+        self._ends = [entry for entry in self._ends if not entry[2].group.abandoned]
+        heapq.heapify(self._ends)
+
+    def reschedule(self) -> None:
+        """Say anew when its next episode ends: who samples beside it, or whether it may, has changed."""
+        self._stamp += 1
+        if self._ends and not self.paused:
+            left = max(0.0, self._ends[0][0] - self.clock)
+            self._time.at(left * self._token_s(self.count), self._sampled, self._stamp)
+
+    def _sampled(self, stamp: int) -> None:
+        if stamp != self._stamp:
+            return
+        self.advance()
+        self.clock = max(self.clock, self._ends[0][0])
+        ended = []
+        while self._ends and self._ends[0][0] <= self.clock + 1e-9:
+            rollout = heapq.heappop(self._ends)[2]
+            if not rollout.group.abandoned:
+                ended.append(rollout)
+        self.count -= len(ended)
+        for rollout in ended:
+            self._note_versions(rollout)
+        self._on_sampled(self, ended)
+
+    def _note_versions(self, rollout: _Rollout) -> None:
+        high, low = rollout.start + rollout.tokens, rollout.start
+        for clock, version in reversed(self.marks):
+            if (begin := max(clock, low)) < high:
+                rollout.version_sum += (high - begin) * version
+                high = begin
+            rollout.min_version = version
+            if rollout.max_version is None:
+                rollout.max_version = version
+            if clock <= low:
+                break
 
 
 @dataclass
 class _Lane:
     """The server of a group, and its episodes that run."""
 
-    server: int = -1
+    server: _Server | None = None
     running: set[_Rollout] = field(default_factory=set)
 
 
-class _Server:
-    """One server: its clock counts tokens that each of its requests was given so far."""
+class _Trainer:
+    """Takes batches in their order; publishes after each step, and is free a while later."""
 
-    def __init__(self) -> None:
-        self.count, self.stamp = 0, 0
-        self.clock, self.since, self.area, self.idle = 0.0, 0.0, 0.0, 0.0
-        self.paused = False
-        self.heap: list[tuple[float, int, _Rollout]] = []
-        self.marks: list[tuple[float, int]] = [(0.0, 0)]
-        """Clock from which on a version is served."""
+    def __init__(self, time: _Timeline, setting: Setting, costs: Costs, on_published: Callable[[int], None]) -> None:
+        self._time, self._setting, self._costs, self._on_published = time, setting, costs, on_published
+        self._training = False
+        self.batches: dict[int, tuple[float, float]] = {}
+        """That it can read -> tokens to train on, mean lag."""
+        self.free_at: list[float] = [0.0]
+        self.waits, self.lags, self.sizes = list[float](), list[float](), list[float]()
+
+    def train(self) -> None:
+        """Begin the next step if it can."""
+        step = len(self.free_at)
+        if self._training or step not in self.batches:
+            return
+        self._training = True
+        tokens, lag = self.batches.pop(step)
+        self.waits.append(self._time.now - self.free_at[-1])
+        self.lags.append(lag)
+        self.sizes.append(tokens)
+        busy = self._costs.train_s(tokens, self._setting.ranks) + self._costs.publish_s
+        self._time.at(busy, self._on_published, step)
+        self._time.at(busy + self._costs.after_s(self._setting.save_interval), self._free)
+
+    def _free(self) -> None:
+        self._training = False
+        self.free_at.append(self._time.now)
+        self.train()
+
+
+class _Totals(NamedTuple):
+    """Sums since the beginning: requests in flight x seconds, seconds of idle servers, tokens, groups."""
+
+    area: float
+    idle: float
+    sampled: float
+    stale: int
 
 
 class Simulation:
-    """One shape, from its first step on."""
+    """One shape, from its first step on: the orchestrator between engines and trainer."""
 
     def __init__(self, setting: Setting, costs: Costs, seed: int, most_rollouts: int = MOST_ROLLOUTS) -> None:
         """Set the run up; `costs` are of a calibration."""
@@ -115,7 +217,9 @@ class Simulation:
         num_servers = max(1, round(setting.servers / self.part))
         self.engines = setting.servers * setting.engines / self.part / num_servers
         self.max_concurrent = max(1, round(setting.max_concurrent / self.part))
-        self.servers = [_Server() for _ in range(num_servers)]
+        self.time = _Timeline()
+        self.servers = [_Server(i, self.time, self._token_s, self._sampled) for i in range(num_servers)]
+        self.trainer = _Trainer(self.time, setting, costs, self._published)
         self.book = GroupBook(
             num_prompts=self.num_prompts,
             async_level=setting.async_level,
@@ -124,88 +228,57 @@ class Simulation:
             minima=[1],
             masks_stale=setting.masks_stale,
         )
-        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.now, self.serial, self.turn, self.running, self.position = 0.0, 0, 0, 0, 0
+        self.turn = self.running = self.num_stale = 0
+        self.positions = itertools.count()
         self.queue: deque[_Rollout] = deque()
         self.returned: deque[Prompt] = deque()
-        self.dirty: set[int] = set()
-        self.served = self.published = self.written = 0
-        self.loading = self.writing = self.training = False
-        self.batches: dict[int, tuple[float, float]] = {}
-        """Written batch -> tokens to train on, mean lag."""
-        self.free_at: list[float] = [0.0]
-        self.waits: list[float] = []
-        self.lags: list[float] = []
-        self.sizes: list[float] = []
-        self.num_stale = 0
-        self.begin_of_window: tuple[float, float, float, int] | None = None
+        self.changed: set[_Server] = set()
+        self.served = self.published = 0
+        self.loading = self.writing = False
         self.sampled = 0.0
 
     def run(self) -> Outcome:
         """Let so many steps pass; the same seed gives the same outcome."""
-        last = self.warm + self.num_steps
         self._after_change()
-        while len(self.free_at) <= last:
-            self.now, _, act, arguments = heapq.heappop(self.events)
-            act(*arguments)
-        area, idle, sampled, stale = self._totals()
-        assert self.begin_of_window is not None
-        begin = self.begin_of_window
-        seconds = max(1e-12, self.free_at[last] - self.free_at[self.warm])
-        count, engines = len(self.servers), len(self.servers) * self.engines
+        begin, end = self._totals_at(self.warm), self._totals_at(self.warm + self.num_steps)
+        trainer, steps = self.trainer, slice(self.warm, self.warm + self.num_steps)
+        seconds = max(1e-12, trainer.free_at[steps.stop] - trainer.free_at[steps.start])
         return Outcome(
             step_s=seconds / self.num_steps,
-            trainer_idle=sum(self.waits[self.warm : last]) / seconds,
-            engines_idle=(idle - begin[1]) / seconds / count,
-            in_flight=(area - begin[0]) / seconds / engines,
-            lag=sum(self.lags[self.warm : last]) / self.num_steps,
-            stale=(stale - begin[3]) / self.num_steps / self.num_prompts,
-            batch_tokens=sum(self.sizes[self.warm : last]) / self.num_steps,
-            sampled_per_s=(sampled - begin[2]) * self.part / seconds,
+            trainer_idle=sum(trainer.waits[steps]) / seconds,
+            engines_idle=(end.idle - begin.idle) / seconds / len(self.servers),
+            in_flight=(end.area - begin.area) / seconds / (len(self.servers) * self.engines),
+            lag=sum(trainer.lags[steps]) / self.num_steps,
+            stale=(end.stale - begin.stale) / self.num_steps / self.num_prompts,
+            batch_tokens=sum(trainer.sizes[steps]) / self.num_steps,
+            sampled_per_s=(end.sampled - begin.sampled) * self.part / seconds,
             num_steps=self.num_steps,
             part=self.part,
         )
 
-    # ------------------------------------------------------------------------------------------------ time
-
-    def _at(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
-        self.serial += 1
-        heapq.heappush(self.events, (self.now + seconds, self.serial, act, arguments))
+    def _totals_at(self, step: int) -> _Totals:
+        """Go on until the trainer has done so many steps."""
+        while len(self.trainer.free_at) <= step:
+            self.time.go_on()
+        for server in self.servers:
+            server.advance()
+        area, idle = sum(s.area for s in self.servers), sum(s.idle for s in self.servers)
+        return _Totals(area, idle, self.sampled, self.num_stale)
 
     def _token_s(self, count: int) -> float:
         per_engine = count / self.engines
         turns = max(1.0, per_engine / self.setting.max_num_seqs) if self.setting.max_num_seqs else 1.0
         return self.costs.token_s * turns + self.costs.shared_token_s * per_engine
 
-    def _advance(self, server: _Server) -> None:
-        seconds = self.now - server.since
-        if seconds <= 0:
-            return
-        server.since = self.now
-        server.area += seconds * server.count
-        if not server.count:
-            server.idle += seconds
-        elif not server.paused and (token_s := self._token_s(server.count)) > 0:
-            server.clock += seconds / token_s
-
-    def _totals(self) -> tuple[float, float, float, int]:
-        for server in self.servers:
-            self._advance(server)
-        return sum(s.area for s in self.servers), sum(s.idle for s in self.servers), self.sampled, self.num_stale
-
-    def _reschedule(self) -> None:
-        for index in sorted(self.dirty):
-            server = self.servers[index]
-            server.stamp += 1
-            if server.heap and not server.paused:
-                left = max(0.0, server.heap[0][0] - server.clock)
-                self._at(left * self._token_s(server.count), self._sampled, index, server.stamp)
-        self.dirty.clear()
-
     def _after_change(self) -> None:
         self._collect()
         self._pump()
         self._reschedule()
+
+    def _reschedule(self) -> None:
+        for server in sorted(self.changed, key=lambda server: server.index):
+            server.reschedule()
+        self.changed.clear()
 
     # ------------------------------------------------------------------------------------------------ episodes
 
@@ -223,96 +296,55 @@ class Simulation:
         if self.returned:
             prompt = self.returned.popleft()
         else:
-            prompt = Prompt(self.position, 0, self.position, 0)
-            self.position += 1
+            prompt = Prompt(position := next(self.positions), 0, position, 0)
         group = self.book.open(prompt, self.served)
         group.lane = _Lane()
         usable = self.costs.dropped_share <= 0 or self.rng.random() >= self.costs.dropped_share
-        for index in range(self.setting.group_size):
-            self.queue.append(_Rollout(group, index, 0.0, usable))
+        self.queue.extend(_Rollout(group, index, usable) for index in range(self.setting.group_size))
         return True
 
     def _start(self, rollout: _Rollout) -> None:
         lane: _Lane = rollout.group.lane
-        if lane.server < 0:
-            count = len(self.servers)
-            order = range(self.turn, self.turn + count)
-            lane.server = min(order, key=lambda i: self.servers[i % count].count) % count
-            self.turn = (lane.server + 1) % count
-        server = self.servers[lane.server]
-        self._advance(server)
-        server.count += 1
+        if lane.server is None:
+            order = [*self.servers[self.turn :], *self.servers[: self.turn]]
+            lane.server = min(order, key=lambda server: server.count)
+            self.turn = (lane.server.index + 1) % len(self.servers)
+        lane.server.advance()
+        lane.server.count += 1
         self.running += 1
         lane.running.add(rollout)
-        self.dirty.add(lane.server)
-        tokens, rollout_s = self.costs.draw(self.rng)
-        rollout.tokens = tokens
+        self.changed.add(lane.server)
+        rollout.tokens, rollout_s = self.costs.draw(self.rng)
         if rollout_s > 0:
-            self._at(rollout_s, self._begin, rollout)
+            self.time.at(rollout_s, self._begin, lane.server, rollout)
         else:
-            self._enter(rollout)
+            lane.server.enter(rollout)
 
-    def _begin(self, rollout: _Rollout) -> None:
+    def _begin(self, server: _Server, rollout: _Rollout) -> None:
         if not rollout.group.abandoned:
-            self._enter(rollout)
+            server.enter(rollout)
+            self.changed.add(server)
             self._reschedule()
 
-    def _enter(self, rollout: _Rollout) -> None:
-        index = rollout.group.lane.server
-        server = self.servers[index]
-        self._advance(server)
-        rollout.start, rollout.begun = server.clock, True
-        self.serial += 1
-        heapq.heappush(server.heap, (server.clock + rollout.tokens, self.serial, rollout))
-        self.dirty.add(index)
-
-    def _sampled(self, index: int, stamp: int) -> None:
-        server = self.servers[index]
-        if stamp != server.stamp:
-            return
-        self._advance(server)
-        server.clock = max(server.clock, server.heap[0][0])
-        ended = []
-        while server.heap and server.heap[0][0] <= server.clock + 1e-9:
-            rollout = heapq.heappop(server.heap)[2]
-            if not rollout.group.abandoned:
-                ended.append(rollout)
-                server.count -= 1
-                self.running -= 1
-        self.dirty.add(index)
+    def _sampled(self, server: _Server, ended: list[_Rollout]) -> None:
+        self.running -= len(ended)
+        self.changed.add(server)
         for rollout in ended:
-            self._end(server, rollout)
+            self.sampled += rollout.tokens
+            rollout.group.lane.running.discard(rollout)
+            self.book.add(rollout.group, rollout.index, rollout)  # type: ignore[arg-type]
+            self._send_back()
         self._after_change()
-
-    def _end(self, server: _Server, rollout: _Rollout) -> None:
-        self.sampled += rollout.tokens
-        high, low = rollout.start + rollout.tokens, rollout.start
-        for clock, version in reversed(server.marks):
-            if (begin := max(clock, low)) < high:
-                rollout.version_sum += (high - begin) * version
-                high = begin
-            rollout.min_version = version
-            if rollout.max_version is None:
-                rollout.max_version = version
-            if clock <= low:
-                break
-        rollout.group.lane.running.discard(rollout)
-        self.book.add(rollout.group, rollout.index, rollout)  # type: ignore[arg-type]
-        self._send_back()
 
     def _send_back(self) -> None:
         for group in sorted(self.book.take_stale(), key=lambda g: -g.prompt.position):
             lane: _Lane = group.lane
             self.num_stale += 1
-            if lane.running:
-                server = self.servers[lane.server]
-                self._advance(server)
-                server.count -= len(lane.running)
+            if lane.running and lane.server is not None:
+                lane.server.drop(len(lane.running))
                 self.running -= len(lane.running)
                 lane.running.clear()
-                server.heap = [entry for entry in server.heap if not entry[2].group.abandoned]
-                heapq.heapify(server.heap)
-                self.dirty.add(lane.server)
+                self.changed.add(lane.server)
             self.returned.appendleft(group.prompt)
         self.book.take_consumed()
 
@@ -328,38 +360,18 @@ class Simulation:
         tokens = sum(rollout.tokens for rollout in rollouts)
         versions = sum(rollout.version_sum for rollout in rollouts)
         lag = step - 1 - versions / tokens if tokens > 0 else 0.0
-        self.batches[step] = (tokens * self.costs.trained_per_sampled * self.part, lag)
         self.writing = True
-        self._at(self.costs.handover_s, self._written, step)
+        batch = tokens * self.costs.trained_per_sampled * self.part, lag
+        self.time.at(self.costs.handover_s, self._written, step, batch)
 
-    def _written(self, step: int) -> None:
-        self.writing, self.written = False, step
-        self._train()
+    def _written(self, step: int, batch: tuple[float, float]) -> None:
+        self.writing, self.trainer.batches[step] = False, batch
+        self.trainer.train()
         self._after_change()
-
-    def _train(self) -> None:
-        step = len(self.free_at)
-        if self.training or step > self.written:
-            return
-        self.training = True
-        tokens, lag = self.batches.pop(step)
-        self.waits.append(self.now - self.free_at[-1])
-        self.lags.append(lag)
-        self.sizes.append(tokens)
-        busy = self.costs.train_s(tokens, self.setting.ranks) + self.costs.publish_s
-        self._at(busy, self._published, step)
-        self._at(busy + self.costs.after_s(self.setting.save_interval), self._free)
 
     def _published(self, version: int) -> None:
         self.published = version
         self._load()
-
-    def _free(self) -> None:
-        self.training = False
-        self.free_at.append(self.now)
-        if len(self.free_at) == self.warm + 1:
-            self.begin_of_window = self._totals()
-        self._train()
 
     def _load(self) -> None:
         if self.loading or self.published <= self.served:
@@ -367,23 +379,23 @@ class Simulation:
         self.loading = True
         pause = min(self.costs.pause_s, self.costs.load_s)
         if pause > 0:
-            self._at(self.costs.load_s - pause, self._pause)
-        self._at(self.costs.load_s, self._loaded, self.published)
+            self.time.at(self.costs.load_s - pause, self._pause)
+        self.time.at(self.costs.load_s, self._loaded, self.published)
 
     def _pause(self) -> None:
-        for index, server in enumerate(self.servers):
-            self._advance(server)
+        for server in self.servers:
+            server.advance()
             server.paused = True
-            self.dirty.add(index)
+        self.changed.update(self.servers)
         self._reschedule()
 
     def _loaded(self, version: int) -> None:
         self.loading, self.served = False, version
-        for index, server in enumerate(self.servers):
-            self._advance(server)
+        for server in self.servers:
+            server.advance()
             server.paused = False
             server.marks = [*server.marks[-64:], (server.clock, version)]
-            self.dirty.add(index)
+        self.changed.update(self.servers)
         self._load()
         self._after_change()
 

@@ -147,7 +147,7 @@ def _close_overtaken(rows: list[AttemptRow]) -> None:
     newest = max(rows, key=lambda row: row.get("incarnation", 0))
     for row in rows:
         if row.get("ended") is None and row.get("incarnation", 0) < newest.get("incarnation", 0):
-            row["ended"] = max(row.get("began", 0.0), newest.get("began", 0.0))
+            row["ended"] = max(row.get("began") or 0.0, newest.get("began") or 0.0)
             row["outcome"], row["cause"] = "failed", f"attempt {newest['attempt']} began meanwhile"
 
 
@@ -217,7 +217,7 @@ def is_held(row: AttemptRow) -> bool:
         return False
     if row.get("process"):
         return process_token(row["pid"]) == row["process"]
-    return runs_since(row["pid"], row.get("began", 0.0))
+    return runs_since(row["pid"], row.get("began") or 0.0)
 
 
 def runs_elsewhere(run_dir: Path, row: AttemptRow) -> str | None:

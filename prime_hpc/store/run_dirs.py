@@ -60,7 +60,7 @@ class AttemptRow(TypedDict, total=False):
     permanent: bool
 
 
-_OF_EVERY_ATTEMPT = AttemptRow(incarnation=0, host="", pid=0, ended=None, outcome=None, cause=None, lost_nodes=[])
+_OF_EVERY_ATTEMPT = AttemptRow(incarnation=0, host="", pid=0, ended=None, outcome=None, cause=None)
 
 
 class SubmissionRecord(TypedDict, total=False):

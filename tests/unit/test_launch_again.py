@@ -129,7 +129,7 @@ def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: P
 
 def test_a_line_made_by_hand_is_an_attempt_that_left_no_end(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
-    path.write_text('{"attempt": 1}\n')
+    path.write_text('{"attempt": 1, "began": null}\n')
     close_crashed_attempts(tmp_path, RunPaths(tmp_path), None)
     (row,) = read_attempts(path)
     assert row["outcome"] == "failed" and row["ended"] is not None

@@ -242,6 +242,19 @@ def test_stop_file(world: World) -> None:
     assert not (path / "STOP").exists() and world.look() == []
 
 
+def test_a_stop_that_waited_for_the_next_trainer_is_obeyed(world: World) -> None:
+    """`runs remove` leaves it there while the parent waits in the queue."""
+    path = world.child("run_a")
+    world.look()
+    world.admit()
+    (path / "STOP").touch()
+    world.begin(2)
+    world.look()
+    assert world.admit() == "run_a"
+    assert world.look() == [Leave("run_a", "stopped", "the file STOP was found", save=True)]
+    assert not (path / "STOP").exists()
+
+
 def test_a_new_trainer_takes_up_what_the_old_one_left(world: World) -> None:
     a, b = world.child("run_a", max_steps=7), world.child("run_b")
     world.look()

@@ -111,6 +111,9 @@ def test_list_remove_and_resume(tmp_path: Path, parent: Path, capsys: pytest.Cap
     assert main(["runs", "remove", str(parent), "done"]) == 0 and (many / "run_done" / STATE).exists()
     assert main(["runs", "remove", str(parent), "done", "--delete"]) == 0
     assert list_children(many) == ["run_failed"]
+    write_state(many / "run_failed", ChildState("training", step=2, max_steps=4))
+    assert main(["runs", "remove", str(parent), "failed", "--timeout", "0.1"]) == 2  # no trainer is there to obey
+    assert not (many / "run_failed" / "STOP").exists()
 
 
 def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture) -> None:

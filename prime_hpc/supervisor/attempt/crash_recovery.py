@@ -96,7 +96,7 @@ def _last_seen(run_dir: Path, row: AttemptRow) -> float:
     times = [
         path.stat().st_mtime for path in (run_dir / STATUS_JSON, run_dir / "logs" / "supervisor.log") if path.exists()
     ]
-    return max([row.get("began", 0.0), *(t for t in times if t <= time.time())])
+    return max([row.get("began") or 0.0, *(t for t in times if t <= time.time())])
 
 
 def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tuple[str, str, list[str]]:
@@ -104,7 +104,7 @@ def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tup
     if row.get("job_id") is None:
         return "failed", f"the supervisor (process {row['pid']} on {row['host']}) was killed", []
     hosts = sorted({host for group in (row.get("nodes") or {}).values() for host in group} | {row["host"]})
-    lost = lost_hosts(hosts, row.get("began", 0.0), silent_end=True)
+    lost = lost_hosts(hosts, row.get("began") or 0.0, silent_end=True)
     if lost:
         return "node_lost", f"node {', '.join(lost)} was lost", lost
     states = _accounting(row) if has_accounting(run_dir) else []
@@ -124,8 +124,8 @@ def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tup
 
 def _accounting(row: AttemptRow) -> list[str]:
     """States of this job's attempts that ended after the attempt began, where accounting answers."""
+    began = row.get("began") or 0.0
     try:
-        ended = [info for info in history(str(row["job_id"])) if info.end is None or info.end >= row.get("began", 0.0)]
+        return [info.state for info in history(str(row["job_id"])) if info.end is None or info.end >= began]
     except SlurmError:
         return []
-    return [info.state for info in ended]
