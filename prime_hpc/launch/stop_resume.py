@@ -20,7 +20,7 @@ from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
-from prime_hpc.slurm.submission_record import cluster_of, local_controller, write_record
+from prime_hpc.slurm.submission_record import add_to_record, cluster_of, local_controller
 from prime_hpc.store.attempts import is_held, read_attempts, saved_claims
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, read_json, read_record, read_rows
@@ -164,7 +164,11 @@ def _stop_and_wait(
         process: without Slurm, the open attempt whose process it is.
     """
     stop, over_before = run_dir / STOP, (_ended_attempt(run_dir, job_id) or {}).get("attempt")
-    stop.touch()
+    try:
+        stop.touch()
+    except OSError as error:
+        words = f"{stop} cannot be written: {error.strerror}; `prime-hpc cancel --now {run_dir}` does without"
+        raise ConfigError(words) from error
     began = asked = told = time.monotonic()
     pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
     next_ask_s = ask_pause.next()
@@ -234,7 +238,7 @@ def _ended_attempt(run_dir: Path, job_id: str | None) -> AttemptRow | None:
 
 def _note_cancel(run_dir: Path) -> None:
     if read_record(run_dir) is not None:
-        write_record(run_dir, cancelled=time.time(), successor=None)
+        add_to_record(run_dir, cancelled=time.time(), successor=None)
 
 
 def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
