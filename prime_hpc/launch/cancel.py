@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config import Problem
+from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, STOP
 from prime_hpc.launch.how_ended import how_it_ended, is_well, last_row, newest_words, own_end, saved_step
 from prime_hpc.runtime.backoff import Backoff
@@ -19,7 +19,7 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_sl
 from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import cluster_of, local_controller, write_record
+from prime_hpc.slurm.submission_record import add_to_record, cluster_of, local_controller
 from prime_hpc.store.attempts import is_held
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, read_json, read_record, read_rows
 
@@ -147,7 +147,7 @@ class _Cancel:
 
     def _note_cancel(self) -> None:
         if read_record(self.run_dir) is not None:
-            write_record(self.run_dir, cancelled=time.time(), successor=None)
+            add_to_record(self.run_dir, cancelled=time.time(), successor=None)
 
     def _without_job(self) -> Ended:
         """End a process of this host, where there is one: it may be another's, or nothing at all."""
@@ -195,7 +195,11 @@ class _Cancel:
         """
         self._tell(f"asked {whom} to save and end; waiting up to {self.timeout_s:.0f} s")
         stop, over_before = self.run_dir / STOP, (self._ended_attempt(job_id) or {}).get("attempt")
-        stop.touch()
+        try:
+            stop.touch()
+        except OSError as error:
+            without = f"`prime-hpc cancel --now {shlex.quote(str(self.run_dir))}` does without"
+            raise ConfigError(f"{stop} cannot be written: {error.strerror}; {without}") from error
         began = asked = told = time.monotonic()
         pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
         next_ask_s = ask_pause.next()

@@ -32,7 +32,7 @@ from prime_hpc.slurm.queue import (
     send,
 )
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
-from prime_hpc.slurm.submission_record import cluster_of, submitting, write_record
+from prime_hpc.slurm.submission_record import add_to_record, cluster_of, submitting
 from prime_hpc.store.run_dirs import read_json, read_record
 
 FOLLOW_POLL_S = 1.0
@@ -182,12 +182,13 @@ def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> 
             other=made.other,
         )
         if (shape := made.experiment.slurm.shape) is not None:
-            write_record(run_dir, shape=shape)
+            add_to_record(run_dir, shape=shape)
         if made.how == "successor":
             try:
                 queue_successor(run_dir, job_id, is_first=True)
-            except SlurmError as error:
-                write_record(run_dir, no_successor=error_lines(error.stderr))
+            except (SlurmError, OSError) as error:
+                why = error_lines(error.stderr) if isinstance(error, SlurmError) else str(error)
+                add_to_record(run_dir, no_successor=why)
                 words = "the job asks again when it begins, and every few minutes while it runs"
                 print(f"warning: no successor could be queued ({error}); {words}", file=sys.stderr)
     return run_dir, job_id, False

@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
+from prime_hpc.config.site import cluster_name, load_site, other_cluster
 from prime_hpc.slurm.client import (
     ASK_TIMEOUT_S,
     COMMENT_PREFIX,
@@ -27,13 +27,13 @@ from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.sbatch_errors import (
     NothingQueued,
     SlurmRefused,
-    forgotten_job_of,
     job_without_answer,
     jobs_of_cut_off_submit,
     note,
 )
 from prime_hpc.slurm.script import command_tail, escape_pattern, interpreter, render_job, restart_mode
 from prime_hpc.slurm.submission_record import (
+    add_to_record,
     cluster_of,
     local_controller,
     new_token,
@@ -47,6 +47,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _AT_REST = ("completed", "failed", "stopped", "interrupted")
 """Outcomes after which a run does not come back by itself (as far as its own directory knows)."""
+_NO_JOB = ("failed", "local")
+"""States of a submission of which Slurm has no job."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def jobs_of(run_dir: Path) -> list[JobInfo]:
         SlurmError: Slurm cannot be asked.
     """
     record = read_record(run_dir)
-    if record is None or record.get("state") in ("failed", "local"):
+    if record is None or record.get("state") in _NO_JOB:
         return _sent_by_hand(run_dir)
     tokens = {record.get("token"), record.get("successor_token")} - {None}
     ids = {str(i) for i in (record.get("job_id"), record.get("successor")) if i}
@@ -183,7 +185,7 @@ def _ask(run_dir: Path) -> list[JobInfo]:
     try:
         return jobs_of(run_dir)
     except SlurmError as error:
-        if record is None or record.get("state") in ("failed", "local") or _is_at_rest(run_dir, record):
+        if record is None or record.get("state") in _NO_JOB or _is_at_rest(run_dir, record):
             return []  # a run from another place, or over by its own word: Slurm's is not needed
         raise SlurmRefused(
             Problem(
@@ -219,14 +221,10 @@ def resolve_pending_submission(run_dir: Path) -> JobInfo | None:
         refuse_if_queued(run_dir)
         return None
     token, sent = str(record["token"]), float(record["time"])
-    found = jobs_of_cut_off_submit(token, sent, str(run_dir), "name")
-    if found:
+    if found := jobs_of_cut_off_submit(token, sent, run_dir, "name"):
         successor = found[1].job_id if len(found) > 1 else None
         write_record(run_dir, state="sent", job_id=found[0].job_id, successor=successor)
         return next((info for info in found if info.is_active), None)
-    if has_accounting(run_dir) and (ended := forgotten_job_of(token, sent)):
-        write_record(run_dir, state="sent", job_id=ended)
-        return None
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sent))
     note(f"the submit of {when} never reached Slurm; submitting now")
     return None
@@ -272,7 +270,7 @@ def send(
         with on_cluster(other):
             job_id = str(executor.submit(function, str(directory), {}).job_id)
         if executor.cluster is not None:
-            write_record(directory, other_cluster=executor.cluster)
+            add_to_record(directory, other_cluster=executor.cluster)
     except SlurmError as error:
         try:
             with on_cluster(other):
@@ -288,7 +286,7 @@ def send(
         raise
     except OSError as error:
         raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
-    write_record(directory, state="sent", job_id=job_id)
+    add_to_record(directory, state="sent", job_id=job_id)
     return job_id
 
 
@@ -338,7 +336,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
         dies_with_us=True,
     )
     successor, _ = sbatch_answer(answer)
-    write_record(run_dir, successor=successor, no_successor=None)
+    add_to_record(run_dir, successor=successor, no_successor=None)
     return successor
 
 
@@ -365,7 +363,7 @@ def drop_successor(run_dir: Path, before: SubmissionRecord | None = None) -> str
     if info is not None and info.is_pending and _is_ours(info, record):
         run_slurm(["scancel", str(successor)], ASK_TIMEOUT_S)
     if now is not None:
-        write_record(run_dir, successor=None)
+        add_to_record(run_dir, successor=None)
     return str(successor)
 
 

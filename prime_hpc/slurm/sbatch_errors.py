@@ -4,9 +4,11 @@ there is), on its way, or queued all the same? The token in its comment tells.""
 import re
 import sys
 import time
+from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.slurm import SlurmConfig
+from prime_hpc.config.site import has_accounting
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history
 from prime_hpc.slurm.placement import LAYOUTS
@@ -151,15 +153,16 @@ def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
     ) from error
 
 
-def jobs_of_cut_off_submit(token: str, sent: float, subject: str, key: str) -> list[JobInfo]:
-    """Return the jobs, which Slurm's controller knows, of a submit that ended before the answer was written down.
+def jobs_of_cut_off_submit(token: str, sent: float, directory: Path, key: str) -> list[JobInfo]:
+    """Return the jobs of a submit that ended before the answer was written down: those that the controller knows, else
+    one that has ended, which the accounting alone remembers.
 
     Waits as long as a request may still be on its way.
 
     Args:
         token: of the submission.
         sent: when, in seconds since the epoch.
-        subject: of messages: the run's or sweep's directory.
+        directory: the run's or sweep's.
         key: of the config, that an error names.
 
     Raises:
@@ -172,21 +175,18 @@ def jobs_of_cut_off_submit(token: str, sent: float, subject: str, key: str) -> l
             note(f"an earlier submit was cut off; looking for its job for {wait_s:.0f} s more")
             time.sleep(min(_POLL_S, wait_s))
             found = find_by_token(token, ASK_TIMEOUT_S)
-        return found
     except SlurmError as error:
         raise SlurmRefused(
             Problem(
-                f"{subject}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; nothing "
-                f"was changed. {error}",
+                f"{directory}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; "
+                f"nothing was changed. {error}",
                 key,
             )
         ) from error
-
-
-def forgotten_job_of(token: str, sent: float) -> str | None:
-    """Return the id, where the accounting answers, of a job that the controller has forgotten; arguments as above."""
-    rows = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
-    return rows[0].job_id.partition("+")[0] if rows else None
+    if not found and has_accounting(directory):
+        rows = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
+        found = [JobInfo(row.job_id.partition("+")[0], "REVOKED") for row in rows[:1]]
+    return found
 
 
 def note(text: str) -> None:

@@ -9,19 +9,20 @@ and in the job's environment, where `check_in` compares it. Written by `submit`,
 import json
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.attempts import process_token
-from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, read_json, read_record
+from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, SubmissionState, read_json, read_record
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
 """In a job's environment: its token, a space, its run directory."""
@@ -45,7 +46,7 @@ def cluster_of(run_dir: Path) -> str | None:
     return None if other is None or other == cluster_name() else str(other)
 
 
-def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Any) -> SubmissionRecord:
+def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Unpack[SubmissionRecord]) -> SubmissionRecord:
     """Change fields of the record, on disk when this returns.
 
     A client and the job may do so at once, each from its own host, where the other's newest word is not seen yet: each
@@ -69,19 +70,36 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Any) ->
         _replace(run_dir / SUBMIT_JOB_JSON, {"of": record["token"], "fields": said})
     else:
         record[STAMPS] = record.get(STAMPS, {}) | dict.fromkeys(fields, now)
-        _replace(run_dir / SUBMIT_JSON, record | fields)
+        _replace(run_dir / SUBMIT_JSON, record | dict(fields))
     return read_record(run_dir) or SubmissionRecord()
 
 
+def add_to_record(run_dir: Path, **fields: Unpack[SubmissionRecord]) -> None:
+    """`write_record` of what Slurm has done already, which a full disk does not undo: it is said on standard error, and
+    the next command finds the job by its token."""
+    try:
+        write_record(run_dir, **fields)
+    except OSError as error:
+        said = ", ".join(f"{name} = {value}" for name, value in fields.items())
+        print(f"warning: {run_dir / SUBMIT_JSON} cannot be written: {error.strerror}; it lacks {said}", file=sys.stderr)
+
+
 def open_record(
-    run_dir: Path, *, token: str, state: str, command: list[str], layout: str, cluster: str | None, **more: Any
+    run_dir: Path,
+    *,
+    token: str,
+    state: SubmissionState,
+    command: list[str],
+    layout: str,
+    cluster: str | None,
+    **more: Any,
 ) -> SubmissionRecord:
     """Return the record of a new submission in place of an earlier one.
 
     Args:
         run_dir: the run directory, or a sweep's.
         token: of this submission.
-        state: `sending`, or `local`.
+        state: `sending`, `local`, or `sent` of what needs no sbatch of its own.
         command: as it was typed.
         layout: `packed`, `het` or `local`.
         cluster: Slurm's name, where it is known.
@@ -223,8 +241,9 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     if record is None or not token or job_id is None or is_of_array or Path(folder) != run_dir:
         return None
     if record.get("successor_token") == token:  # after a script sent by hand, or an array's task
-        fields = {"token": token, "state": "sent", "job_id": job_id, "successor": None, "successor_token": None}
-        write_record(run_dir, by_job=True, **fields)
+        write_record(
+            run_dir, by_job=True, token=token, state="sent", job_id=job_id, successor=None, successor_token=None
+        )
         return None
     if record.get("token") != token:
         return (

@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, SUBMIT_JOB_JSON, SUBMIT_JSON
@@ -62,13 +62,16 @@ class AttemptRow(TypedDict, total=False):
 
 _OF_EVERY_ATTEMPT = AttemptRow(incarnation=0, host="", pid=0, ended=None, outcome=None, cause=None)
 
+SubmissionState = Literal["sending", "sent", "failed", "local"]
+"""`sending`: sbatch was asked, and its answer was not written down (yet); then `sent`, it gave a job id, or `failed`,
+it refused. `local`: submitit's, on one machine. How a job that was sent goes on, Slurm and the attempts say."""
+
 
 class SubmissionRecord(TypedDict, total=False):
     """The record of a run's newest submission, see `slurm.submission_record.open_record`."""
 
     token: str
-    state: str
-    """`sending`, `sent`, `failed` or `local`."""
+    state: SubmissionState
     job_id: str | None
     time: float
     """Epoch seconds."""

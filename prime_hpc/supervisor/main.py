@@ -17,7 +17,6 @@ from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
 from prime_hpc.config.secret import Secret, revealed
-from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.evals.summary import ended_badly
 from prime_hpc.inference.backend import engines_title
@@ -44,7 +43,7 @@ from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow, read_record
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.tinker_files import forget_address
-from prime_hpc.supervisor.attempt.bad_nodes import nodes_to_avoid, record_bad_nodes
+from prime_hpc.supervisor.attempt.bad_nodes import are_avoided, nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
 from prime_hpc.supervisor.attempt.device_split import split_line
 from prime_hpc.supervisor.attempt.early_end import (
@@ -271,7 +270,7 @@ def _prepare(
     """
     site = patience(lambda: read_site(run_dir))
     paths = run_paths(experiment, run_dir)
-    patience(lambda: close_crashed_attempts(run_dir, paths, allocation))
+    patience(lambda: close_crashed_attempts(experiment, run_dir, paths, allocation))
     if allocation is None:
         specs, urls = place(experiment, run_dir, environment)
         on_gpus = any(spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs)
@@ -303,7 +302,7 @@ def _prepare(
         if allocation.by_slurm:
             mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
             num_nodes = 0 if allocation.is_het else placement.num_nodes
-            environment |= _how_agents_return(allocation, environment, mode, num_nodes, _excludes(experiment, site))
+            environment |= _how_agents_return(allocation, environment, mode, num_nodes, are_avoided(experiment, site))
         if experiment.slurm.dependency:
             await_made(experiment)
         attempt = begin_attempt(
@@ -388,7 +387,7 @@ def _apply_restart_policy(
     site = patience(lambda: tell_unreadable_apart(lambda: read_site(run_dir)))
     mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
     decision = decide(rows, experiment.slurm.restart, mode, is_service=experiment.trainer.tinker is not None)
-    record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"] or ""))
+    record_bad_nodes(experiment, last)
     if not decision.again:
         if last["outcome"] not in FINAL:
             logger.error(f"the job does not come back: {decision.why}")
@@ -408,7 +407,7 @@ def _apply_restart_policy(
     if mode == "successor" and (refusal := require_successor(run_dir, allocation.job_id, allocation.ends_at)):
         _note(paths, {**last, "next": None, "cause": f"{last['cause']}; no successor waited: {refusal.words}"})
         return code or 1
-    bad = nodes_to_avoid(experiment, last["lost_nodes"]) if _excludes(experiment, site) else []
+    bad = nodes_to_avoid(experiment, site, last)
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
     if not return_to_queue(allocation.job_id, mode, num_nodes, bad, restarts=allocation.restarts) and not is_queued:
@@ -430,12 +429,6 @@ def _patience_s(experiment: Experiment, controls: Controls | None) -> float:
     left_s = controls.time_left_s if controls is not None else None
     limit_s = experiment.supervisor.read_timeout_s
     return limit_s if left_s is None else max(0.0, min(limit_s, left_s - LAST_CALL_S))
-
-
-def _excludes(experiment: Experiment, site: SiteConfig) -> bool:
-    """Return whether nodes that were lost are kept from the next attempt."""
-    stated = experiment.slurm.restart.exclude_bad_nodes
-    return site.exclude_bad_nodes if stated is None else stated
 
 
 def _note(paths: RunPaths, row: AttemptRow) -> None:

@@ -1,5 +1,6 @@
 """`cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -241,6 +242,25 @@ def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
     fake.change("100", state="RUNNING", nodes="n1")
     assert cancel(config, now=True).outcome == "cancelled"
     assert fake.calls("scancel") == [["scancel", "100"]]
+
+
+def test_cancel_on_a_full_disk(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", full)
+        with pytest.raises(ConfigError, match=r"STOP cannot be written: Disk quota exceeded; .*cancel --now"):
+            cancel(config)
+    assert fake.calls("scancel") == []
+    monkeypatch.setattr(submission_record, "_replace", full)
+    assert cancel(config, now=True).outcome == "cancelled"
+    assert "Disk quota exceeded; it lacks cancelled = " in capsys.readouterr().err
 
 
 def test_cancel_never_ends_anothers_job(fake: FakeSlurm, config: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.launch.prepare import prepare_run
+from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt import crash_recovery
+from prime_hpc.supervisor.attempt.bad_nodes import bad_nodes, ledger_path
 from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from tests.support.launch import loaded, make_model
 
@@ -116,24 +120,37 @@ def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: P
     rewrite_row(run_dir / "attempts.jsonl", row | {"host": "login2", "pid": 4711})
     status = run_dir / "status.json"
     status.write_text("{}")
-    for start in (lambda: prepare_run(one), lambda: close_crashed_attempts(run_dir, RunPaths(run_dir), None)):
+    close = partial(close_crashed_attempts, one.experiment, run_dir, RunPaths(run_dir), None)
+    for start in (lambda: prepare_run(one), close):
         with pytest.raises(ConfigError, match=r"attempt 1 runs on login2 \(process 4711\), whose last sign of life is"):
             start()
     assert not list(run_dir.glob(".tmp-*"))
     os.utime(status, (0, time.time() - ALIVE_S - 60))  # silent for longer: it is taken over, and said to have ended
     prepare_run(one)
-    close_crashed_attempts(run_dir, RunPaths(run_dir), None)
+    close()
     (row,) = read_attempts(run_dir / "attempts.jsonl")
     assert row["ended"] is not None and "4711 on login2" in str(row["cause"])
 
 
-def test_a_line_made_by_hand_is_an_attempt_that_left_no_end(tmp_path: Path) -> None:
+def test_a_line_made_by_hand_is_an_attempt_that_left_no_end(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "attempts.jsonl"
     path.write_text('{"attempt": 1, "began": null}\n')
-    close_crashed_attempts(tmp_path, RunPaths(tmp_path), None)
+    close_crashed_attempts(loaded(tmp_path, model).experiment, tmp_path, RunPaths(tmp_path), None)
     (row,) = read_attempts(path)
     assert row["outcome"] == "failed" and row["ended"] is not None
     assert begin(path, incarnation=1, why="again", resume_step=None, job_id=None).attempt == 2
+
+
+def test_a_node_that_was_lost_with_its_supervisor_is_remembered(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = loaded(tmp_path, model)
+    run_dir = prepare_run(one)
+    begin(run_dir / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id="7")
+    monkeypatch.setattr(crash_recovery, "lost_hosts", lambda hosts, since, silent_end: ["n1"])
+    allocation = Allocation("7", (("n2", "n3"),), "n2", 1)
+    close_crashed_attempts(one.experiment, run_dir, RunPaths(run_dir), allocation)
+    assert bad_nodes(ledger_path(one.experiment.output_dir), 7) == {"n1": "node n1 was lost"}
 
 
 @pytest.mark.parametrize("name", [".", "..", "", ".hidden", "-rf", "~", "a/b", "a\nb", " a", "x" * 201])

@@ -1,5 +1,6 @@
 """`submit` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
+import errno
 import json
 import os
 import signal
@@ -425,6 +426,26 @@ def test_another_users_run_is_refused_before_the_queue(fake: FakeSlurm, config: 
     with pytest.raises(ConfigError, match=r"belongs to another user .*uid 12345.*choose another --name"):
         submit(load(config, "--ckpt.resume-step", "latest"))
     assert len(fake.jobs()) == 1 and sorted(path.name for path in run_dir(config).iterdir()) == before
+
+
+def test_a_disk_that_is_full_after_sbatch_loses_no_job(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = submission_record._replace
+
+    def full(path: Path, record: dict[str, Any]) -> None:
+        if record["state"] != "sending":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, record)
+
+    monkeypatch.setattr(submission_record, "_replace", full)
+    assert submit(load(config)) == 0
+    said = capsys.readouterr()
+    assert "submitted as job 100" in said.out
+    assert "No space left on device; it lacks state = sent, job_id = 100" in said.err
+    monkeypatch.setattr(submission_record, "_replace", write)
+    assert submit(load(config)) == 0 and len(fake.jobs()) == 1, "the same job is found"
+    assert (read_record(run_dir(config)) or {})["job_id"] == "100"
 
 
 def test_a_file_system_of_one_host_is_noticed(tmp_path: Path) -> None:

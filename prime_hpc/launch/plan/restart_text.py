@@ -6,6 +6,7 @@ from prime_hpc.config.engine_groups import EngineRole, engine_roles
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.options import known_partitions, split_names
 from prime_hpc.slurm.placement import Placement
+from prime_hpc.supervisor.attempt.bad_nodes import are_avoided
 
 
 def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement, how: str) -> dict[str, str]:
@@ -45,7 +46,7 @@ def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement
     if how != "off":
         idle, attempts = restart.max_crashes + 1, restart.max_attempts
         words["crash"] += f"; not after {idle} attempts in a row that saved nothing new, nor after {attempts} attempts"
-    if (site.exclude_bad_nodes if restart.exclude_bad_nodes is None else restart.exclude_bad_nodes) and how != "off":
+    if are_avoided(experiment, site) and how != "off":
         words["bad node"] = f"left out of the next attempt; forgotten after {restart.bad_node_days:g} days"
     return words
 

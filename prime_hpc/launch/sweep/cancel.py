@@ -21,7 +21,7 @@ from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, jobs
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import submitting, write_record
+from prime_hpc.slurm.submission_record import add_to_record, submitting
 from prime_hpc.store.run_dirs import read_record
 
 POLL_S, LONGEST_POLL_S = 1.0, 15.0
@@ -114,7 +114,7 @@ def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: floa
     _scancel(pending)  # first: nothing new begins meanwhile, no successor takes over
     for view in live:
         if (read_record(sweep.run_dir(view.row)) or {}).get("successor"):
-            write_record(sweep.run_dir(view.row), successor=None)
+            add_to_record(sweep.run_dir(view.row), successor=None)
     waiting = {info.job_id for info in pending}
     if waiting:  # those that began before scancel came held nodes
         waiting -= {info.job_id for info in _jobs_of(sweep, live) if info.nodes}

@@ -15,7 +15,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import cluster_name, has_accounting
+from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import PointView
@@ -26,7 +26,7 @@ from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.queue import send
 from prime_hpc.slurm.queue_facts.submit_limits import MAX_ARRAY, max_array_size
-from prime_hpc.slurm.sbatch_errors import NothingQueued, forgotten_job_of, job_without_answer, jobs_of_cut_off_submit
+from prime_hpc.slurm.sbatch_errors import NothingQueued, job_without_answer, jobs_of_cut_off_submit
 from prime_hpc.slurm.script import ArrayPart, escape_pattern, interpreter, render_job, restart_mode
 from prime_hpc.slurm.submission_record import open_record, submission_environment, write_record
 
@@ -331,20 +331,13 @@ def resolve_pending_submits(sweep: Sweep) -> None:
     """
     for submit in [row for row in sweep.submits if row.state == "sending"]:
         if submit.kind in ("array", "job"):
-            job_id = _find(sweep, submit)
-            if job_id is None:
+            found = jobs_of_cut_off_submit(submit.token, submit.time, sweep.dir, "launch")
+            if not found:
                 sweep.update(submit, state="failed", error="the submit was cut off, and its job never reached Slurm")
                 continue
+            job_id = found[0].job_id.partition("_")[0]
             if submit.kind == "job":
                 write_record(sweep.run_dir(sweep.rows[submit.points[0]]), state="sent", job_id=job_id)
             _note_sent(sweep, submit, job_id)
         else:
             sweep.update(submit, state="sent")
-
-
-def _find(sweep: Sweep, submit: SubmitRow) -> str | None:
-    """Return the job of a submit without an answer; waits as long as one may still be on its way."""
-    token, sent = submit.token, submit.time
-    found = jobs_of_cut_off_submit(token, sent, str(sweep.dir), "launch")
-    job_id = found[0].job_id if found else forgotten_job_of(token, sent) if has_accounting(sweep.dir) else None
-    return job_id.partition("_")[0] if job_id else None

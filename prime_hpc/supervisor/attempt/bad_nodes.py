@@ -4,9 +4,10 @@
     record(ledger, "n3", "preflight: it sees 7 of 8 GPUs", run="first")
     bad_nodes(ledger, days=7)                      # {"n3": "preflight: ..."}; older lines are forgotten
 
-Written and read by the supervisor; `launch` reads it where bad nodes are excluded. Plain text: to forgive a node by
-hand, delete its lines. No locks (a shared file system may not have any): lines are appended in one write and read
-back, a line that a network file system lost to another writer is written again; readers skip what is torn.
+Bad is a node that an attempt has lost: it went down, was started again or fell silent under it, or failed preflight.
+Written and read by the supervisor alone, at an attempt's end. Plain text: to forgive a node by hand, delete its lines.
+No locks (a shared file system may not have any): lines are appended in one write and read back, a line that a network
+file system lost to another writer is written again; readers skip what is torn.
 """
 
 import contextlib
@@ -14,14 +15,14 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.store.run_dirs import AttemptRow
 
 DAY_S = 86400.0
 COMPACT_BYTES = 1 << 20
@@ -30,20 +31,6 @@ REST_S = 3600.0
 """A file that was set aside is read for so long before it is merged: nobody can still be appending to it then."""
 TRIES = 5
 _ASIDE = ".aside-"
-
-
-@dataclass(frozen=True)
-class BadNode:
-    """A node in the ledger."""
-
-    node: str
-    cause: str
-    """Of the newest line."""
-    run: str
-    time: float
-    """Epoch seconds of the newest line."""
-    count: int
-    """Lines not yet forgotten."""
 
 
 def ledger_path(output_dir: Path) -> Path:
@@ -86,41 +73,38 @@ def record(path: Path, node: str, cause: str, run: str, when: float | None = Non
 
 
 def bad_nodes(path: Path, days: float, now: float | None = None) -> dict[str, str]:
-    """Newest cause by node of everything not yet forgotten. An unreadable ledger knows nobody."""
-    return {node: bad.cause for node, bad in read_ledger(path, days, now).items()}
-
-
-def read_ledger(path: Path, days: float, now: float | None = None) -> dict[str, BadNode]:
-    """Return the same with times and counts, by node.
+    """Newest cause by node of everything not yet forgotten. An unreadable ledger knows nobody.
 
     A line from the future (the clock was set back since) counts if it is not further ahead than `days`: its node is
     forgotten at the latest after twice that.
     """
     now = time.time() if now is None else now
     try:
-        rows = _rows(path)
+        rows = [row for row in _rows(path) if abs(now - row["time"]) < days * DAY_S]
     except OSError as error:
         logger.warning(f"the ledger of bad nodes could not be read: {error}")
         return {}
-    found: dict[str, BadNode] = {}
-    for row in sorted(rows, key=lambda row: float(row["time"])):
-        if abs(now - row["time"]) < days * DAY_S:
-            count = found[row["node"]].count + 1 if row["node"] in found else 1
-            found[row["node"]] = BadNode(row["node"], str(row["cause"]), str(row["run"]), row["time"], count)
-    return found
+    return {row["node"]: str(row["cause"]) for row in sorted(rows, key=lambda row: float(row["time"]))}
 
 
-def record_bad_nodes(experiment: Experiment, bad: dict[str, str]) -> None:
-    """Write bad nodes into the ledger that the runs of this output directory share."""
-    path = ledger_path(experiment.output_dir)
-    for node, cause in bad.items():
-        record(path, node, cause, experiment.name)
+def record_bad_nodes(experiment: Experiment, ended: AttemptRow) -> None:
+    """Write the nodes that an attempt has lost into the ledger that the runs of this output directory share."""
+    for node in ended.get("lost_nodes", []):
+        record(ledger_path(experiment.output_dir), node, ended.get("cause") or "", experiment.name)
 
 
-def nodes_to_avoid(experiment: Experiment, lost: Sequence[str]) -> list[str]:
+def are_avoided(experiment: Experiment, site: SiteConfig) -> bool:
+    """Return whether bad nodes are kept from the next attempt."""
+    stated = experiment.slurm.restart.exclude_bad_nodes
+    return site.exclude_bad_nodes if stated is None else stated
+
+
+def nodes_to_avoid(experiment: Experiment, site: SiteConfig, ended: AttemptRow) -> list[str]:
     """Nodes that the next attempt should not get: those just lost, and those of the ledger that are not forgotten."""
+    if not are_avoided(experiment, site):
+        return []
     known = bad_nodes(ledger_path(experiment.output_dir), experiment.slurm.restart.bad_node_days)
-    return list(dict.fromkeys([*lost, *known]))
+    return list(dict.fromkeys([*ended.get("lost_nodes", []), *known]))
 
 
 def compact(path: Path, now: float | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.config import ConfigError
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.config.site import has_accounting
 from prime_hpc.slurm.allocation import Allocation
@@ -18,22 +18,21 @@ from prime_hpc.slurm.termination import lost_hosts
 from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.bad_nodes import record_bad_nodes
 from prime_hpc.supervisor.attempt.start import newest_saved_step, refuse_held
 
 STEPS_TIMEOUT_S = 10.0
 STALE_TRIES = 20
 
 
-def close_crashed_attempts(run_dir: Path, paths: RunPaths, allocation: Allocation | None) -> list[str]:
-    """Write down the end of every earlier attempt that could not do it itself.
-
-    Returns:
-        nodes that seem to have been lost.
+def close_crashed_attempts(
+    experiment: Experiment, run_dir: Path, paths: RunPaths, allocation: Allocation | None
+) -> None:
+    """Write down the end of every earlier attempt that could not do it itself, and the nodes that were lost with it.
 
     Raises:
         ConfigError: another job, or another process here, still runs an attempt of this run.
     """
-    lost: list[str] = []
     for row in read_attempts(paths.attempts):
         if row["ended"] is not None:
             continue
@@ -44,15 +43,11 @@ def close_crashed_attempts(run_dir: Path, paths: RunPaths, allocation: Allocatio
             if row.get("job_id"):
                 _refuse_if_running(run_dir, row)
         outcome, cause, nodes = _cause(row, allocation, run_dir)
-        lost += nodes
-        last_word = _last_seen(run_dir, row)
-        saved = newest_saved_step(paths)
-        rewrite_row(
-            paths.attempts,
-            {**row, "ended": last_word, "outcome": outcome, "cause": cause, "lost_nodes": nodes, "saved_step": saved},
-        )
+        last_word, saved = _last_seen(run_dir, row), newest_saved_step(paths)
+        closed: AttemptRow = {**row, "ended": last_word, "outcome": outcome, "cause": cause, "lost_nodes": nodes}
+        rewrite_row(paths.attempts, {**closed, "saved_step": saved})
+        record_bad_nodes(experiment, closed)
         logger.warning(f"attempt {row['attempt']} ended without a word: {cause}")
-    return lost
 
 
 def cancel_stale_steps(allocation: Allocation) -> None:

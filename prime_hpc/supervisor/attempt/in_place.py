@@ -56,7 +56,7 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
                 why_not = None
         if why_not is None:
             last = rows[-1]
-            record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"] or ""))
+            record_bad_nodes(experiment, last)
             rewrite_row(paths.attempts, {**last, "next": IN_PLACE})
             attempt = begin_attempt(
                 experiment, run_dir, job_id=last.get("job_id"), restarts=last.get("restarts"), patience=patience
