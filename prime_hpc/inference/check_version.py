@@ -8,6 +8,7 @@ import json
 import os
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,12 +124,9 @@ def receive_version(
     if ADAPTER in manifest.files:
         raise BadVersionError(f"{path} is an adapter, and this server serves none (model.lora is not set)")
     transport = transport_of(manifest)
-    try:
+    with reading(path):
         folder = reader.fetch(path, transport)
         found = read_signature(folder)
-    except (StoreError, OSError) as error:
-        kind = UnavailableError if says_nothing(error) else BadVersionError
-        raise kind(f"{path} cannot be had on this node: {error}") from error
     if expected is not None:
         compare_signatures(found, expected, tied, path)
     return Received(path, transport, folder)
@@ -145,11 +143,13 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
 
     Raises:
         BadVersionError: what is wrong, and with which file or tensor.
+        UnavailableError: it cannot be read now.
     """
-    verify_version(path, version)
-    if not (path / ADAPTER).is_file():
+    if ADAPTER not in verify_version(path, version).files:
         raise BadVersionError(f"{path} holds no adapter ({ADAPTER}), and this server serves adapters (model.lora)")
-    for name, entry in _read_header(path / ADAPTER).items():
+    with reading(path):
+        header = _read_header(path / ADAPTER)
+    for name, entry in header.items():
         if name == "__metadata__":
             continue
         matched, shape = _PEFT.fullmatch(name), tuple(entry["shape"])
@@ -165,6 +165,21 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
             raise BadVersionError(f"{path} is not this model's: it adapts {matched[1]}, which the model does not have")
         if base[dim] != outer:
             raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """While a version is read that is complete.
+
+    Raises:
+        BadVersionError: it cannot be.
+        UnavailableError: it cannot be read now.
+    """
+    try:
+        yield
+    except (StoreError, OSError) as error:
+        kind = UnavailableError if says_nothing(error) else BadVersionError
+        raise kind(f"{path} cannot be had on this node: {error}") from error
 
 
 def says_nothing(error: Exception) -> bool:

@@ -21,13 +21,11 @@ from prime_hpc.store.io.retry_reads import as_unreadable
 
 T = TypeVar("T")
 Told = tuple[type[Exception], ...]
+ANY: Told = (Exception,)
 OF_FILES: Told = (StoreError, OSError)
-"""Troubles of files, nodes and disks. Any other error (a bug, the device's memory) ends its process, and so the
-trainer."""
+"""Troubles of files, nodes and disks, where any other error is to end its process, and so the trainer, as it is."""
 OF_A_RUN: Told = (*OF_FILES, ConfigError, ValueError, TypeError, AttributeError, ImportError)
 """Errors of one run's files, config and own code, where the trainer goes on with the others."""
-ANY: Told = (Exception,)
-"""In a thread, whose end would end nothing."""
 
 
 class RankGroup:
@@ -81,12 +79,13 @@ class RankGroup:
         dist.all_to_all_single(received, sent, list(incoming), [len(o) for o in outgoing], group=self._group)
         return np.split(received.numpy(), np.cumsum(incoming)[:-1])
 
-    def on_all(self, action: Callable[[], T], told: Told = OF_FILES) -> T:
+    def on_all(self, action: Callable[[], T], told: Told = ANY) -> T:
         """Run `action` on every rank; returns this rank's value when all are done.
 
         Args:
             action: without collectives, or failing after its last one.
-            told: errors of which the others hear. Any other leaves its rank at once, as it is.
+            told: errors of which the others hear. Any other leaves its rank at once, as it is. An action that has
+                something done by all in its turn tells no more than that does: they would wait for each other.
 
         Raises:
             Unreadable: it failed on some rank, and wherever it did, only because something cannot be read now.
@@ -100,7 +99,7 @@ class RankGroup:
         _raise(list(found.values()), failure)
         return value  # type: ignore[return-value]
 
-    def from_first(self, action: Callable[[], T], told: Told = OF_FILES) -> T:
+    def from_first(self, action: Callable[[], T], told: Told = ANY) -> T:
         """Run `action` on rank 0 alone; returns its value on every rank. Arguments and errors as of `on_all`."""
         value, failure = _tried(action, told) if self.rank == 0 else (None, None)
         value, said = self.broadcast((value, _said(failure)))

@@ -40,7 +40,7 @@ from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
-from prime_hpc.trainer.rank_group import RankGroup
+from prime_hpc.trainer.rank_group import OF_FILES, RankGroup
 from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.token_log import TokenLog, open_token_log, watching
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
@@ -148,7 +148,7 @@ class Trainer:
         Raises:
             StoreError: it does not exist or is damaged; lists the steps that exist.
         """
-        info = self.control.from_first(self._checkpoint_to_resume)
+        info = self.control.from_first(self._checkpoint_to_resume, OF_FILES)
         if info is None:
             return 0, {}
         progress = self.saver.checkpointer.load(info)

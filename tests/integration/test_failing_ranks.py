@@ -25,7 +25,7 @@ from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.model.policy import Policy, load_policy
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.rank_group import ANY, OF_A_RUN, OF_FILES, RankGroup
+from prime_hpc.trainer.rank_group import OF_A_RUN, OF_FILES, RankGroup
 from prime_hpc.trainer.replay import dump_failed_step
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
 from prime_hpc.trainer.train_step import NonFiniteError
@@ -79,7 +79,7 @@ def agree(rank: int, store: str) -> None:
     with pytest.raises(Unreadable, match=r"rank 0: .*Input/output error"):
         on_all(fail_on(0, OSError(5, "Input/output error", "/run")))
     all_raise(lambda: on_all(fail_on(1, ValueError("another schema")), OF_A_RUN), "^rank 1: ValueError: another schema")
-    all_raise(lambda: side.on_all(fail_on(1, RuntimeError("the device")), ANY), "^rank 1: RuntimeError: the device$")
+    all_raise(lambda: side.on_all(fail_on(1, RuntimeError("the device"))), "^rank 1: RuntimeError: the device$")
     for told in (OF_FILES, OF_A_RUN):  # its own process's: it ends, and with it the trainer
         with pytest.raises(RuntimeError, match="^the device$") as caught:
             on_all(fail_on(rank, RuntimeError("the device")), told)
@@ -121,6 +121,14 @@ def keep_refused(rank: int, store: str, root: Path) -> None:
             with files.observe_operations(full):
                 all_raise(lambda: dump_for_replay(trainer, error), "disk full")
             assert not kept.weights_step(2).exists() and not stage_dir(kept.weights_step(2), 0).exists()
+    snapshot = dump_failed_step.write_snapshot
+
+    def wrong(*_: Any) -> None:
+        raise ValueError("no such key")
+
+    setattr(dump_failed_step, "write_snapshot", wrong)  # noqa: B010
+    all_raise(lambda: RankGroup().on_all(lambda: dump_for_replay(trainer, error), OF_A_RUN), "ValueError: no such key")
+    setattr(dump_failed_step, "write_snapshot", snapshot)  # noqa: B010
     dump_for_replay(trainer, error)
     assert kept.weights_step(2).exists() and written == ([kept.root] if rank == 0 else [])
     with files.observe_operations(full_at("rename", rank)):  # what an earlier attempt has left cannot be taken away

@@ -12,7 +12,9 @@ import torch
 from prime_hpc.cli.verbs.run import export
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.config.site import GENERIC
+from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import BadVersionError, check_adapter, receive_version
+from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm import cpu_lora
 from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.estimate.memory import adapter_params, checkpoint_gib, model_facts, trainer_gib
@@ -169,7 +171,7 @@ def test_an_adapters_files(tmp_path: Path, shapes: dict[str, tuple[int, ...]], w
             check_adapter(folder, 3, BASE, 8)
 
 
-def test_an_adapter_of_another_model_and_kinds_that_do_not_fit(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_and_kinds_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = version(tmp_path / "a", {PREFIX.replace("q_proj", "query") + "A.weight": (4, 32)})
     with pytest.raises(BadVersionError, match=r"it adapts model\.layers\.0\.self_attn\.query, which"):
         check_adapter(other, 3, BASE, 8)
@@ -181,6 +183,13 @@ def test_an_adapter_of_another_model_and_kinds_that_do_not_fit(tmp_path: Path) -
         write_tensors(writer.path / "model.safetensors", BASE)
     with pytest.raises(BadVersionError, match="holds no adapter .*, and this server serves adapters"):
         check_adapter(tmp_path / "b", 3, BASE, 8)
+
+    def fail(file: Path) -> Any:
+        raise OSError(5, "Input/output error", str(file))
+
+    monkeypatch.setattr(check_version, "_read_header", fail)
+    with pytest.raises(UnavailableError, match="cannot be had on this node: .*Input/output error"):
+        check_adapter(other, 3, BASE, 8)
 
 
 def test_export_merged_refuses_what_is_not_there(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A server's updates over the network, and what may go wrong with them (`tests.support.network_world`)."""
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
-from prime_hpc.inference.vllm import adapters, server, weight_updates
+from prime_hpc.inference.vllm import adapters, network_updates, server, weight_updates
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.inference.vllm.weight_updates import PolicyService
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
@@ -213,6 +216,25 @@ def test_the_next_version_waits_for_who_holds_this_one(world: World, monkeypatch
         assert world.serves(expected)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, UnavailableError), (errno.ENOENT, BadVersionError)])
+def test_a_header_that_cannot_be_read_now_is_asked_for_again(
+    number: int, kind: type[Exception], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal would end the run."""
+    for version in (1, 2):
+        world.publish(version)
+
+    def fail(path: Path, *_: Any) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    folder = world.run.weights_step(2)
+    manifest = check_version.verify_version(folder, 2)
+    monkeypatch.setattr(network_updates, "verify_version", lambda *_: manifest)
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(kind, match=f"cannot be had on this node: .*{os.strerror(number)}"):
+        read_offer(folder, 2, None, False)
 
 
 def test_versions_that_are_published_beside_the_next_step(world: World) -> None:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.inference.check_version import BadVersionError, Signature, compare_signatures, verify_version
-from prime_hpc.store.errors import StoreError
+from prime_hpc.inference.check_version import Signature, compare_signatures, reading, verify_version
 from prime_hpc.store.weights import holds_weights
 from prime_hpc.weight_transport.network.group import JOIN_S
 from prime_hpc.weight_transport.network.layout import HEADER_SUFFIX, Sent, read_layout, sent_of
@@ -51,17 +50,16 @@ def read_offer(folder: Path, version: int, expected: Signature | None, tied: boo
 
     Raises:
         BadVersionError: it is incomplete or belongs to another model.
+        UnavailableError: it cannot be read now.
     """
     manifest = verify_version(folder, version)
-    try:
+    with reading(folder):
         sent = sent_of(manifest)
         if sent is None:
             return None
         is_whole = holds_weights(manifest)
         layouts = tuple(folder / (part.file + ("" if is_whole else HEADER_SUFFIX)) for part in sent.parts)
         found = {entry.name: entry.shape for layout in layouts for entry in read_layout(layout)}
-    except StoreError as error:
-        raise BadVersionError(str(error)) from error
     if expected is not None:
         compare_signatures(found, expected, tied, folder)
     return Offer(version, folder, sent, layouts, is_whole)

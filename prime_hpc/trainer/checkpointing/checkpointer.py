@@ -31,7 +31,7 @@ from prime_hpc.trainer.checkpointing.random_state import random_state, set_rando
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.checkpointing.verify import verify_parts
 from prime_hpc.trainer.model.policy import Policy
-from prime_hpc.trainer.rank_group import ANY, RankGroup
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.threads import rank_thread
 
 FINAL_JOIN_TIMEOUT_S = 60.0
@@ -266,17 +266,17 @@ class Checkpointer:
             return plan.write(save.stage / TRAINER, parts)
 
         try:
-            side.from_first(lambda: self._open_stage(save, sum(part.nbytes for part in parts.values())), ANY)
-            entries, results = side.on_all(write, ANY)
+            side.from_first(lambda: self._open_stage(save, sum(part.nbytes for part in parts.values())))
+            entries, results = side.on_all(write)
             save.size = sum(entry.size for entry in entries.values())
             gathered = side.gather((entries, results))
-            side.from_first(lambda: self._commit(save, plan, gathered or []), ANY)
+            side.from_first(lambda: self._commit(save, plan, gathered or []))
             save.ended = time.perf_counter()
         except BaseException:
             if side.rank == 0:
                 store_files.clear_away(save.stage)
             raise
-        side.from_first(self.prune, ANY)
+        side.from_first(self.prune)
 
     def _open_stage(self, save: _Save, num_bytes: int) -> None:
         """Rank 0: an empty stage, on a disk that has room for it."""

@@ -116,13 +116,13 @@ class Gathering:
                     parts.append((rows, part))
                     send_splits[owner] += self._num_bytes(rows, part)
         coming: list[tuple[Rows, int, int]] = []
-        for sender in range(self._world_size):  # the order in which a sender lays its parts out
-            for rows in buckets[self._rank] if sender != self._rank else ():
-                for rank, box in self._received.get(rows.index, ()):
-                    part = _common(box, rows.box) if rank == sender else None
-                    if part is not None:
-                        coming.append((rows, sender, self._num_bytes(rows, part)))
-                        recv_splits[sender] += coming[-1][2]
+        for rows in buckets[self._rank]:
+            for sender, box in self._received.get(rows.index, ()):
+                part = _common(box, rows.box) if sender != self._rank else None
+                if part is not None:
+                    coming.append((rows, sender, self._num_bytes(rows, part)))
+                    recv_splits[sender] += coming[-1][2]
+        coming.sort(key=lambda each: each[1])  # stable: a sender's parts stay in the order in which it lays them out
         device = next((_local(tensor).device for tensor in tensors.values()), torch.device("cpu"))
         outgoing = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
         begin = 0

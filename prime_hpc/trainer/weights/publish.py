@@ -25,12 +25,12 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model.files import CHAT_TEMPLATE, INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
-from prime_hpc.trainer.rank_group import OF_FILES, RankGroup, Told
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
-from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, plan_version
-from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
+from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
+from prime_hpc.weight_transport.transport import Sender, VersionForm, WholeFile, load_transport
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 MAX_PENDING_WRITES = 2
@@ -150,18 +150,15 @@ class Publisher:
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`; see `write`."""
-        return self.write(version, self.local_blocks(), self._ranks)
+        return self.write(version, self.blocks(), self._ranks)
 
-    def write(
-        self, version: int, parts: Iterator[tuple[Place, torch.Tensor]], ranks: RankGroup, told: Told = OF_FILES
-    ) -> Manifest | None:
+    def write(self, version: int, blocks: Iterator[Block], ranks: RankGroup) -> Manifest | None:
         """Make a version of what all ranks write.
 
         Args:
             version: its number.
-            parts: as `local_blocks` has them. In taking them, other ranks' tensors may be gathered.
+            blocks: as `blocks` has them, or copies.
             ranks: over which they talk about it.
-            told: see `RankGroup.on_all`.
 
         Returns:
             the manifest on rank 0, None elsewhere.
@@ -171,7 +168,7 @@ class Publisher:
         """
         stage = stage_dir(self.paths.weights_step(version), self.incarnation)
         try:
-            form = self._open_stage(version, stage, ranks, told)
+            form = self._open_stage(version, stage, ranks)
             with contextlib.ExitStack() as stack:
                 beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="publish"))
                 aux_files = beside.submit(self._put_aux_files, form, stage) if ranks.rank == 0 else None
@@ -181,11 +178,11 @@ class Publisher:
                         with self._fenced(stage):
                             self.sender.open(form, stage, stack)
                             with _Writer(self.sender, form) as writer:
-                                for place, values in parts:
-                                    writer.write(place, values)
+                                for block in blocks:
+                                    writer.write(block)
                                 writer.finish()
                     except Exception:
-                        deque(parts, maxlen=0)
+                        deque(blocks, maxlen=0)  # in taking them, other ranks' tensors are gathered
                         raise
 
                 def seal() -> Sealed:
@@ -197,9 +194,9 @@ class Publisher:
                     with self._fenced(stage):
                         return self._commit(version, form, gathered, aux_files.result())
 
-                ranks.on_all(write, told)  # all ranks have written, before the first file is summed
-                gathered = ranks.gather(ranks.on_all(seal, told))
-                manifest = ranks.from_first(commit, told)
+                ranks.on_all(write)  # all ranks have written, before the first file is summed
+                gathered = ranks.gather(ranks.on_all(seal))
+                manifest = ranks.from_first(commit)
         except BaseException:
             if ranks.rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)
@@ -209,7 +206,7 @@ class Publisher:
     def _fenced(self, stage: Path) -> contextlib.AbstractContextManager[None]:
         return fenced_stage(stage, self.paths, self.incarnation)
 
-    def _open_stage(self, version: int, stage: Path, ranks: RankGroup, told: Told) -> VersionForm:
+    def _open_stage(self, version: int, stage: Path, ranks: RankGroup) -> VersionForm:
         """Rank 0 makes the stage and decides the form; both are there for all when this returns. Collective."""
 
         def plan() -> VersionForm:
@@ -217,16 +214,15 @@ class Publisher:
             prepare_stage(final, self.incarnation, run=self.paths, file_bytes=file_bytes)
             return self.sender.plan(version, is_kept=self.is_kept(version))
 
-        form = ranks.from_first(plan, told)
+        form = ranks.from_first(plan)
         if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) < ranks.world_size:
             looks = ranks.rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0"  # one rank of each node
-            ranks.on_all(lambda: store_files.await_name(stage) if looks else None, told)
+            ranks.on_all(lambda: store_files.await_name(stage) if looks else None)
         return form
 
-    def local_blocks(self) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Return what this rank writes: places and the values as they are published, on the device. Collective."""
-        for block in self._plan.blocks(dict(self._policy.named_weights())):
-            yield Place(block.file.name, block.offset, block.dtype.itemsize), block.published()
+    def blocks(self) -> Iterator[Block]:
+        """Return what this rank writes. Collective: every rank takes all of its own."""
+        return self._plan.blocks(dict(self._policy.named_weights()))
 
     def _written_files(self) -> list[WholeFile]:
         """Return the files into which this rank writes."""
@@ -299,9 +295,9 @@ class _Writer:
     def __enter__(self) -> "_Writer":
         return self
 
-    def write(self, place: Place, values: torch.Tensor) -> None:
-        content = host_bytes(values)
-        if not self._form.is_whole and values.device.type == "cpu":
+    def write(self, block: Block) -> None:
+        place, content = block.place, host_bytes(block.published())
+        if not self._form.is_whole and block.values.device.type == "cpu":
             self._sender.write(place, content)
             return
         if len(self._pending) == MAX_PENDING_WRITES:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,14 @@ from loguru import logger
 
 from prime_hpc.store.artifact import Manifest, StoreError
 from prime_hpc.trainer.checkpointing.staging import HostStage
-from prime_hpc.trainer.rank_group import ANY, RankGroup
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.threads import rank_thread
 from prime_hpc.trainer.weights.publish import Publisher, VersionPublisher
-from prime_hpc.weight_transport.transport import Place
+from prime_hpc.trainer.weights.write_plan import Block
 
 
-def _name(place: Place) -> str:
-    return f"{place.file} {place.offset}"
+def _name(block: Block) -> str:
+    return f"{block.file.name} {block.offset}"
 
 
 TIMEOUT_S = 1800.0
@@ -42,8 +42,8 @@ class _Pending:
     """One version under way."""
 
     version: int
-    parts: dict[Place, torch.Tensor]
-    """The writes of this rank: host memory by place."""
+    blocks: list[Block]
+    """The writes of this rank, in host memory."""
     copied: "torch.cuda.Event | None"
     failure: StoreError | None
     """Before the thread began."""
@@ -125,12 +125,12 @@ class BesidePublisher:
             raise StoreError(f"weights version {pending.version} was not published: {pending.error}") from pending.error
 
     @torch.no_grad()
-    def _copy(self) -> "tuple[dict[Place, torch.Tensor], torch.cuda.Event | None, StoreError | None]":
+    def _copy(self) -> "tuple[list[Block], torch.cuda.Event | None, StoreError | None]":
         """Copy this rank's blocks to host memory, once the event has happened; or say why there is no room for them."""
-        blocks = self._publisher.local_blocks
+        blocks = self._publisher.blocks
         failure: StoreError | None = None
         if self._room is None:
-            shapes = {_name(key): torch.empty_like(values, device="meta") for key, values in blocks()}
+            shapes = {_name(block): torch.empty_like(block.published(), device="meta") for block in blocks()}
             try:
                 ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 self._room = HostStage(shapes, None, ranks_per_node, "trainer.publish_beside", "set it to false")
@@ -139,19 +139,19 @@ class BesidePublisher:
             dist.barrier()  # all have measured: what one has touched, another of this node would count as taken
             if self._room is not None:
                 self._room.touch()
-        copied: dict[Place, torch.Tensor] = {}
+        copied: list[Block] = []
         event = None
-        for key, values in blocks():  # also without room: other ranks' tensors may have to be gathered
+        for block in blocks():  # also without room: other ranks' tensors may have to be gathered
             if self._room is not None:
-                event = self._room.put(_name(key), values) or event
-                copied[key] = self._room.tensors[_name(key)]
+                event = self._room.put(_name(block), block.published()) or event
+                copied.append(replace(block, values=self._room.tensors[_name(block)]))
         return copied, event, failure
 
     def _in_background(self, pending: _Pending) -> None:
         """Write a version, in its thread."""
         started = time.perf_counter()
         try:
-            manifest = self._publisher.write(pending.version, _copied(pending), self._side, ANY)
+            manifest = self._publisher.write(pending.version, _copied(pending), self._side)
             if manifest is not None:
                 self._announce(manifest)
                 logger.debug(f"version {pending.version} was written in {time.perf_counter() - started:.3f} s")
@@ -159,11 +159,11 @@ class BesidePublisher:
             pending.error = error
 
 
-def _copied(pending: _Pending) -> Iterator[tuple[Place, torch.Tensor]]:
+def _copied(pending: _Pending) -> Iterator[Block]:
     """Return what this rank writes, once it has left the device."""
     if pending.failure is not None:
         raise pending.failure
     if pending.copied is not None:
         torch.cuda.set_device(pending.copied.device)  # a new thread's own is the first of the node
         pending.copied.synchronize()
-    yield from pending.parts.items()
+    yield from pending.blocks

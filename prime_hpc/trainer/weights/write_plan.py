@@ -29,6 +29,7 @@ from prime_hpc.trainer.weights.safetensors_layout import (
     host_bytes,
     in_file_order,
 )
+from prime_hpc.weight_transport.transport import Place
 
 BLOCK_BYTES = 4 << 20
 """Of a version, at most, in one block from a CPU: it is cast, compared or written, and summed while it is in the
@@ -60,6 +61,11 @@ class Block:
     """As the model holds them, on the device."""
     dtype: torch.dtype
     """In which they are published."""
+
+    @property
+    def place(self) -> Place:
+        """Its place in the version."""
+        return Place(self.file.name, self.offset, self.dtype.itemsize)
 
     def published(self) -> torch.Tensor:
         """Return the values in the published dtype, on the device."""
