@@ -9,8 +9,9 @@ import pytest
 
 from prime_hpc.config import Experiment, Loaded, load_run
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.estimate.memory import model_facts, trainer_gib
 from prime_hpc.launch.estimate.micro_batch import MOST_TOKENS, choose, with_micro_batch
+from prime_hpc.launch.estimate.model_facts import model_facts
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.plan import local_plan, slurm_plan
 from prime_hpc.launch.plan.plan_text import plan_text

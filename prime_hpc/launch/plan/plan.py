@@ -14,16 +14,11 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_role
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site
-from prime_hpc.launch.estimate.memory import (
-    EngineMemory,
-    ModelFacts,
-    engine_memory,
-    read_model,
-    trainer_gib,
-    whole_gradient_bytes,
-)
+from prime_hpc.launch.estimate.engine_memory import EngineMemory, engine_memory
 from prime_hpc.launch.estimate.micro_batch import MicroBatch, with_micro_batch
+from prime_hpc.launch.estimate.model_facts import ModelFacts, read_model
 from prime_hpc.launch.estimate.step_time import Pace, pace
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib, whole_gradient_bytes
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.lint.lint_finding import Finding
 from prime_hpc.launch.lint.network_rules import network_facts
