@@ -56,7 +56,7 @@ class Given:
     def whole(self, flag: str, least: int = 0) -> int | None:
         """Return a flag's whole number; None where it was not given. Raises a ConfigError for anything else."""
         text = self.get(flag)
-        if text is not None and (not text.isdigit() or int(text) < least):
+        if text is not None and (not text.isdecimal() or int(text) < least):
             raise ConfigError(f"{flag} {text}: must be a whole number of at least {least}")
         return None if text is None else int(text)
 

@@ -58,7 +58,7 @@ def run(argv: list[str], program: str) -> int:
 def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> int:
     """Write a version as one model directory; an adapter's in a process of its own: it needs torch."""
     versions, wanted = list_versions(paths), values["--merged"]
-    version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdigit() else None
+    version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdecimal() else None
     if version is not None and version in versions and went_over_network(paths.weights_step(version)):
         raise ConfigError(
             f"version {version} went to the engines over the network alone; of a run with weights.transport = "
