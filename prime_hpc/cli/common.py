@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class Given:
     def whole(self, flag: str, least: int = 0) -> int | None:
         """Return a flag's whole number; None where it was not given. Raises a ConfigError for anything else."""
         text = self.get(flag)
-        if text is not None and (not text.isdigit() or int(text) < least):
+        if text is not None and (not text.isdecimal() or int(text) < least):
             raise ConfigError(f"{flag} {text}: must be a whole number of at least {least}")
         return None if text is None else int(text)
 
@@ -106,6 +107,23 @@ def parse(verb: str, argv: list[str], action: str = "") -> Given:
         flags[flag.names[-1]] = value
         repeated.setdefault(flag.names[-1], []).append(value)
     return Given(words, flags, " ".join(["prime-hpc", verb, spec.usage, *shown]), repeated)
+
+
+def step_range(text: str | None, there: Sequence[int]) -> tuple[int, int]:
+    """Return the first and the last step of `--steps`: `A:B`, `A:`, `:B` or `A`; an open end is that of what is there.
+
+    Args:
+        text: the flag's value; None: it was not given.
+        there: steps in order, at least one.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d*)(:?)(\d*)", ":" if text is None else text)
+    if match is None or not (match[1] or match[3] or text is None):
+        raise ConfigError(f"--steps {text}: must be A:B, A:, :B or A")
+    first = int(match[1] or there[0])
+    return first, int(match[3] or (there[-1] if match[2] else first))
 
 
 def say(text: str) -> None:

@@ -129,7 +129,7 @@ def _child(annotation: Any, name: str) -> tuple[str, Any] | None:
         if snake in section.model_fields:
             return snake, section.model_fields[snake].annotation
     elements = _element_types(annotation)
-    if elements and name.isdigit():
+    if elements and name.isdecimal():
         return name, Union[elements]  # noqa: UP007 (built from a tuple)
     if _kind(annotation) == "free":
         return name, _value_type(annotation)

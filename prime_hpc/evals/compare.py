@@ -39,12 +39,12 @@ def read_side(text: str) -> Side:
         ConfigError: no evaluation there, or no such version.
     """
     name, at, number = text.rpartition("@")
-    run_dir = Path(name if at and number.isdigit() else text)
+    run_dir = Path(name if at and number.isdecimal() else text)
     records, _ = read_records(results_file(run_dir))
     if not records:
         raise ConfigError(f"{run_dir} holds no episodes of an evaluation ({results_file(run_dir)})")
     steps = sorted({record.step for record in records.values()})
-    step = int(number) if at and number.isdigit() else steps[-1]
+    step = int(number) if at and number.isdecimal() else steps[-1]
     if step not in steps:
         raise ConfigError(f"{run_dir} has no episodes of step {step}; there are {', '.join(map(str, steps))}")
     rewards: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

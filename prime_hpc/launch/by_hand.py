@@ -60,7 +60,7 @@ def _meeting_point(flags: Mapping[str, str], environ: Mapping[str, str]) -> tupl
     else:
         address, _, port = endpoint.rpartition(":")
     address = address.strip("[]")
-    if not address or not port.isdigit() or not 0 < int(port) < 2**16:
+    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"{address}:{port}: must be HOST:PORT, as 10.15.42.1:29500")
     return address, int(port)
 
@@ -97,6 +97,6 @@ def run_trainer(loaded: Loaded, nodes: Nodes) -> NoReturn:
 
 def _whole(flags: Mapping[str, str], name: str, least: int) -> int | None:
     text = flags.get(name)
-    if text is not None and (not text.isdigit() or int(text) < least):
+    if text is not None and (not text.isdecimal() or int(text) < least):
         raise ConfigError(f"{name} {text}: must be a whole number of at least {least}")
     return None if text is None else int(text)

@@ -22,7 +22,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
-from prime_hpc.launch.estimate.memory import stored_shapes
+from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd

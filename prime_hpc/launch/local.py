@@ -22,8 +22,9 @@ from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
 from prime_hpc.launch.monitor.logs import copy_new
-from prime_hpc.launch.plan.local_plan import launcher
-from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
+from prime_hpc.launch.plan.plan import local_plan
+from prime_hpc.launch.plan.plan_text import show_dry_run
+from prime_hpc.launch.plan.this_machine import launcher
 from prime_hpc.launch.prepare import for_evaluation, prepare_run, refuse_anothers, write
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.slurm.submission_record import new_token, open_record, submitting
@@ -100,7 +101,7 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
     if not as_json:
         print_warnings(findings)
     if dry_run:
-        show_dry_run(loaded.experiment, local_plan(loaded.experiment), None, as_json)
+        show_dry_run(local_plan(loaded.experiment), None, as_json)
         return 0
     run_dir = loaded.experiment.run_dir.resolve()
     refuse_anothers(run_dir)

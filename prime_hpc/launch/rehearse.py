@@ -15,7 +15,8 @@ from typing import Any
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.memory_keys import advice
 from prime_hpc.config.snapshot import write_snapshot
-from prime_hpc.launch.estimate.memory import CONTEXT_GIB, GIB
+from prime_hpc.launch.estimate.model_facts import GIB
+from prime_hpc.launch.estimate.trainer_memory import CONTEXT_GIB
 
 DEADLINE_S = 3600.0
 USABLE = 0.95

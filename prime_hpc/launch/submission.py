@@ -77,9 +77,10 @@ def submit(
     made = render_submission(loaded, as_rendered=dry_run)
     _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of
     if dry_run:
-        from prime_hpc.launch.plan.slurm_plan import show_dry_run, slurm_plan
+        from prime_hpc.launch.plan.plan import slurm_plan
+        from prime_hpc.launch.plan.plan_text import show_dry_run
 
-        show_dry_run(made.experiment, slurm_plan(made.experiment, made.site), made.text, as_json)
+        show_dry_run(slurm_plan(made.experiment, made.site), made.text, as_json)
         return 0
 
     elsewhere, waits = starts_elsewhere(made.experiment, made.site), bool(made.experiment.slurm.dependency)

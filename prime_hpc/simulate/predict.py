@@ -7,8 +7,10 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.estimate.memory import engine_memory, read_model, trainer_gib
+from prime_hpc.launch.estimate.engine_memory import engine_memory
+from prime_hpc.launch.estimate.model_facts import read_model
 from prime_hpc.launch.estimate.step_time import Pace
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.plan.interval import interval_facts
 from prime_hpc.simulate.calibration import Calibration, differences, shortened
 from prime_hpc.simulate.events import ROUGH_ROLLOUTS, Outcome, simulate

@@ -26,7 +26,7 @@ from prime_hpc.config.sections.lora import DEFAULT_TARGETS, last_names
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.checks import linear_modules
-from prime_hpc.launch.estimate.memory import stored_shapes
+from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch

@@ -190,6 +190,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH205", "warning", {**MANY, "ckpt": None}, {}, "a run that does not state its own begins again"),
     ("PH210", "warning", MANY, {}, "no run is below /shared/runs/x yet"),
     ("PH211", "error", {"orchestrator": {"sampling": {"temperature": 0}}}, {}, "every rollout of a prompt is the same"),
+    (
+        "PH211",
+        "error",
+        {"orchestrator": {"env": [{"id": "reverse-text"}, {"id": "wordle", "sampling": {"temperature": 0}}]}},
+        {},
+        "every rollout of a prompt is the same",
+    ),
     ("PH213", "warning", {"orchestrator": {"stale": "mask"}, "async_level": 0}, {}, "no token is older than the batch"),
     (
         "PH213",

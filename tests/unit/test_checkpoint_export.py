@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prime_hpc.cli.verbs.run import export
+from prime_hpc.cli.common import step_range
+from prime_hpc.cli.verbs.run import export, replay
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
@@ -82,10 +83,27 @@ def test_some_steps_into_a_file_of_choice(run: RunPaths, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
+    ("text", "meant"), [(None, (2, 9)), ("3:5", (3, 5)), ("3:", (3, 9)), (":5", (2, 5)), ("4", (4, 4)), ("5:3", (5, 3))]
+)
+def test_steps_are_read_alike_for_every_verb(text: str | None, meant: tuple[int, int]) -> None:
+    assert step_range(text, [2, 3, 5, 9]) == meant
+
+
+def test_a_replay_is_of_steps_in_a_row() -> None:
+    there = [2, 3, 5, 9]
+    assert replay._range("2:3", there) == (2, 3) and replay._range(None, there) == (2, 9)
+    for wrong in ("3:5", "5:3", "4", "1:99999999999"):
+        with pytest.raises(ConfigError, match=r"recorded are steps 2\.\.9"):
+            replay._range(wrong, there)
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--steps", "7:9"], "there are 1..1"),
         (["--steps", "x"], "must be A:B"),
+        (["--steps", ":"], "must be A:B"),
+        (["--steps", "²"], "must be A:B"),  # a digit to Python, and no number
         (["--compression", "lzma"], "must be one of zstd"),
         (["--frobnicate"], "unknown option --frobnicate; usage"),
         (["--step", "2"], r"unknown option --step \(did you mean --steps\?\)"),

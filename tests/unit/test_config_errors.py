@@ -55,6 +55,13 @@ def test_unknown_flag_names_the_full_path() -> None:
     assert "--trainer.optim.max-norm?" in problems(["--optim.max-nrom", "3"])[0]
 
 
+@pytest.mark.parametrize("argv", [["--orchestrator.env.².id", "x"], ["--network.port-range", "²-³"]])
+def test_digits_that_are_no_number(argv: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_experiment(["--orchestrator.env.0.id", "x", *argv], "rl", {})
+    assert "invalid literal" not in str(refused.value)
+
+
 def test_no_far_fetched_suggestion() -> None:
     (problem,) = problems(["--zzzzqqq", "3"])
     assert problem.endswith("unknown key")

@@ -12,7 +12,8 @@ import torch
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference.vllm import installed
-from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text
+from prime_hpc.launch.plan.plan import local_plan
+from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.runtime import device as device_module
 from prime_hpc.runtime import gpus
 from prime_hpc.runtime.device import DEVICE, Device, DeviceError, planned_device, require_gpus
@@ -301,7 +302,7 @@ def test_a_plan_names_each_roles_device_and_gpus_that_are_not_here(
 ) -> None:
     def planned(**values: Any) -> str:
         one = experiment(inference={}, **values)
-        return plan_text(one, local_plan(one))
+        return plan_text(local_plan(one))
 
     assert planned().count("cpu: no GPU is asked for") == 2
     there = planned(device="cuda")

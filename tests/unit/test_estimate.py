@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import Experiment
-from prime_hpc.launch.estimate.memory import (
-    _NORMED_HEADS,
-    engine_memory,
-    model_facts,
-    read_model,
-    stored_params,
-    trainer_gib,
-    vocab_fits,
-)
+from prime_hpc.launch.estimate.engine_memory import engine_memory, vocab_fits
+from prime_hpc.launch.estimate.model_facts import _NORMED_HEADS, model_facts, read_model, stored_params
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from tests.support.lint import LLAMA_8B, QWEN3_06B
 from tests.support.tiny_vision import make_vision_model
 

@@ -37,7 +37,8 @@ from prime_hpc.evals.synthesis.sampled import SampledLog, sampled
 from prime_hpc.evals.versions import Version, adapter_rank, find_versions, version_template
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.launch.plan.slurm_plan import plan_text, slurm_plan
+from prime_hpc.launch.plan.plan import slurm_plan
+from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.errors import FencedError
@@ -379,8 +380,7 @@ def test_an_evaluation_is_a_packed_job_of_engines_and_who_plays() -> None:
     attached = place_slurm(experiment("--client.base-url", "http://h:8000/v1"), site)
     assert attached.num_nodes == 1 and [g.role for g in attached.groups] == ["orchestrator"]
     assert attached.components[0].options == {}
-    plan = slurm_plan(experiment(*argv), site)
-    text = plan_text(experiment(*argv), plan)
+    text = plan_text(slurm_plan(experiment(*argv), site))
     assert "eval          on the first node" in text and "trainer" not in text
     assert not [finding for finding in lint(experiment(*argv), site) if finding.severity == "error"]
 

@@ -12,7 +12,7 @@ from prime_hpc.config.families import FLOAT32_ALONE, REFUSED, SPLIT, WHOLE, fami
 from prime_hpc.config.sections.lora import LoraConfig, last_names
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.checks import linear_modules
-from prime_hpc.launch.estimate.memory import stored_shapes
+from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model.config import rows_of
 from prime_hpc.trainer.lora import add_lora

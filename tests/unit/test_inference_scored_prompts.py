@@ -21,7 +21,8 @@ from prime_hpc.inference.transformers.engine import Engine
 from prime_hpc.inference.transformers.model import GIB, BatchModel, bytes_of_step
 from prime_hpc.inference.transformers.parameters import SamplingParams
 from prime_hpc.inference.transformers.sequences import Running
-from prime_hpc.launch.estimate.memory import engine_memory, read_model
+from prime_hpc.launch.estimate.engine_memory import engine_memory
+from prime_hpc.launch.estimate.model_facts import read_model
 from prime_hpc.runtime.device import Device
 from tests.support.host_waits import host_waits
 from tests.support.tiny_model import make_tiny_model

@@ -14,7 +14,8 @@ import pytest
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.launch import local
 from prime_hpc.launch.checks import _weights_bytes, check
-from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text
+from prime_hpc.launch.plan.plan import local_plan
+from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.store.attempts import begin, write_attempt
 from tests.support.launch import loaded, make_model
@@ -237,7 +238,7 @@ def test_what_goes_on_does_not_delete_what_a_file_says_to(
 def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     def planned(**values: Any) -> str:
         one = loaded(tmp_path, model, **values).experiment
-        return plan_text(one, local_plan(one))
+        return plan_text(local_plan(one))
 
     text = planned(inference={"data_parallel_size": 2}, trainer={"num_ranks": 4})
     assert "data parallel 2" in text

@@ -17,7 +17,8 @@ from prime_hpc.inference.check_version import BadVersionError, check_adapter, re
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm import cpu_lora
 from prime_hpc.inference.vllm.args import build_argv
-from prime_hpc.launch.estimate.memory import adapter_params, checkpoint_gib, model_facts, trainer_gib
+from prime_hpc.launch.estimate.model_facts import model_facts
+from prime_hpc.launch.estimate.trainer_memory import adapter_params, checkpoint_gib, trainer_gib
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.weight_transport.transport import VersionReader

@@ -9,10 +9,12 @@ import pytest
 
 from prime_hpc.config import Experiment, Loaded, load_run
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.estimate.memory import model_facts, trainer_gib
 from prime_hpc.launch.estimate.micro_batch import MOST_TOKENS, choose, with_micro_batch
+from prime_hpc.launch.estimate.model_facts import model_facts
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text, slurm_plan
+from prime_hpc.launch.plan.plan import local_plan, slurm_plan
+from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import write
 from prime_hpc.runtime.gpus import memory_gib
 from tests.support.lint import LLAMA_8B, SITE, good, merged
@@ -135,19 +137,19 @@ def test_where_engines_cannot_sleep(changes: dict[str, Any], words: str) -> None
 def test_the_plan_says_it_and_lint_has_nothing_against_it(model: Path) -> None:
     one = experiment(model)
     plan = slurm_plan(one, site())
-    chosen, text = plan["micro_batch"], plan_text(one, plan)
+    chosen, text = plan.as_dict()["micro_batch"], plan_text(plan)
     assert chosen["chosen"] and chosen["tokens"] > one.seq_len
     assert f"micro-batches of {chosen['tokens']} tokens" in text and f"{chosen['tokens']} tokens, chosen: " in text
     assert [f for f in lint(one, site()) if f.code == "PH105"] == []
     stated = experiment(model, trainer={"micro_batch_tokens": 4096})
-    assert "chosen" not in plan_text(stated, slurm_plan(stated, site()))
+    assert "chosen" not in plan_text(slurm_plan(stated, site()))
 
 
 def test_one_sample_that_does_not_fit_is_told(model: Path) -> None:
     one = experiment(model, seq_len=8192, model={"ac": None})
     (finding,) = [f for f in lint(one, site(40)) if f.code == "PH105"]
     assert "with micro-batches of one sample of 8192 tokens" in finding.message and "seq_len" in finding.remedy
-    assert "does not fit" in plan_text(one, slurm_plan(one, site(40)))
+    assert "does not fit" in plan_text(slurm_plan(one, site(40)))
 
 
 def test_on_one_machine_the_gpus_decide_and_run_yaml_keeps_it(
@@ -170,7 +172,7 @@ def test_on_one_machine_the_gpus_decide_and_run_yaml_keeps_it(
     assert sizes["1"] < sizes["0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setattr(micro_batch, "memory_gib", lambda gpus, run: memory_gib(gpus, smi))
-    text = plan_text(one, local_plan(one))
+    text = plan_text(local_plan(one))
     assert f"micro-batches of {sizes['1']} tokens" in text and "chosen" in text
 
 

@@ -13,8 +13,9 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.launch.plan.local_plan import launcher, resolve_launch
-from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text, slurm_plan
+from prime_hpc.launch.plan.plan import local_plan, slurm_plan
+from prime_hpc.launch.plan.plan_text import plan_text
+from prime_hpc.launch.plan.this_machine import launcher, resolve_launch
 
 SITE: dict[str, Any] = {
     "name": "test",
@@ -65,7 +66,7 @@ def test_a_trainer_of_many_runs(model: Path, tmp_path: Path) -> None:
     trainer, lora = {"num_ranks": 16, "max_concurrent_runs": 4}, {"name": str(model), "lora": {}}
     one = tree(model, output_dir=str(tmp_path), orchestrator={}, trainer=trainer) | {"model": lora}
     experiment = Experiment.model_validate(one)
-    text = plan_text(experiment, slurm_plan(experiment, SiteConfig.model_validate(SITE)))
+    text = plan_text(slurm_plan(experiment, SiteConfig.model_validate(SITE)))
     assert "at most 4 at once, an adapter and an orchestrator each; 1 below it: run_a" in text
     assert "steps  " not in text and "step 1" not in text
     assert "each run's own, below its directory; interval 10 where it states nothing else" in text
@@ -134,7 +135,7 @@ def test_no_interval_is_longer_than_the_run_or_its_time_limit(model: Path, tmp_p
 def planned(model: Path, site: dict[str, Any] | None = None, **values: Any) -> tuple[dict[str, Any], str]:
     one = Experiment.model_validate(tree(model, **values))
     plan = slurm_plan(one, SiteConfig.model_validate({**SITE, **(site or {})}))
-    return plan, plan_text(one, plan)
+    return plan.as_dict(), plan_text(plan)
 
 
 def events(model: Path, site: dict[str, Any] | None = None, **slurm: Any) -> dict[str, str]:
@@ -216,7 +217,7 @@ def test_a_teacher_of_the_runs_own(model: Path) -> None:
     assert "teacher       attached: http://node7:8000/v1" in attached
     one = Experiment.model_validate(tree(model, **values, launch="local"))
     assert f"teacher       1 vLLM server(s) of {model} on 1 node (node 0 of component 0), data" in plan_text(
-        one, local_plan(one)
+        local_plan(one)
     )
 
 

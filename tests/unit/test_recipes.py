@@ -14,8 +14,10 @@ from prime_hpc.config.site import GENERIC, parse_site
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.inference.transformers.backend import TRANSFORMERS
-from prime_hpc.launch.estimate.memory import engine_memory, read_model, trainer_gib
+from prime_hpc.launch.estimate.engine_memory import engine_memory
 from prime_hpc.launch.estimate.micro_batch import engine_share, with_micro_batch
+from prime_hpc.launch.estimate.model_facts import read_model
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.rehearse import rehearse
 from prime_hpc.slurm.placement import place_slurm

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from prime_hpc.config import ConfigError, Experiment  # noqa: E402
 from prime_hpc.config.memory_keys import advice, remedies  # noqa: E402
 from prime_hpc.config.shapes import SHAPES, shape_config  # noqa: E402
-from prime_hpc.launch.estimate.memory import GIB, model_facts, trainer_gib  # noqa: E402
+from prime_hpc.launch.estimate.model_facts import GIB, model_facts  # noqa: E402
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib  # noqa: E402
 from prime_hpc.launch.rehearse import rehearsal_text  # noqa: E402
 from prime_hpc.trainer.out_of_memory import explain, held_bytes  # noqa: E402
 from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace, gloo_workspace  # noqa: E402

@@ -101,3 +101,26 @@ def test_a_teacher_scores_the_whole_vocabulary() -> None:
 def test_replies_of_an_evaluation_leave_room_for_a_prompt() -> None:
     found = problem("--orchestrator.eval.sampling.max-tokens", "16384")
     assert "orchestrator.eval.sampling.max_tokens (16384) cannot fit" in found
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "section"),
+    [
+        ("rl", "orchestrator.env.0"),
+        ("rl", "orchestrator.eval.env.0"),
+        ("eval", "eval.env.0"),
+        ("synthesize", "synthesize.env.0"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [("extra", "{'n': 4}", "must not hold n"), ("temperature", "0.005", "vLLM samples at no temperature between")],
+)
+def test_what_one_environment_states_is_held_to_the_same(
+    entrypoint: str, section: str, key: str, value: str, words: str
+) -> None:
+    argv = ["--orchestrator.env.0.id", "wordle"] if entrypoint == "rl" else []
+    argv += [f"--{section}.id", "wordle", f"--{section}.sampling.{key}", value]
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_experiment(argv, entrypoint, {})
+    assert refused.value.problems[0].key == f"{section}.sampling.{key}"

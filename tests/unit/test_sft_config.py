@@ -17,7 +17,7 @@ from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.epochs import expected_steps
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.launch.plan.local_plan import data_line, steps_line
+from prime_hpc.launch.plan.words import data_line, steps_line
 from prime_hpc.orchestrator.setup import make_pool
 
 FAKE = {"type": "fake"}

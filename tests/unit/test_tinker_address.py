@@ -14,7 +14,8 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.trainer import TinkerConfig
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.monitor.status import status_of
-from prime_hpc.launch.plan.slurm_plan import plan_text, slurm_plan
+from prime_hpc.launch.plan.plan import slurm_plan
+from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.runtime.role_context import LED, NODE, RoleContext
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.network import VARIABLE
@@ -102,8 +103,8 @@ def service(folder: Path, **tinker: Any) -> Experiment:
 
 
 def test_plan_and_lint_hold_it_to_nothing_that_is_a_runs(tmp_path: Path) -> None:
-    plan = slurm_plan(service(tmp_path), SITE)
-    text = plan_text(service(tmp_path), plan)
+    planned = slurm_plan(service(tmp_path), SITE)
+    plan, text = planned.as_dict(), plan_text(planned)
     assert "served where tinker.url says when it is ready" in text
     assert "inference     none: clients can train, not sample" in text
     assert "checkpoints  as the clients ask for them" in text

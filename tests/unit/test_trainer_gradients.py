@@ -138,7 +138,8 @@ def test_small_gradients_stay_whole_by_default():
 
 def test_the_plan_counts_whole_gradients_where_they_are_kept():
     from prime_hpc.config import Experiment
-    from prime_hpc.launch.estimate.memory import GIB, model_facts, trainer_gib, whole_gradient_bytes
+    from prime_hpc.launch.estimate.model_facts import GIB, model_facts
+    from prime_hpc.launch.estimate.trainer_memory import trainer_gib, whole_gradient_bytes
 
     sizes = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
     facts = model_facts({**sizes, "head_dim": 128, "intermediate_size": 25_600, "vocab_size": 151_936})

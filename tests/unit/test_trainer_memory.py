@@ -361,7 +361,8 @@ def test_host_memory_that_was_refused_once_is_used_again_and_not_asked_for_anew(
 
 def test_the_estimate_knows_what_saves_memory():
     from prime_hpc.config import Experiment
-    from prime_hpc.launch.estimate.memory import model_facts, trainer_gib
+    from prime_hpc.launch.estimate.model_facts import model_facts
+    from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 
     sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
     facts = model_facts({**sizes, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936})

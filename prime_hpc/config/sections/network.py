@@ -28,7 +28,7 @@ class NetworkConfig(Section):
     def _is_range(cls, text: str | None) -> str | None:
         if text is not None:
             first, dash, last = text.partition("-")
-            if not (dash and first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
+            if not (dash and first.isdecimal() and last.isdecimal() and 1024 <= int(first) <= int(last) <= 65535):
                 raise ValueError("must be FIRST-LAST with 1024 <= FIRST <= LAST <= 65535, for instance 20000-20999")
         return text
 

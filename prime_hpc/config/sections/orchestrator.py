@@ -169,7 +169,7 @@ class EnvServersConfig(Section):
     def _are_addresses(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
             host, _, port = address.rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"{address!r} is no address: write host:port")
         return addresses
 

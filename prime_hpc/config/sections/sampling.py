@@ -64,6 +64,19 @@ HARMLESS = frozenset(
 """Parameters that end a completion or shape the answer, and leave each token's distribution as it is."""
 
 
+def _is_sampled_at(value: float | None) -> float | None:
+    if value is not None and 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"vLLM samples at no temperature between 0 (greedy) and {LEAST_TEMPERATURE:g}")
+    return value
+
+
+def _is_not_set_elsewhere(extra: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name in extra or {}:
+        if name in SET_ELSEWHERE:
+            raise ValueError(f"must not hold {name}: {SET_ELSEWHERE[name]}")
+    return extra
+
+
 class SamplingSection(Section):
     """Settings that training and evaluation sampling share."""
 
@@ -77,20 +90,8 @@ class SamplingSection(Section):
     """Further sampling parameters, by vLLM's names. For training only those that leave the distribution as it is, such
     as `stop`."""
 
-    @field_validator("temperature", check_fields=False)
-    @classmethod
-    def _is_sampled_at(cls, value: float) -> float:
-        if 0 < value < LEAST_TEMPERATURE:
-            raise ValueError(f"vLLM samples at no temperature between 0 (greedy) and {LEAST_TEMPERATURE:g}")
-        return value
-
-    @field_validator("extra")
-    @classmethod
-    def _is_not_set_elsewhere(cls, extra: dict[str, Any]) -> dict[str, Any]:
-        for name in extra:
-            if name in SET_ELSEWHERE:
-                raise ValueError(f"must not hold {name}: {SET_ELSEWHERE[name]}")
-        return extra
+    _sampled_at = field_validator("temperature", check_fields=False)(_is_sampled_at)
+    _set_here = field_validator("extra")(_is_not_set_elsewhere)
 
     @property
     def truncates(self) -> bool:
@@ -145,6 +146,9 @@ class SamplingOverride(Section):
     """Sample from tokens at least this likely, relative to the likeliest."""
     extra: dict[str, Any] | None = None
     """Further sampling parameters, in place of the others'."""
+
+    _sampled_at = field_validator("temperature")(_is_sampled_at)
+    _set_here = field_validator("extra")(_is_not_set_elsewhere)
 
     def over(self, common: SamplingConfig) -> SamplingConfig:
         """Return the common sampling with what is stated here."""

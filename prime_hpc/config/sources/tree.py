@@ -198,7 +198,7 @@ class Tree:
                     if (section := ".".join(node.path[:depth])) in self.provenance:  # it was off: no more from there
                         self.provenance[section] = entry.origin
             here = below
-            if isinstance(here, list) and not (node.path[depth].isdigit() and int(node.path[depth]) <= len(here)):
+            if isinstance(here, list) and not (node.path[depth].isdecimal() and int(node.path[depth]) <= len(here)):
                 message = f"no element {node.path[depth]!r}: the list has {len(here)}"
                 self.problems.append(Problem(message, node.dotted, entry.origin))
                 return None
@@ -284,7 +284,7 @@ def unknown_key(entry: Entry) -> Problem:
     is_flag = entry.origin.source == "command line"
     if (instead := instead_of(wanted, is_flag=is_flag)) is not None:
         return Problem(f"there is no such key: {instead}", typed, entry.origin)
-    index = next((segment for segment in wanted if segment.isdigit()), "0")
+    index = next((segment for segment in wanted if segment.isdecimal()), "0")
     candidates = [path.replace(".0.", f".{index}.") for path in (*all_paths(), *ALIASES)]
     near = nearest_path(".".join((entry.scope, *wanted)), candidates) if entry.scope else None
     near = near or nearest_path(".".join(wanted), candidates)

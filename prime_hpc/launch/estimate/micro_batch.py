@@ -13,7 +13,9 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, engine_overhead_gib, read_model, trainer_gib
+from prime_hpc.launch.estimate.engine_memory import engine_memory, engine_overhead_gib
+from prime_hpc.launch.estimate.model_facts import ModelFacts, read_model
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.runtime.gpus import Runner, memory_gib, run_command
 from prime_hpc.slurm.gpu_split import gpus_in_common
 from prime_hpc.slurm.options import known_partitions, resolve

@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.launch.estimate.memory import GIB, ModelFacts, checkpoint_gib
+from prime_hpc.launch.estimate.model_facts import GIB, ModelFacts
+from prime_hpc.launch.estimate.trainer_memory import checkpoint_gib
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.observe.metric_files import metrics_file
 

@@ -11,8 +11,8 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.epochs import with_expected_steps
-from prime_hpc.launch.estimate.memory import read_model
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.estimate.model_facts import read_model
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint import (
     attention_rules,

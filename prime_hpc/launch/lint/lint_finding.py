@@ -10,7 +10,7 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import ClientConfig
 from prime_hpc.config.sections.slurm import SiteConfig, SitePartition
 from prime_hpc.config.sections.teacher import TeacherConfig
-from prime_hpc.launch.estimate.memory import ModelFacts
+from prime_hpc.launch.estimate.model_facts import ModelFacts
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, known_partitions
 from prime_hpc.slurm.placement import Placement
 

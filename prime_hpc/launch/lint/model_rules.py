@@ -7,7 +7,9 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, sampling_role
 from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
 from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
-from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
+from prime_hpc.launch.estimate.engine_memory import engine_memory, vocab_fits
+from prime_hpc.launch.estimate.model_facts import ModelFacts
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
 

@@ -36,11 +36,14 @@ def groups(subject: Subject) -> Iterator[Finding]:
 def sampling(subject: Subject) -> Iterator[Finding]:
     """Greedy rollouts of one prompt are all the same, and no sample of the policy's distribution."""
     orchestrator = subject.experiment.orchestrator
-    if orchestrator.sampling.temperature == 0 and not orchestrator.advantage.imitates:
+    own = {f"orchestrator.env.{index}": env.sampling.temperature for index, env in enumerate(orchestrator.env)}
+    if None in own.values() or not own:  # some take the common one
+        own["orchestrator"] = orchestrator.sampling.temperature
+    for key in [key for key, temperature in own.items() if temperature == 0 and not orchestrator.advantage.imitates]:
         yield Finding(
             "PH211",
             "error",
-            "orchestrator.sampling.temperature",
+            f"{key}.sampling.temperature",
             "0 is greedy: every rollout of a prompt is the same reply, so that there is nothing to compare, and a "
             "policy gradient needs samples of the policy",
             "1, or what the model's makers recommend; orchestrator.eval.sampling is greedy as it is",

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from prime_hpc.launch.estimate.memory import trainer_gib
 from prime_hpc.launch.estimate.micro_batch import engine_share, left_to_trainer
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
 from prime_hpc.slurm.gpu_split import gpu_places, gpus_in_common
 

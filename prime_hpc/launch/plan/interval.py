@@ -114,7 +114,7 @@ def interval_facts(
     }
 
 
-def interval_lines(interval: int | str | None, facts: Mapping[str, Any], speed: Mapping[str, Any]) -> Sequence[str]:
+def interval_lines(interval: int | str | None, facts: Mapping[str, Any], speed: Pace) -> Sequence[str]:
     """Return the same for people: what is set first."""
     best = f"{facts['best_steps']} steps ({format_time(facts['best_interval_s'])})"
     if interval == "auto":
@@ -126,7 +126,6 @@ def interval_lines(interval: int | str | None, facts: Mapping[str, Any], speed: 
         ]
     return [
         *lines,
-        f"from {speed['step_s']:.3g} s a step ({speed['step_from']}), {facts['restart_s']} s for a restart, "
-        f"{facts['why']}",
+        f"from {speed.step_s:.3g} s a step ({speed.step_from}), {facts['restart_s']} s for a restart, {facts['why']}",
         f"failures: {facts['failures_from']}",
     ]

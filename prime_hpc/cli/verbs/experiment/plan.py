@@ -11,6 +11,7 @@ from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.config import Experiment, Loaded
+    from prime_hpc.launch.plan.plan import Plan
     from prime_hpc.launch.plan.when import StepOf
 
 GPU_MEMORY = "--gpu-memory-gib"
@@ -30,16 +31,15 @@ def run(argv: list[str], program: str) -> int:
     loaded = load(given.words, "plan", program)
     if "--when" in given:
         return _when(given, loaded, timeout_s)
-    from prime_hpc.launch.plan.slurm_plan import make_plan, plan_text
+    from prime_hpc.launch.plan.plan import make_plan
+    from prime_hpc.launch.plan.plan_text import plan_text
 
     plan = make_plan(loaded.experiment)
-    text = plan_text(loaded.experiment, plan)
-    if "--rehearse" in given:
-        text += _rehearse(loaded.experiment, plan, gpu_gib)
+    rehearsal = _rehearse(loaded.experiment, plan, gpu_gib) if "--rehearse" in given else None
     if "--json" in given:
-        print_json(plan)
+        print_json(plan.as_dict() | ({} if rehearsal is None else {"rehearsal": rehearsal[0]}))
     else:
-        print(text, end="")
+        print(plan_text(plan) + ("" if rehearsal is None else rehearsal[1]), end="")
     return 0
 
 
@@ -81,20 +81,17 @@ def known_of_shapes(given: Given, loaded: "Loaded") -> "tuple[list[str], Loaded,
     return derived.words, derived.loaded, found, [*notes, *found.notes(loaded.experiment)]
 
 
-def _rehearse(experiment: "Experiment", plan: dict[str, Any], gpu_gib: float | None) -> str:
-    """Add the rehearsal to the plan; returns it for people."""
-    from prime_hpc.config.site import load_site
-    from prime_hpc.launch.estimate.micro_batch import largest_for, with_micro_batch
+def _rehearse(experiment: "Experiment", plan: "Plan", gpu_gib: float | None) -> tuple[dict[str, Any], str]:
+    """Return the rehearsal of a plan, for JSON and for people; `experiment`: as it is stated."""
+    from prime_hpc.launch.estimate.micro_batch import largest_for
     from prime_hpc.launch.rehearse import rehearsal_text, rehearse
 
-    site = None if plan["launch"] == "local" else load_site(experiment.slurm.site)
-    gpu_gib = gpu_gib or plan["memory"]["gpu_gib"].get("trainer")
-    decided, chosen = with_micro_batch(experiment, site)
-    plan["rehearsal"] = rehearse(decided, gpu_gib)
-    larger = largest_for(experiment, gpu_gib) if chosen is None else None
-    if larger is not None and larger.tokens > decided.micro_batch_tokens:
-        plan["rehearsal"]["notes"].append(
+    gpu_gib = gpu_gib or plan.memory.gpu_gib.get("trainer")
+    rehearsal = rehearse(plan.experiment, gpu_gib)
+    larger = largest_for(experiment, gpu_gib) if plan.micro_batch is None else None
+    if larger is not None and larger.tokens > plan.experiment.micro_batch_tokens:
+        rehearsal["notes"].append(
             f"by the estimate {larger.tokens} tokens would fit {larger.gpu_gib:g} GiB: gpu_memory_gib in the site "
             "profile makes them the default, trainer.micro_batch_tokens states them"
         )
-    return rehearsal_text(decided, plan["rehearsal"])
+    return rehearsal, rehearsal_text(plan.experiment, rehearsal)

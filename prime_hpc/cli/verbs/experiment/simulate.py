@@ -41,7 +41,7 @@ def run(argv: list[str], program: str) -> int:
             print_json({"name": experiment.name, "missing": calibration.lines, "looked_in": sources})
         print(text, end="", file=sys.stderr if "--json" in given else sys.stdout)
         return 1
-    from prime_hpc.launch.plan.local_plan import resolve_launch
+    from prime_hpc.launch.plan.this_machine import resolve_launch
 
     site = None
     if resolve_launch(experiment) == "slurm":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_hpc.cli.common import parse, print_json, say
+from prime_hpc.cli.common import parse, print_json, say, step_range
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.store.batches import list_batches
@@ -58,7 +58,7 @@ def run(argv: list[str], program: str) -> int:
 def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> int:
     """Write a version as one model directory; an adapter's in a process of its own: it needs torch."""
     versions, wanted = list_versions(paths), values["--merged"]
-    version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdigit() else None
+    version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdecimal() else None
     if version is not None and version in versions and went_over_network(paths.weights_step(version)):
         raise ConfigError(
             f"version {version} went to the engines over the network alone; of a run with weights.transport = "
@@ -94,17 +94,11 @@ def _restore(paths: RunPaths, version: int, output: Path, values: dict[str, str]
 
 
 def _chosen(text: str | None, there: list[int], run_dir: Path) -> list[int]:
-    """Return the stored steps within `A:B`, `A:`, `:B` or `A`."""
+    """Return the stored steps within those that are asked for."""
     if not there:
         raise ConfigError(f"{run_dir}: no rollouts are stored")
-    if text is None:
-        return there
-    first, colon, last = text.partition(":")
-    if not all(part.isdigit() for part in (first, last) if part) or text in ("", ":"):
-        raise ConfigError(f"--steps {text}: must be A:B, A:, :B or A")
-    low = int(first or there[0])
-    high = int(last or there[-1]) if colon else low
-    chosen = [step for step in there if low <= step <= high]
+    first, last = step_range(text, there)
+    chosen = [step for step in there if first <= step <= last]
     if not chosen:
         raise ConfigError(f"--steps {text}: there are {there[0]}..{there[-1]}")
     return chosen

@@ -9,7 +9,6 @@ Exit codes: 0 every compared figure is equal bit for bit; 1 some differ, or a st
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.common import parse, print_json, step_range
 from prime_hpc.config import load_run
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.observe.metric_files import metrics_file
@@ -136,15 +135,9 @@ def _span(steps: set[int]) -> str:
 
 
 def _range(steps: str | None, recorded: list[int]) -> tuple[int, int]:
-    if steps is None:
-        return recorded[0], recorded[-1]
-    match = re.fullmatch(r"(\d*)(:?)(\d*)", steps)
-    if match is None or not (match.group(1) or match.group(3)):
-        raise ConfigError(f"--steps {steps}: must be A:B, A:, :B or A")
-    first = int(match.group(1) or recorded[0])
-    last = int(match.group(3) or (recorded[-1] if match.group(2) else first))
-    absent = [step for step in range(first, last + 1) if step not in recorded]
-    if absent or first > last:
+    first, last = step_range(steps, recorded)
+    within = [step for step in recorded if first <= step <= last]
+    if steps is not None and (not within or len(within) <= last - first):
         raise ConfigError(f"--steps {steps}: recorded are steps {recorded[0]}..{recorded[-1]}")
     return first, last
 
