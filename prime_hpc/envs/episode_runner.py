@@ -3,6 +3,7 @@
 Made by `prime_hpc.envs.pool` inside its worker's loop. All coroutines here belong to that loop.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -200,12 +201,14 @@ class EpisodeRunner:
         patch_verifiers()
         use_on_threads()
 
+        key = settings.api_key or os.environ.get(settings.api_key_var)
+
         def client(url: str) -> PolicyClient | ChatClient:
             if settings.chat is not None:
-                return ChatClient(url, settings.api_key, settings.chat, settings.patience_s)
+                return ChatClient(url, key, settings.chat, settings.patience_s)
             assert renderer is not None
             reach = (settings.max_model_len, settings.patience_s)
-            return PolicyClient(url, settings.api_key, renderer, *reach, with_logprobs=settings.keep_samples)
+            return PolicyClient(url, key, renderer, *reach, with_logprobs=settings.keep_samples)
 
         self._policies = {url: client(url) for url in settings.urls}
         self._sources = {

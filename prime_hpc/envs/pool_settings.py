@@ -44,7 +44,7 @@ class PoolSettings:
     """Under which the servers serve the policy."""
     api_key: str | None = field(default=None, repr=False)
     api_key_var: str = "VLLM_API_KEY"
-    """In which an environment that asks the servers itself looks for the key."""
+    """Environment variable with the key, where `api_key` is not known: a worker's machine may have it."""
     max_model_len: int
     """Prompt and completion tokens of one sequence, at most."""
     chat: ChatOptions | None = None

@@ -70,11 +70,16 @@ def test_single_turn_is_token_exact_and_scored(world: World) -> None:
     assert world.tokenizer.decode(request["token_ids"]) == expected
 
 
-def test_api_key_sampling_extras_and_session_reach_the_server(world: World) -> None:
+def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingConfig(temperature=0.0, max_tokens=9, top_k=5, extra={"min_tokens": 2})
     world.play(EnvConfig(id="reverse-text"), api_key="secret", sampling=sampling)
     headers = world.server.headers[0]
     assert headers["Authorization"] == "Bearer secret" and headers["X-Session-ID"]
+    monkeypatch.setenv("SOME_KEY", "of-the-environment")
+    for key in ("secret", None):  # of the run, wherever it is played; else of where it is played
+        world.play(EnvConfig(id="reverse-text", workers=1), api_key_var="SOME_KEY", api_key=key)
+    sent = [headers["Authorization"] for headers in world.server.headers[1:]]
+    assert sent == ["Bearer secret", "Bearer of-the-environment"]
     params = world.server.requests[0]["sampling_params"]
     assert (params["temperature"], params["max_tokens"], params["top_k"], params["min_tokens"]) == (0.0, 9, 5, 2)
     assert "top_p" not in params and "min_p" not in params

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
-from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.sandbox import sandbox_process
+from prime_hpc.envs.errors import EnvError, EnvNodeError
+from prime_hpc.envs.sandbox import bubblewrap, sandbox_process
 from prime_hpc.envs.sandbox.bubblewrap import explain_refusal, find_bwrap
 from prime_hpc.envs.sandbox.sandbox_process import Sandbox, SandboxFailed, first_inside
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
@@ -47,6 +47,16 @@ async def until(condition: "object") -> None:
     async with asyncio.timeout(60):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the paths are mounted for root alone")
+def test_paths_whose_file_system_hangs_are_not_waited_for(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = programs / "unshare"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "ANSWER_S", 0.1)
+    with pytest.raises(EnvNodeError, match=r"cannot be mounted within 0\.1 s .* \(/opt\)"):
+        bubblewrap.Stage(["/opt"])
 
 
 def test_sandboxes_wait_and_each_is_used_once() -> None:

@@ -57,6 +57,9 @@ def of_openrlhf(queries, prompts, labels):
     assert (queries, prompts, labels) == (["2 + 2?4"], ["2 + 2?"], ["4"])
     return {"rewards": np.array([0.5], np.float32), "extra_logs": {"length": np.float32(1)}}
 
+def of_openrlhf_images(queries):
+    return float(queries == ["be brief\\nwhat?4"])
+
 def none(completions):
     return [None]
 
@@ -318,6 +321,12 @@ def test_functions_are_called_as_they_are_written(folder: Path) -> None:
     assert value("told", "4") == (1.0, {})
     assert value("of_trl_chat", "four", prompt=[{"role": "user", "content": "2 + 2?"}]) == (4.0, {})
     assert value("of_openrlhf", "4") == (0.5, {"length": 1.0})
+    picture = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ=="}},
+        {"type": "text", "text": "what?"},
+    ]
+    shown = [{"role": "system", "content": "be brief"}, {"role": "user", "content": picture}]
+    assert value("of_openrlhf_images", "4", prompt=shown) == (1.0, {})
     assert value("none", "4") == (0.0, {})
     for name, error in {
         "nothing": ValueError,

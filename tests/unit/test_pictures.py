@@ -32,7 +32,7 @@ def test_logs_show_an_image_in_few_words_whatever_it_is() -> None:
         assert len(in_words(url)) < 120
 
 
-@pytest.mark.parametrize("head", ["", "application/octet-stream", "image/png", "image/svg+xml;name=a.svg"])
+@pytest.mark.parametrize("head", ["", "application/octet-stream", "image", "image/png", "image/svg+xml;name=a.svg"])
 def test_an_image_in_an_address_is_read_whatever_it_calls_itself(head: str) -> None:
     """Of environments and of SFT alike (`test_sft_images`)."""
     url = f"data:{head};base64,YWJj"

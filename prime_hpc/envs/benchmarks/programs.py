@@ -195,7 +195,7 @@ def functional_program(code: str, method: str, cases: list[Case]) -> str:
             placed_behind(IMPORTS + "\n", code),
             f"for __given, __expected in json.loads({json.dumps(checks)!r}):",
             f"    __found = json.loads(json.dumps(Solution().{method}(*__given)))",
-            "    assert __found == json.loads(__expected), f'{__given}: {__found} is not {__expected}'"[:200],
+            "    assert __found == json.loads(__expected), f'{__given}: {__found} is not {__expected}'",
         )
     )
 

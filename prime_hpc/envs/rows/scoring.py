@@ -176,11 +176,17 @@ class RewardFunction:
     def _call_plural(self, reply: Reply) -> Any:
         is_chat = not isinstance(reply.prompt, str)
         completion: Any = [{"role": "assistant", "content": reply.sampled}] if is_chat else reply.sampled
-        texts = [str(message.get("content") or "") for message in reply.prompt] if is_chat else [reply.prompt]
+        texts = [_text(message.get("content")) for message in reply.prompt] if is_chat else [reply.prompt]
         offered = {"labels": [reply.answer], **{name: [value] for name, value in reply.row.items()}}
         offered |= {"completions": [completion], "prompts": [reply.prompt]}
         offered |= {"queries": ["\n".join(texts) + reply.sampled]}
         return self.function(**_accepted(self.function, offered, missing=[None]))
+
+
+def _text(content: Any) -> str:
+    """Return a message's text, without its images."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts)
 
 
 def _single(value: Any) -> Any:

@@ -11,6 +11,7 @@ may read is then shown to `nobody` in a mount namespace of its own, since a Pyth
 import functools
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
@@ -188,8 +189,18 @@ class Stage:
             )
         except OSError as error:
             raise EnvError(f"root's sandboxes belong to nobody, which needs util-linux's unshare: {error}") from error
-        assert self._holder.stdout is not None
-        said = self._holder.stdout.readline().decode(errors="replace").strip()
+        told = self._holder.stdout
+        assert told is not None
+        poll = select.poll()  # `select` itself knows no file numbers above 1023
+        poll.register(told, select.POLLIN)
+        if not poll.poll(ANSWER_S * 1000):
+            self._holder.kill()  # not waited for: what hangs in the kernel ends with it
+            self._holder = None
+            raise EnvNodeError(
+                f"what root's sandboxes show cannot be mounted within {ANSWER_S:g} s on {socket.gethostname()}: does a "
+                f"file system hang ({', '.join(self.sources)})?"
+            )
+        said = told.readline().decode(errors="replace").strip()
         if said != "ready":
             self.close()
             raise EnvNodeError(f"root's sandboxes need a mount namespace, which this node refuses: {said}")

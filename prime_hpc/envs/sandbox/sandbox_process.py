@@ -195,8 +195,18 @@ class Sandbox:
             SandboxFailed: the sandbox was gone before its first command began; or Slurm's warning came while a command
                 ran that did not end well, and may have ended a part of it.
         """
+        order: dict[str, Any] = {"op": "run", "env": {**self._env, **(env or {})}}
+        order["wall_s"] = self.config.command_s if wall_s is None else wall_s
+        order["cpu_s"] = self.config.cpu_s if cpu_s is None else cpu_s
+        order["output"] = max(self.config.output_kib << 10, min(output_bytes, MOST_ANSWER >> 1))
+        if argv is None:
+            source = program.encode(errors="surrogatepass")
+            order |= {"program": len(source), "word": os.urandom(16).hex(), "may_exit": may_exit}
+            given = source + given
+        else:
+            order["argv"] = argv
         began = time.monotonic()
-        ended = await self._run(argv, program, given, env, may_exit, wall_s, cpu_s, output_bytes)
+        ended = await self._run(order, given)
         if is_led() and (ended.code or ended.ended_by or (argv is None and ended.verdict != "passed")):
             if ended.code is not None and -ended.code in WARNINGS:
                 await asyncio.sleep(WARNED_WITHIN_S)
@@ -204,34 +214,16 @@ class Sandbox:
                 raise SandboxFailed("Slurm's warning (a signal to the whole job) came while a command ran")
         return ended
 
-    async def _run(
-        self,
-        argv: list[str] | None,
-        program: str,
-        given: bytes,
-        env: dict[str, str] | None,
-        may_exit: bool,
-        wall_s: float | None,
-        cpu_s: float | None,
-        output_bytes: int,
-    ) -> Ended:
-        source = program.encode(errors="surrogatepass")
-        wall_s = self.config.command_s if wall_s is None else wall_s
-        order: dict[str, Any] = {"op": "run", "wall_s": wall_s, "env": {**self._env, **(env or {})}}
-        order["cpu_s"] = self.config.cpu_s if cpu_s is None else cpu_s
-        order["output"] = max(self.config.output_kib << 10, min(output_bytes, MOST_ANSWER >> 1))
-        if argv is None:
-            order |= {"program": len(source), "word": os.urandom(16).hex(), "may_exit": may_exit}
-        else:
-            order["argv"] = argv
+    async def _run(self, order: dict[str, Any], payload: bytes) -> Ended:
+        """Carry out `run`'s order; a sandbox that does not work any more is an end like any other."""
         spoiled = self._ran
         try:
-            lines, payload = await self._ask(order, source + given if argv is None else given, wall_s + GRACE_S)
+            lines, outputs = await self._ask(order, payload, order["wall_s"] + GRACE_S)
             if lines[0] == "error" and spoiled:
                 raise ConnectionError(lines[1])
             if lines[0] == "ended":
                 _, code, ended_by, split, dropped, verdict = lines
-                out, err = payload[: int(split)], payload[int(split) :]
+                out, err = outputs[: int(split)], outputs[int(split) :]
                 return Ended(int(code), ended_by, out, err, int(dropped), verdict)
         except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
             if not self._ran:

@@ -17,7 +17,8 @@ Message = dict[str, Any]
 IMAGE_HERE = "<image>"
 """In a text: an image of the column stands here."""
 
-_DATA_URL = re.compile(r"data:(?:image/[^;,]+|application/octet-stream)?(?:;[^;,]+)*;base64,")
+_DATA_URL = re.compile(r"data:(?:image(?:/[^;,]*)?|application/octet-stream)?(?:;[^;,]+)*;base64,")
+"""`data:image;base64,` is what Qwen's documents write."""
 
 
 def is_data_url(url: str) -> bool:
