@@ -70,10 +70,15 @@ def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
         again: the command that goes on from the newest checkpoint.
     """
     row = next(iter(read_rows(run_dir / ATTEMPTS_JSONL)[-1:]), None)
-    if row is None or row.get("outcome") in (None, "completed"):
+    if row is None or row.get("outcome") == "completed":
+        return ""
+    has_no_end = row.get("outcome") is None
+    if has_no_end and row.get("pid") != os.getpid():  # another one's, which runs
         return ""
     if not experiment.trains or is_parent(experiment):
         return f"the same command{' with --no-clean' if experiment.clean else ''} goes on with what is missing"
+    if has_no_end:  # the disk was full: nor does the row say what was saved
+        return f"go on from the newest checkpoint: {again}"
     if row.get("saved_step") is None:
         off = "" if experiment.ckpt is not None else ", for checkpoints are off: `--ckpt` switches them on"
         return f"nothing was saved{off}. To start over: the same command with --clean"

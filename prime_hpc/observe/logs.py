@@ -98,14 +98,10 @@ def _file_sink(path: Path) -> _PatientSink:
     return _PatientSink(write, lambda: os.close(descriptor))
 
 
-def _console_sink() -> _PatientSink:
-    """Write to standard output, which in a job is a file of the shared file system too."""
-
-    def write(message: str) -> None:
-        sys.stdout.write(message)
-        sys.stdout.flush()
-
-    return _PatientSink(write)
+def _write_out(message: str) -> None:
+    """Write to standard output as it is now: where rich draws a bar it is rich's own, which writes above the bar."""
+    sys.stdout.write(message)
+    sys.stdout.flush()
 
 
 def setup_logger(
@@ -134,10 +130,11 @@ def setup_logger(
     # `diagnose` would write values into a traceback: keys, samples, and tensors whose memory is gone (a crash)
     if console:
         # a process with a log file of its own is the supervisor: its output is a file in a job, and it must not wait
-        out: Any = sys.stdout if file is None or sys.stdout.isatty() else _console_sink()
+        on_terminal = sys.stdout.isatty()
+        out: Any = _write_out if on_terminal else sys.stdout if file is None else _PatientSink(_write_out)
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        colorize = False if is_plain else None  # None: on a terminal
-        logger.add(out, level=level, format=pattern, serialize=json_lines, colorize=colorize, diagnose=False)
+        has_colors = on_terminal and not is_plain
+        logger.add(out, level=level, format=pattern, serialize=json_lines, colorize=has_colors, diagnose=False)
     if file is not None:
         file_level = os.environ.get("PRIME_LOG_LEVEL", file_level or level).upper()
         logger.add(

@@ -235,6 +235,16 @@ def test_what_goes_on_does_not_delete_what_a_file_says_to(
     assert words in local.how_to_go_on(one.experiment, tmp_path, local._command_again(deletes=one.experiment.clean))
 
 
+def test_an_attempt_whose_end_could_not_be_written_says_how_it_goes_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(tmp_path / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    one = loaded(tmp_path, model, ckpt={})
+    assert local.how_to_go_on(one.experiment, tmp_path, "X") == "go on from the newest checkpoint: X"
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert local.how_to_go_on(one.experiment, tmp_path, "X") == "", "it is another command's, which runs"
+
+
 def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     def planned(**values: Any) -> str:
         one = loaded(tmp_path, model, **values).experiment

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -313,3 +314,38 @@ def test_a_terminal_gets_colors_unless_it_wants_none(wish: dict[str, str], is_pl
     said = os.read(ours, 4096)
     os.close(ours)
     assert b"hello" in said and (b"\x1b[" not in said) == is_plain
+
+
+def seen_on(terminal: bytes) -> list[str]:
+    """Lines that stay on a terminal, of what rich sends to it: line feeds, returns, and erasing lines upwards."""
+    rows, row = [""], 0
+    for part in re.findall(rb"\x1b\[[?0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", terminal):
+        if part == b"\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif part == b"\x1b[2K":
+            rows[row] = ""
+        elif part == b"\x1b[1A":
+            row -= 1
+        elif not part.startswith((b"\x1b", b"\r")):
+            rows[row] += part.decode()
+    return rows
+
+
+def test_what_is_said_while_roles_start_stays_on_the_terminal(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    code = (
+        "from pathlib import Path; from prime_hpc.observe.console import Console\n"
+        "from prime_hpc.observe.logs import setup_logger\n"
+        f"run = Path({str(tmp_path)!r}); log = setup_logger('supervisor', file=run / 'log')\n"
+        "console = Console(run, 3, kind='rl')\n"
+        "console.tick({'trainer': 1.0, 'inference[0]': 1.0}); log.warning('mind this')\n"
+        "console.tick({'trainer': 2.0}); log.info('and this'); console.tick({})"
+    )
+    environ = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm", "COLUMNS": "100"}
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, env=environ, check=True)
+    os.close(theirs)
+    lines = seen_on(os.read(ours, 1 << 16))
+    os.close(ours)
+    assert [line.split()[-2:] for line in lines if "this" in line] == [["mind", "this"], ["and", "this"]]
+    assert not any("starts" in line for line in lines)
