@@ -94,10 +94,10 @@ STORED_AS: dict[str, dict[str, tuple[str, ...]]] = {
 calls the module, or the modules; () for those that are no plain linear map (`tests/unit/test_families.py` tries every
 family)."""
 
-VISION = frozenset({"qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+VISION = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
 """Families of which `model.vision` trains a model that sees images: causal language models, for which images are tokens
 among others."""
-VISION_ALONE = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+VISION_ALONE = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Of these, the ones of which transformers has no model of text alone."""
 IMAGE_SHARE = 0.5
 """Of their tokens, those that are taken to be images' where memory is foretold."""
