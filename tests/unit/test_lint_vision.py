@@ -37,6 +37,8 @@ def test_a_model_and_the_key_fit_each_other(tmp_path: Path) -> None:
         assert findings(tmp_path, VL, model={"vision": vision}) == []
         (said,) = findings(tmp_path, TEXT, model={"vision": vision})
         assert said.severity == "error" and said.key == "model.name" and f"model.vision = {vision}" in said.message
+        (said,) = findings(tmp_path, VL | {"model_type": "gemma3"}, model={"vision": vision})
+        assert "both ways" in said.message
     (said,) = findings(tmp_path, VL)
     assert "set model.vision to frozen" in said.message
     assert findings(tmp_path, TEXT) == [] == findings(tmp_path, VL | {"model_type": "qwen3_5"})
