@@ -94,11 +94,13 @@ STORED_AS: dict[str, dict[str, tuple[str, ...]]] = {
 calls the module, or the modules; () for those that are no plain linear map (`tests/unit/test_families.py` tries every
 family)."""
 
-VISION = frozenset({"qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+VISION = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
 """Families of which `model.vision` trains a model that sees images: causal language models, for which images are tokens
 among others."""
-VISION_ALONE = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+VISION_ALONE = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Of these, the ones of which transformers has no model of text alone."""
+_BOTH_WAYS = frozenset({"gemma3", "gemma4", "paligemma"})
+"""Families whose code lets the tokens of an image attend to later ones."""
 IMAGE_SHARE = 0.5
 """Of their tokens, those that are taken to be images' where memory is foretold."""
 
@@ -197,8 +199,9 @@ def vision_problem(config: Mapping[str, Any], vision: str | None) -> str:
     if vision is None and kind in VISION_ALONE:
         return f"models of model_type {kind} see images: set model.vision to frozen (or trained)"
     if vision is not None and kind not in VISION:
+        why = " (an image's tokens attend to each other both ways, which no packed kernel does)" * (kind in _BOTH_WAYS)
         return (
-            f"model.vision = {vision}: models of model_type {kind} do not train with images here; those that do: "
+            f"model.vision = {vision}: models of model_type {kind} do not train with images here{why}; those that do: "
             f"{', '.join(sorted(VISION))}. Leave it out to train on text alone"
         )
     return ""

@@ -61,6 +61,7 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
 
     Raises:
         SlurmRefused: Slurm cannot be asked whether there is a job; nothing was done.
+        ConfigError: its directory cannot be written, so that it cannot be asked to save.
     """
     with on_cluster(cluster_of(run_dir)):
         return _Cancel(run_dir, now, timeout_s, say).run()

@@ -39,7 +39,7 @@ class World(NamedTuple):
     policies: list[Policy]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp(request.param)
     models = [make_vision_model(root / f"model{seed}", request.param, seed) for seed in (0, 1)]

@@ -65,8 +65,15 @@ def work(rank: int, world_size: int, store: str, model: Path, vision: str, expec
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("vision", ["frozen", "trained"])
-def test_ranks_equal_one_process(tmp_path: Path, vision: str) -> None:
-    model, expected = make_vision_model(tmp_path / "model"), tmp_path / "expected"
+@pytest.mark.parametrize(
+    ("family", "vision"),
+    [
+        ("qwen3_vl", "frozen"),
+        ("qwen3_vl", "trained"),
+        pytest.param("qwen2_5_vl", "trained", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_equal_one_process(tmp_path: Path, family: str, vision: str) -> None:
+    model, expected = make_vision_model(tmp_path / "model", family), tmp_path / "expected"
     for world_size in (1, 3):
         spawn(work, (world_size, str(tmp_path / f"store{world_size}"), model, vision, expected), world_size)

@@ -65,14 +65,19 @@ def make_vision_model(folder: Path, family: str = "qwen3_vl", seed: int = 0, voc
         "temporal_patch_size": 2,
         "num_position_embeddings": 64,
     }
-    if family == "qwen2_5_vl":  # windows of 2 x 2 embeddings in the first and the last block
+    if family.startswith("qwen2"):
         del text["head_dim"], vision["num_position_embeddings"]
         text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None}
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    if family == "qwen2_5_vl":  # windows of 2 x 2 embeddings in the first and the last block
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+    if family == "qwen2_vl":  # which has other names: its hidden_size is the language model's
+        del vision["intermediate_size"], vision["out_hidden_size"]
+        vision |= {"embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2}
     if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0, 1]
     kinds: dict[str, tuple[Any, Any]] = {
+        "qwen2_vl": (hf.Qwen2VLConfig, hf.Qwen2VLForConditionalGeneration),
         "qwen2_5_vl": (hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLForConditionalGeneration),
         "qwen3_vl": (hf.Qwen3VLConfig, hf.Qwen3VLForConditionalGeneration),
         "qwen3_vl_moe": (hf.Qwen3VLMoeConfig, hf.Qwen3VLMoeForConditionalGeneration),

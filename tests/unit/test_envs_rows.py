@@ -256,6 +256,10 @@ def test_prompts_with_images_in_every_form(folder: Path) -> None:
     for row, args in ((bare, {"images": "image"}), ({**rows[3], "images": ["a.png"] * 2, "answer": "1"}, {})):
         with pytest.raises(EnvError, match=r"a.jsonl, line 1: the column of images holds ., and 1 of them"):
             data_of(files=[jsonl(folder / "a.jsonl", row)], **args)
+    film = {"type": "video_url", "video_url": {"url": "a.mp4"}}
+    for row in ({"prompt": [{"role": "user", "content": [film]}]}, {"prompt": "<video>What?", "videos": ["a.mp4"]}):
+        with pytest.raises(EnvError, match="<?video.*in a message: only text and images can be shown"):
+            data_of(files=[jsonl(folder / "a.jsonl", {**row, "answer": "1"})])
     with pytest.raises(EnvError, match="more places for images than the 0"):
         data_of(files=[jsonl(folder / "a.jsonl", part() | {"answer": "1"})])
 

@@ -88,7 +88,7 @@ def test_memory_scales_as_it_must() -> None:
     assert two.max_tokens > 2 * one.max_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_what_sees_images_is_counted_as_the_model_has_it(tmp_path: Path, family: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText

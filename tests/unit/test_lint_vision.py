@@ -37,6 +37,8 @@ def test_a_model_and_the_key_fit_each_other(tmp_path: Path) -> None:
         assert findings(tmp_path, VL, model={"vision": vision}) == []
         (said,) = findings(tmp_path, TEXT, model={"vision": vision})
         assert said.severity == "error" and said.key == "model.name" and f"model.vision = {vision}" in said.message
+        (said,) = findings(tmp_path, VL | {"model_type": "gemma3"}, model={"vision": vision})
+        assert "both ways" in said.message
     (said,) = findings(tmp_path, VL)
     assert "set model.vision to frozen" in said.message
     assert findings(tmp_path, TEXT) == [] == findings(tmp_path, VL | {"model_type": "qwen3_5"})
@@ -69,6 +71,24 @@ def test_what_takes_text_alone_is_named(tmp_path: Path, key: str, tree: dict[str
     assert findings(tmp_path, VL | {"model_type": "qwen3_5"}, **tree) == []
     (said,) = findings(tmp_path, VL, **tree | {"model": {**tree.get("model", {}), "vision": "frozen"}})
     assert (said.key, said.severity) == (key, "error") and "model.vision" in said.message
+
+
+FILM = {"prompt": "<video>What?", "videos": ["a.mp4"]}
+PICTURE = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
+
+
+@pytest.mark.parametrize(("row", "vision"), [(FILM, None), (FILM, "frozen"), (PICTURE, None)])
+def test_prompts_that_show_what_the_model_does_not_see(tmp_path: Path, row: dict[str, Any], vision: str | None) -> None:
+    rows = tmp_path / "rows.jsonl"
+    tree: dict[str, Any] = {
+        "model": {"vision": vision},
+        "orchestrator": {"env": [{"id": "rows", "args": {"files": str(rows), "reward": "exact"}}]},
+    }
+    for shown, count in ((row, 1), (PICTURE if vision else {"prompt": "<video>", "videos": []}, 0)):
+        rows.write_text(json.dumps({**shown, "answer": "1"}))
+        found = findings(tmp_path, VL if vision else TEXT, **tree)
+        assert [(f.key, f.severity) for f in found] == [("orchestrator.env.0.args.files", "error")] * count
+        assert all(str(rows) in f.message for f in found)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,10 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     ),
     "number": (turn({"type": "image", "image": 3}), ["path, a data: URL or bytes, got 3"]),
     "video": (turn({"type": "video", "video": "a.mp4"}), ["type video", "only text and images"]),
+    "video of a column": (
+        {"prompt": "<video>name", "completion": "a", "videos": ["a.mp4"]},
+        ["<video> in a message", "only text and images"],
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from prime_hpc.trainer.model.self_test import SelfTestError, self_test
 from tests.support.images import OTHER, TALL, WIDE, Shown, batch_of, logprobs, sample, text, vision_policy
 from tests.support.tiny_vision import make_image, make_vision_model
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 NEAR = 1e-5
 
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_vision_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
 
 
-@pytest.fixture(params=[*FAMILIES[:4], pytest.param(FAMILIES[4], marks=pytest.mark.exhaustive)])
+@pytest.fixture(params=[*FAMILIES[:5], pytest.param(FAMILIES[5], marks=pytest.mark.exhaustive)])
 def policy(request: pytest.FixtureRequest, models: dict[str, Path], group: None) -> Iterator[Policy]:
     yield vision_policy(models[request.param])
 

@@ -52,8 +52,8 @@ class ModelConfig(Section):
     fp8: bool = False
     """Multiply in float8 in the trainer's transformer blocks (GPUs of compute capability 8.9 and above)."""
     vision: Literal["frozen", "trained"] | None = None
-    """Prompts may hold images, for a model that sees them (Qwen2.5-VL, Qwen3-VL, Qwen3.5): `frozen` trains the language
-    model alone, `trained` what makes embeddings of images too. Default: text alone."""
+    """Prompts may hold images, for a model that sees them (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5): `frozen` trains
+    the language model alone, `trained` what makes embeddings of images too. Default: text alone."""
     trust_remote_code: bool = False
     """Run model code that ships with the weights."""
     renderer: str = "auto"

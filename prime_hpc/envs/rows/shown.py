@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.envs.rows.reading import IMAGES, Row
-from prime_hpc.store.dataset.row_images import as_sources, has_marks, image_parts, place_images, stated
+from prime_hpc.store.dataset.row_images import as_sources, has_marks, image_parts, other_media, place_images, stated
 
 
 def with_images(prompt: Any, row: Row, folder: Path | None, named: str | None = None) -> tuple[Any, str | None]:
@@ -20,13 +20,15 @@ def with_images(prompt: Any, row: Row, folder: Path | None, named: str | None = 
         named: the column, where it is stated; else the first of `images`, `image`.
 
     Raises:
-        ValueError: images without a place, places without an image, a path that is meant from nowhere.
+        ValueError: images without a place, places without an image, a path that is meant from nowhere, a video.
     """
     column = named or next((name for name in IMAGES if row.get(name)), None)
     given = as_sources(row.get(column)) if column is not None else []
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return prompt, None
+    if other := other_media(messages, row):
+        raise ValueError(other)
     if not any(image_parts(messages)) and not (given and has_marks(messages)):
         if named is None and all(isinstance(one, str) and not one.startswith("data:") for one in given):
             return prompt, None  # a column of something else, for all that is known

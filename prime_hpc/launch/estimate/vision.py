@@ -9,7 +9,7 @@ from prime_hpc.config.families import IMAGE_SHARE
 
 @dataclass(frozen=True)
 class VisionFacts:
-    """Shape of a vision transformer of the kind of Qwen2.5-VL, Qwen3-VL or Qwen3.5."""
+    """Shape of a vision transformer of the kind of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5."""
 
     num_params: int
     depth: int
@@ -47,6 +47,11 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
     try:
         if not isinstance(stated, Mapping):
             return None
+        is_qwen2 = "embed_dim" in stated  # Qwen2-VL, whose hidden_size is the language model's
+        if is_qwen2:
+            width = int(stated["embed_dim"])
+            stated = {**stated, "intermediate_size": width * int(stated.get("mlp_ratio") or 4)}
+            stated |= {"out_hidden_size": stated["hidden_size"], "hidden_size": width}
         hidden, inner, depth, out = (
             int(stated[name]) for name in ("hidden_size", "intermediate_size", "depth", "out_hidden_size")
         )
@@ -66,6 +71,5 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
         return VisionFacts(depth * block + mergers + embedding, depth, merge * (10 * hidden + 4 * inner), ends)
     block = 4 * hidden * hidden + 2 * hidden * inner + 9 * hidden + inner
     mergers = (1 + behind) * (merged * merged + merged * out + merged + out) + 2 * hidden + behind * 2 * merged
-    return VisionFacts(
-        depth * block + mergers + embedding + hidden + places * hidden, depth, merge * (10 * hidden + 2 * inner), ends
-    )
+    beside = 0 if is_qwen2 else hidden + places * hidden  # the embedding's bias, and places that are learnt
+    return VisionFacts(depth * block + mergers + embedding + beside, depth, merge * (10 * hidden + 2 * inner), ends)

@@ -1,14 +1,17 @@
 """Lint of images: does the model see them, and does what the run asks for take them."""
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.env_files import named_files
 from prime_hpc.config.families import vision_problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
-from prime_hpc.launch.checks import trained_names
-from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
+from prime_hpc.launch.checks import stated_environments, trained_names
+from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Subject, rule
 from prime_hpc.store.dataset.files import find_data, first_row
-from prime_hpc.store.dataset.row_images import image_parts
+from prime_hpc.store.dataset.row_images import image_parts, other_media
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -62,6 +65,24 @@ def data(subject: Subject) -> Iterator[Finding]:
                 "images is not read"
             )
             yield Finding("PH129", "warning", key, message, "model.vision: frozen, with a model that sees images")
+
+
+@rule(*EVERY)
+def prompts(subject: Subject) -> Iterator[Finding]:
+    """Rows of `rows` and `prompts` that show what the model does not see, as far as the first of each file tells."""
+    for key, env in stated_environments(subject.experiment):
+        for name, path in named_files(env.id, env.args):
+            row: dict[str, Any] = {}
+            with contextlib.suppress(ValueError):  # told by the rules of files
+                row = (first_row(find_data(SFTSourceConfig(path=[path]))) or {}) if name == "files" else {}
+            messages = [m for turns in row.values() if isinstance(turns, list) for m in turns if isinstance(m, dict)]
+            texts = [{"content": text} for text in row.values() if isinstance(text, str)]
+            if other := other_media([*messages, *texts], row):
+                yield Finding("PH129", "error", f"{key}.args.files", f"{path}: {other}", "leave such rows out")
+            elif subject.is_rl and subject.experiment.model.vision is None and any(image_parts(messages)):
+                message = f"{path}: rows hold images, and the policy reads text alone: their episodes would fail"
+                remedy = "model.vision: frozen, with a model that sees images"
+                yield Finding("PH129", "error", f"{key}.args.files", message, remedy)
 
 
 def _shows_images(source: SFTSourceConfig) -> bool:

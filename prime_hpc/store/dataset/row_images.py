@@ -16,6 +16,8 @@ from prime_hpc.config.sections.sft import IMAGE_PARTS
 Message = dict[str, Any]
 IMAGE_HERE = "<image>"
 """In a text: an image of the column stands here."""
+_OTHER_MEDIA = {"<video>": ("videos", "video"), "<audio>": ("audios", "audio")}
+"""In a text, with the columns that say what stands there; neither is shown here."""
 
 _DATA_URL = re.compile(r"data:(?:image(?:/[^;,]*)?|application/octet-stream)?(?:;[^;,]+)*;base64,")
 """`data:image;base64,` is what Qwen's documents write."""
@@ -59,6 +61,23 @@ def image_parts(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         content = message.get("content")
         if isinstance(content, list):
             yield from (part for part in content if isinstance(part, dict) and part.get("type") in IMAGE_PARTS)
+
+
+def other_media(messages: Sequence[Message], row: Mapping[str, Any]) -> str:
+    """Say what a row shows that is neither text nor image; empty: nothing.
+
+    Args:
+        messages: of the row.
+        row: its columns.
+    """
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    kinds = {str(part.get("type", "text")) for part in parts} - {"text", *IMAGE_PARTS}
+    texts = [text for text in (*contents, *(part.get("text") for part in parts)) if isinstance(text, str)]
+    for mark, columns in _OTHER_MEDIA.items():
+        if any(row.get(column) for column in columns) and any(mark in text for text in texts):
+            kinds.add(mark)
+    return f"{', '.join(sorted(kinds))} in a message: only text and images can be shown" if kinds else ""
 
 
 def has_marks(messages: Sequence[Message]) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 
 from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import has_columns, is_text, missing_columns, prompt_of
-from prime_hpc.store.dataset.row_images import as_sources, image_parts, place_images
+from prime_hpc.store.dataset.row_images import as_sources, image_parts, other_media, place_images
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
@@ -125,6 +125,8 @@ def parse_row(
         raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
     trained = _trained(messages, first, config)
     plain = [{k: v for k, v in message.items() if k not in _FLAGS} for message in messages]
+    if other := other_media(plain, row):
+        raise SFTDataError(other)
     if not sees_images and any(image_parts(plain)):
         raise SFTDataError("content parts of type image: only text can be trained on without model.vision")
     try:
