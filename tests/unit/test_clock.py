@@ -148,7 +148,7 @@ def test_a_submit_of_the_future_is_looked_for_no_longer_than_another(monkeypatch
     clock = SimpleNamespace(time=time.time, monotonic=lambda: 1000.0 + sum(slept), sleep=slept.append)
     monkeypatch.setattr(sbatch_errors, "time", clock)
     monkeypatch.setattr(sbatch_errors, "find_by_token", lambda *_: [])
-    assert sbatch_errors.jobs_of_cut_off_submit("token", time.time() + HOURS, "run", "name") == []
+    assert sbatch_errors.jobs_of_cut_off_submit("token", time.time() + HOURS, Path("run"), "name") == []
     assert 0 < sum(slept) <= sbatch_errors.QUEUE_ANSWER_S
 
 

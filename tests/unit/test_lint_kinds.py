@@ -26,6 +26,7 @@ KINDS = {
     ("model_rules", "sft"): "vocabulary",
     ("vision_rules", TRAINING): "model layout",
     ("vision_rules", "sft"): "data",
+    ("vision_rules", EVERY): "prompts",
     ("attention_rules", TRAINING): "attention_kernel float32_on_gpus",
     ("parallel_rules", TRAINING): "tensor_parallel context_parallel expert_parallel nodes",
     ("run_rules", "rl"): "groups sampling stale concurrency learning curriculum echo evaluation runs",

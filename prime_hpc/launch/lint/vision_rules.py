@@ -74,7 +74,8 @@ def prompts(subject: Subject) -> Iterator[Finding]:
         for name, path in named_files(env.id, env.args):
             row: dict[str, Any] = {}
             with contextlib.suppress(ValueError):  # told by the rules of files
-                row = (first_row(find_data(SFTSourceConfig(path=[path]))) or {}) if name == "files" else {}
+                source = SFTSourceConfig(path=[path])
+                row = (first_row(find_data(source), source) or {}) if name == "files" else {}
             messages = [m for turns in row.values() if isinstance(turns, list) for m in turns if isinstance(m, dict)]
             texts = [{"content": text} for text in row.values() if isinstance(text, str)]
             if other := other_media([*messages, *texts], row):
