@@ -1,10 +1,8 @@
-"""Checks before anything starts: the model, the environments, the data, the disk."""
+"""Checks before anything starts: the model, the environments, the data."""
 
 import importlib.util
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,28 +22,22 @@ from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
+from prime_hpc.launch.storage import WEIGHT_SUFFIXES, storage_problems
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
-from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
 from prime_hpc.store.model.files import (
-    INDEX,
     other_format,
     other_vocabulary,
     quantised,
     stored_tensors,
-    weight_files,
 )
 from prime_hpc.store.run_paths import parse_step
 from prime_hpc.store.weights import holds_changes, went_over_network
 
-MIN_FREE_BYTES = 64 * 2**20
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 _TABLE = re.compile(r"embed_.*|.*embed(ding)?s?|w|wte|wpe|(lm_)?head|output_projection")
 """Last names of tables with a row a token or a position."""
 _ROUTERS = {"gate", "router"}
-_MASTER_AND_MOMENTS = 2 * 3
-"""A checkpoint over 16-bit weights: float32 master weights and both of Adam's moments."""
 
 
 def check(
@@ -75,7 +67,7 @@ def check(
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
-        *_space(experiment, role, by_slurm),
+        *storage_problems(experiment, role, by_slurm),
     ]
     if problems:
         once = {(p.key, p.message): p for p in problems}.values()  # trainer and engines load the same model
@@ -142,7 +134,7 @@ def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:
         return [Problem(f"{name} went to the engines over the network alone: take the version of a checkpoint", key)]
     if not (folder / "config.json").exists():
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", key)]
-    if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
+    if not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir()):
         return [Problem(f"{name} holds a config but no weights (*.safetensors)", key)]
     return _broken(folder, key) if is_loaded else []
 
@@ -362,89 +354,6 @@ def _compression(experiment: Experiment) -> list[Problem]:
     if experiment.kind != "rl" or not experiment.orchestrator.compress_rollouts or zstd.is_there():
         return []
     return [Problem("needs pyarrow: pip install 'prime-hpc[export]'", "orchestrator.compress_rollouts")]
-
-
-def homes(experiment: Experiment) -> dict[str, Path]:
-    """Return where a run keeps what its nodes share, by key: its directory, and its checkpoints where they lie
-    elsewhere."""
-    found = {"output_dir": experiment.run_dir.resolve()}
-    if experiment.ckpt is not None and experiment.ckpt.path is not None:
-        found["ckpt.path"] = experiment.ckpt.path.resolve()
-    return found
-
-
-def _space(experiment: Experiment, role: str | None, by_slurm: bool) -> list[Problem]:
-    """Check that the homes of a run are writable and have room for what it keeps there at once."""
-    roots = homes(experiment) | {"output_dir": experiment.output_dir}
-    away = None
-    if role not in (None, "trainer") or (by_slurm and not _is_seen_here(roots.get("ckpt.path"))):
-        away = roots.pop("ckpt.path", None)  # other machines', by hand; file systems of compute nodes: preflight's
-    if problems := [problem for key, root in roots.items() if (problem := _unwritable(root, key))]:
-        return problems
-    kept, preflight = _bytes_kept(experiment), experiment.slurm.preflight
-    if away is None and len({root.stat().st_dev for root in roots.values()}) == 1:
-        kept = dict.fromkeys(kept, sum(kept.values()))
-    wants = [
-        (key, size, f"the run keeps about {size / 2**30:.2f} GiB of weights and checkpoints at once")
-        for key, size in kept.items()
-    ]
-    wants.append(("output_dir", MIN_FREE_BYTES, f"logs and results want {MIN_FREE_BYTES >> 20} MiB"))
-    if by_slurm and preflight.enabled:
-        asked = f"the job's preflight wants {preflight.min_free_gib:g} GiB (slurm.preflight.min_free_gib)"
-        wants.append(("output_dir", round(preflight.min_free_gib * 2**30), asked))
-    for key, root in roots.items():
-        free, (needed, why) = shutil.disk_usage(root).free, max(want[1:] for want in wants if want[0] == key)
-        if free < needed:
-            text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {why}"
-            problems.append(Problem(f"{text}; free some space or choose another {key}", key))
-    if (
-        not problems and experiment.ckpt is not None and away is None
-    ):  # on Lustre one checkpoint's files lie on single OSTs
-        key, root = list(roots.items())[-1]
-        ranks = experiment.trainer.num_ranks
-        if lack := lack_of_room(root, ranks, _weights_bytes(experiment) * _MASTER_AND_MOMENTS // ranks):
-            problems.append(Problem(f"{lack}; free some space or choose another {key}", key))
-    return problems
-
-
-def _is_seen_here(root: Path | None) -> bool:
-    return root is None or any(path.is_dir() for path in (root, *root.parents[:-1]))
-
-
-def _unwritable(root: Path, key: str) -> Problem | None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(prefix=".write-test-", dir=root) as probe:  # beside those of other machines
-            probe.write(b"x")
-    except OSError as error:
-        return Problem(f"{root} cannot be written: {error.strerror}", key)
-    return None
-
-
-def _bytes_kept(experiment: Experiment) -> dict[str, int]:
-    """By home: weight versions kept, and two checkpoints of float32 master weights and both Adam moments."""
-    weights = _weights_bytes(experiment) if experiment.trains else 0
-    checkpoints = weights * _MASTER_AND_MOMENTS * 2 if experiment.ckpt else 0
-    return {"output_dir": weights * (experiment.trainer.keep_weights + 2), "ckpt.path": checkpoints}
-
-
-def _weights_bytes(experiment: Experiment) -> int:
-    """Of the model's weight files; 0 where it is not here."""
-    folder = Path(experiment.model.name)
-    if not folder.is_dir():
-        return 0
-    try:
-        stated = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"]["total_size"]
-        if isinstance(stated, int):
-            return stated
-    except (OSError, ValueError, LookupError, TypeError):
-        pass  # none, or without a size, which nothing asks of it; a broken one is reported as such
-    try:
-        files = weight_files(folder)
-    except ValueError:
-        files = []
-    files = files or [path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES]
-    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]], model_type: str = "") -> dict[str, tuple[int, int]]:

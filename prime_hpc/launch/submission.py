@@ -15,11 +15,12 @@ from prime_hpc.config import Experiment, Loaded, Problem
 from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import write_site
-from prime_hpc.launch.checks import check, homes, starts_elsewhere
+from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.monitor.logs import copy_new
 from prime_hpc.launch.prepare import claim_directory, for_evaluation, refuse_anothers, write
+from prime_hpc.launch.storage import homes
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds

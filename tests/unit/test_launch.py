@@ -13,10 +13,11 @@ import pytest
 
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.launch import local
-from prime_hpc.launch.checks import _weights_bytes, check
+from prime_hpc.launch.checks import check
 from prime_hpc.launch.plan.plan import local_plan
 from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import prepare_run
+from prime_hpc.launch.storage import weights_bytes
 from prime_hpc.store.attempts import begin, write_attempt
 from tests.support.launch import loaded, make_model
 
@@ -126,7 +127,7 @@ def test_an_index_need_not_say_how_large_the_model_is(tmp_path: Path, model: Pat
     check(loaded(tmp_path, model))
     (model / "model.safetensors").rename(model / "a.safetensors")
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "a.safetensors"}}')
-    assert _weights_bytes(loaded(tmp_path, model).experiment) == 1000
+    assert weights_bytes(loaded(tmp_path, model).experiment) == 1000
 
 
 @pytest.mark.parametrize("text", ['{"weight_map"', "[]", "{}"])

@@ -137,13 +137,13 @@ def test_a_save_that_fits_no_ost_is_refused_before_it_begins(
 
 def test_preflight_and_submit_look_too(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prime_hpc.config import Experiment
-    from prime_hpc.launch import checks
+    from prime_hpc.launch import storage
     from prime_hpc.supervisor.preflight.node import node_facts
 
     facts = node_facts({"gpus_asked": 0, "ports": []}, tmp_path, 0.0, ask_osts=True)
     assert any("OSTs" in warning for warning in facts["warnings"]) and facts["problems"] == []
     assert not any("OSTs" in w for w in node_facts({"gpus_asked": 0, "ports": []}, tmp_path, 0.0)["warnings"])
-    monkeypatch.setattr(checks, "_weights_bytes", lambda _: 2 * GIB)
+    monkeypatch.setattr(storage, "weights_bytes", lambda _: 2 * GIB)
     exp = Experiment.model_validate({"output_dir": str(tmp_path), "ckpt": {}, "trainer": {"num_ranks": 2}})
-    (problem,) = checks._space(exp, None, False)
+    (problem,) = storage.storage_problems(exp, None, False)
     assert problem.key == "output_dir" and "do not fit the single OSTs" in str(problem)

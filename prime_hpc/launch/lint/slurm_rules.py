@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch.checks import homes
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
+from prime_hpc.launch.storage import homes
 from prime_hpc.slurm.containers import fixed_part
 from prime_hpc.slurm.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
 from prime_hpc.slurm.placement import Component, stated_device
