@@ -131,7 +131,7 @@ def test_versions_that_are_not_there(model: Path, tmp_path: Path) -> None:
         found = findings(model, alone("eval", eval=config))
         return [(f.code, f.severity, f.key) for f in found]
 
-    assert said(weights_dir=str(tmp_path / "none")) == [("PH243", "error", "eval.weights_dir")]
+    assert said(weights_dir=str(tmp_path / "none")) == [("PH243", "warning", "eval.weights_dir")]
     (tmp_path / "run" / "weights" / "step_000010").mkdir(parents=True)
     assert said(weights_dir=str(tmp_path / "run")) == []
     assert said(weights_dir=str(tmp_path / "run"), steps=[20]) == [("PH243", "error", "eval.steps")]
