@@ -140,3 +140,6 @@ def evaluated(subject: Subject) -> Iterator[Finding]:
         severity: Severity = "error" if is_there else "warning"
         for problem in error.problems:
             yield Finding("PH243", severity, problem.key, problem.message, "a run, or its weights, before submit")
+    except OSError as error:
+        message = f"{config.weights_dir} cannot be read: {error.strerror}"
+        yield Finding("PH243", "warning", "eval.weights_dir", message, "a run that you may read")
