@@ -11,6 +11,7 @@ import pytest
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.lint import effect_rules
 from prime_hpc.launch.lint import lint as lint_module
 from prime_hpc.launch.lint.lint import RULES, examine
 from prime_hpc.launch.lint.lint_finding import Finding, Rule, Subject
@@ -127,15 +128,21 @@ def test_an_unstated_length_is_bounded_by_the_models_own(model: Path) -> None:
     assert findings(model, alone("eval", seq_len=None)) == []
 
 
-def test_versions_that_are_not_there(model: Path, tmp_path: Path) -> None:
+def test_versions_that_are_not_there(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(**config: Any) -> list[tuple[str, str, str | None]]:
         found = findings(model, alone("eval", eval=config))
         return [(f.code, f.severity, f.key) for f in found]
 
-    assert said(weights_dir=str(tmp_path / "none")) == [("PH243", "error", "eval.weights_dir")]
+    assert said(weights_dir=str(tmp_path / "none")) == [("PH243", "warning", "eval.weights_dir")]
     (tmp_path / "run" / "weights" / "step_000010").mkdir(parents=True)
     assert said(weights_dir=str(tmp_path / "run")) == []
     assert said(weights_dir=str(tmp_path / "run"), steps=[20]) == [("PH243", "error", "eval.steps")]
+
+    def denied(config: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(effect_rules, "find_versions", denied)
+    assert said(weights_dir=str(tmp_path / "run")) == [("PH243", "warning", "eval.weights_dir")]
 
 
 def test_servers_that_a_run_attaches_to(model: Path) -> None:

@@ -130,9 +130,16 @@ def resumed(subject: Subject) -> Iterator[Finding]:
 
 @rule("eval")
 def evaluated(subject: Subject) -> Iterator[Finding]:
-    """Report versions to evaluate that are not there."""
+    """Report versions to evaluate that are not there, or that no engine can load one after the other."""
+    config = subject.experiment.eval
     try:
-        adapter_rank(find_versions(subject.experiment.eval))
+        adapter_rank(find_versions(config))
     except ConfigError as error:
+        # like a model and data, a run may be made yet
+        is_there = config.weights_dir is not None and os.path.isdir(config.weights_dir)  # noqa: PTH112 - EACCES
+        severity: Severity = "error" if is_there else "warning"
         for problem in error.problems:
-            yield Finding("PH243", "error", problem.key, problem.message, "a run, or its weights, and steps of it")
+            yield Finding("PH243", severity, problem.key, problem.message, "a run, or its weights, before submit")
+    except OSError as error:
+        message = f"{config.weights_dir} cannot be read: {error.strerror}"
+        yield Finding("PH243", "warning", "eval.weights_dir", message, "a run that you may read")
