@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
+from prime_hpc.slurm.submission_record import local_controller
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, by_hand
 
 if TYPE_CHECKING:
@@ -136,8 +137,10 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
         status.state, status.note = "failed", str(record.get("error") or "sbatch refused the job")
         _stay_as_before(status, one)
     elif state == "local":
-        status.state = "starting" if age < QUIET_S else "lost"
-        status.note = "as a local job" if age < QUIET_S else f"the local job began no attempt in {span(age)}"
+        is_here = record.get("host") == socket.gethostname()
+        lives = local_controller(one.path.resolve()) is not None if is_here else age < QUIET_S
+        gone = "ended before an attempt began" if is_here else f"began no attempt in {span(age)}"
+        status.state, status.note = ("starting", "as a local job") if lives else ("lost", f"the local job {gone}")
         if status.state == "lost":
             _stay_as_before(status, one)
     elif state == "sending" and (job := _sent(record, queue)) is None:
