@@ -80,8 +80,9 @@ def test_roles_started_by_hand(tmp_path: Path) -> None:
             "pending",
             "Priority",
         ),
-        ({"state": "local", "job_id": "4711", "age": 3}, [], None, "starting", "local"),
-        ({"state": "local", "job_id": "4711"}, [], None, "lost", "began no attempt"),
+        ({"state": "local", "job_id": "4711", "host": "elsewhere", "age": 3}, [], None, "starting", "local"),
+        ({"state": "local", "job_id": "4711", "host": "elsewhere"}, [], None, "lost", "began no attempt"),
+        ({"state": "local", "job_id": str(2**22 + 1), "age": 3}, [], None, "lost", "ended before an attempt began"),
     ],
 )
 def test_before_the_first_attempt(
@@ -92,6 +93,14 @@ def test_before_the_first_attempt(
     status = run.sent(**{"host": socket.gethostname(), **record}).status(*jobs, trouble=trouble)
     assert (status.state, status.attempt) == (state, None)
     assert note in status.note
+
+
+def test_a_local_job_that_is_slow_to_begin_is_not_lost(run: Run) -> None:
+    words = [sys.executable, "-c", "input()", "submitit", str(run.path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:
+        record = {"state": "local", "job_id": str(controller.pid), "host": socket.gethostname(), "age": 600}
+        assert run.sent(**record).status().state == "starting"
+        controller.kill()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +119,11 @@ def test_a_run_that_was_over_stays_so_where_slurm_got_no_job_of_its_resume(
     status = run.status()
     assert status.state == (state or ("failed" if record["state"] == "failed" else "lost"))
     assert ("submitted again since, in vain" in status.note) == (state is not None)
-    words = {"sending": "submit it again", "failed": "no partition", "local": "the local job began no attempt"}
+    words = {
+        "sending": "submit it again",
+        "failed": "no partition",
+        "local": "the local job ended before an attempt began",
+    }
     assert words[record["state"]] in status.note
 
 

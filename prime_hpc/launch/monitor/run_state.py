@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
+from prime_hpc.slurm.submission_record import local_controller
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, by_hand
 
 if TYPE_CHECKING:
@@ -142,10 +143,12 @@ def _of_submission(one: Evidence, queue: Queue, now: float) -> _Verdict:
     state, age = record.get("state"), now - (number(record.get("time")) or now)
     if state == "failed":
         return _in_vain(one, "failed", str(record.get("error") or "sbatch refused the job"))
-    if state == "local" and age < QUIET_S:
-        return _Verdict("starting", "as a local job")
     if state == "local":
-        return _in_vain(one, "lost", f"the local job began no attempt in {span(age)}")
+        is_here = record.get("host") == socket.gethostname()
+        if local_controller(one.path.resolve()) is not None if is_here else age < QUIET_S:
+            return _Verdict("starting", "as a local job")
+        gone = "ended before an attempt began" if is_here else f"began no attempt in {span(age)}"
+        return _in_vain(one, "lost", f"the local job {gone}")
     if state != "sending":
         return _of_waiting_job(record, _find(queue, record, record.get("job_id")), queue, age)
     if (job := _sent(record, queue)) is not None:
