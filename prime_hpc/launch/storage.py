@@ -1,4 +1,4 @@
-"""Where a run keeps its files, and whether there is room: looked at before anything starts."""
+"""The directories in which a run keeps its files, and their room: looked at before anything starts."""
 
 import json
 import shutil
