@@ -39,7 +39,7 @@ def kubelet(tmp_path: Path) -> Any:
             "sampling": {"max_tokens": 16},
             "env": [{"id": "reverse-text"}],
         },
-        "inference": {"backend": "transformers", "data_parallel_size": 2},
+        "inference": {"backend": "transformers", "num_replicas": 2},
         "ckpt": {"interval": 2},
         "device": "cpu",
         "slurm": {"gpus_per_node": 0, "trainer": {"nodes": 2}, "inference": {"nodes": 2}},
