@@ -285,8 +285,14 @@ def start_apart(run_dir: Path, terminal: int | None = None) -> tuple[subprocess.
         f"specs = [role('trainer', run, 'ready', 'child:{marker}', 'sleep:300')]\n"
         "sys.exit(supervise(run, specs)[0])"
     )
-    standard = {} if terminal is None else dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, **standard)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        start_new_session=True,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
     deadline = time.monotonic() + 120
     while not strays(marker) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -98,8 +98,8 @@ def test_before_the_first_attempt(
 def test_a_local_job_that_is_slow_to_begin_is_not_lost(run: Run) -> None:
     words = [sys.executable, "-c", "input()", "submitit", str(run.path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:
-        record = {"state": "local", "job_id": str(controller.pid), "host": socket.gethostname(), "age": 600}
-        assert run.sent(**record).status().state == "starting"
+        sent = run.sent(str(controller.pid), "local", 600, host=socket.gethostname())
+        assert sent.status().state == "starting"
         controller.kill()
 
 
