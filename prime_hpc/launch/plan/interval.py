@@ -47,9 +47,10 @@ def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
     except OSError:
         neighbours = []
     for path in neighbours:
-        rows = [r for r in read_rows(path / ATTEMPTS_JSONL) if r.get("job_id") and r.get("ended") and r.get("began")]
+        rows = [row for row in read_rows(path / ATTEMPTS_JSONL) if row.get("job_id") and row.get("ended")]
         for row in rows:
-            seconds += max(0.0, (row["ended"] or 0.0) - row["began"]) * _num_nodes(row) / num_nodes
+            began, ended = row.get("began"), row["ended"] or 0.0
+            seconds += max(0.0, ended - (ended if began is None else began)) * _num_nodes(row) / num_nodes
             failures += row.get("outcome") == "node_lost"
         count += len(rows)
     return Events(failures, events.num_warned, seconds, events.restart_s), count
