@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def test_parameters_are_counted_as_published() -> None:
     gpt2 = model_facts(small)
     assert gpt2 is not None and gpt2.num_params is not None and gpt2.tied and gpt2.context == 1024
     assert abs(gpt2.num_params - 124_439_808) < 900_000  # but for positions and biases
+
+
+def test_layers_of_a_gated_delta_rule_have_their_own_parameters_and_no_cache() -> None:
+    linear = {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+    linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    widths = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8, "num_attention_heads": 16}
+    config = {"model_type": "qwen3_5_text", **widths, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 1000}
+    counted = model_facts({**config, **linear, "layer_types": [*["linear_attention"] * 6, *["full_attention"] * 2]})
+    assert counted is not None and counted.num_params is not None
+    assert abs(counted.num_params - 1_738_086_528) < 250_000  # transformers' own, but for norms and convolutions
+    assert model_facts({**config, **linear}) == counted  # where the config says only that every fourth is full
+    served = Experiment.model_validate({"kind": "rl", "inference": {}})
+    memory, full = engine_memory(served, counted, 80.0), engine_memory(served, replace(counted, delta=None), 80.0)
+    assert memory is not None and full is not None and 4 * memory.token_bytes == full.token_bytes
 
 
 def test_scores_that_are_capped_are_kept_but_by_flash_attn() -> None:

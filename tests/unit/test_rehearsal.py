@@ -251,6 +251,19 @@ def test_the_estimate_knows_other_blocks(tmp_path, family):
     assert 0.8 < planned / (report["by_kind"]["activations"] / GIB) < 1.2
 
 
+@pytest.mark.parametrize("sections", [{}, exhaustive({"ac": {}}), exhaustive({"dtype": "float32"})])
+def test_the_estimate_knows_layers_of_a_gated_delta_rule(tmp_path, sections):
+    """Three in four blocks of Qwen3.5 keep ten times what attention keeps, where no kernel stands in."""
+    run = experiment(tmp_path, seq_len=256, trainer={"micro_batch_tokens": 512}, model=sections)
+    widths = {"hidden_size": 2560, "intermediate_size": 9216, "num_attention_heads": 16, "num_key_value_heads": 4}
+    heads = {"head_dim": 256, "linear_num_value_heads": 32, "linear_num_key_heads": 16}
+    transformers.AutoConfig.for_model(
+        "qwen3_5_text", **widths, **heads, num_hidden_layers=4, vocab_size=32000, pad_token_id=0
+    ).save_pretrained(tmp_path)
+    found = rehearse(run, tmp_path)["by_kind"]["activations"] / GIB
+    assert 0.9 < estimated(run, tmp_path)["activations"] / found < 1.1
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "sections"),
     [

@@ -49,7 +49,7 @@ def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | No
     # key-value heads are split as far as there are any; a latent cache is whole on every rank
     latent = facts.kv_values != 2 * facts.num_kv_heads * facts.head_dim
     shares = 1 if latent else min(split, facts.num_kv_heads)
-    token_bytes = -(-facts.num_layers // stages) * facts.kv_values * width // shares
+    token_bytes = -(-facts.num_caches // stages) * facts.kv_values * width // shares
     if gpu_gib is None:
         return EngineMemory(weights, None, token_bytes, None)
     # a cache that is stated is taken whatever the share says

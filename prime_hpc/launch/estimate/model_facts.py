@@ -35,6 +35,28 @@ _SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 
 
 @dataclass(frozen=True)
+class DeltaLayers:
+    """Layers of a gated delta rule (linear attention) among the others, whose queries have a gate then: Qwen3-Next,
+    Qwen3.5."""
+
+    num_layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        """Width of the queries, and of the keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of the values, of their gate, and of what comes out."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Shape of a causal language model."""
 
@@ -75,6 +97,13 @@ class ModelFacts:
     """True if attention caps its scores, which flash-attn alone can do without keeping them."""
     vision: VisionFacts | None = None
     """Its part that sees images, whose parameters are among `num_params`."""
+    delta: DeltaLayers | None = None
+    """Those of its layers that keep a state in place of keys and values."""
+
+    @property
+    def num_caches(self) -> int:
+        """Layers that cache keys and values."""
+        return self.num_layers - (self.delta.num_layers if self.delta is not None else 0)
 
     def trained_params(self, vision: str | None) -> int | None:
         """Return how many parameters train with a `model.vision`, of a model without adapters."""
@@ -125,9 +154,13 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    tied, vision = bool(config.get("tie_word_embeddings", False)), vision_facts(config)
+    tied, vision, delta = bool(config.get("tie_word_embeddings", False)), vision_facts(config), _delta_layers(config)
     if num_params is None and width and not latent and not config.get("shared_expert_intermediate_size"):
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        if delta is not None:  # of the mean layer
+            linear = hidden * (2 * delta.keys + 3 * delta.values + 2 * delta.value_heads)
+            attention += hidden * head_dim * heads
+            attention = (attention * (layers - delta.num_layers) + linear * delta.num_layers) // layers
         mlp = (2 if kind in _UNGATED else 3) * hidden * width * max(1, experts) + 3 * hidden * shared + hidden * experts
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
         num_params += vision.num_params if vision is not None else 0
@@ -137,8 +170,20 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         family_of(config).custom_attention or kind in _SINKS,
         bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")), active if experts else 0,
         kind in _NORMED_HEADS or bool(config.get("use_qk_norm")), shared, kind not in _UNGATED,
-        kind not in _UNGATED - _UNGATED_ROOT_NORMED, bool(config.get("attn_logit_softcapping")), vision,
+        kind not in _UNGATED - _UNGATED_ROOT_NORMED, bool(config.get("attn_logit_softcapping")), vision, delta,
     )  # fmt: skip
+
+
+def _delta_layers(config: Mapping[str, Any]) -> DeltaLayers | None:
+    """None where the model has none."""
+    names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    if not all(isinstance(config.get(name), int) for name in names):
+        return None
+    layers = int(config["num_hidden_layers"])
+    types = config.get("layer_types")
+    full = layers // int(config.get("full_attention_interval") or 4)
+    count = types.count("linear_attention") if isinstance(types, list) else layers - full
+    return DeltaLayers(count, *(config[name] for name in names)) if count else None
 
 
 def _as_others_name_it(gpt2: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
-from prime_hpc.launch.estimate.model_facts import GIB, WIDTH, ModelFacts
+from prime_hpc.launch.estimate.model_facts import GIB, WIDTH, DeltaLayers, ModelFacts
 
 CONTEXT_GIB = 1.0
 """CUDA context, NCCL's buffers and fragmentation of one trainer process."""
@@ -60,14 +60,14 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     whole = embeddings / dims.tp + blocks / split
     adapter = adapter_params(experiment, facts)
     gathered = whole * width if trainer.num_ranks > 1 else 0
-    of_layer = tokens * _kept_widths(experiment, facts) * width
+    of_layer, of_largest = _layer_bytes(experiment, facts, tokens)
     kept = experiment.model.ac
     recomputed = facts.num_layers // kept.freq if kept else 0
     of_recomputed = 0 if kept is None or kept.offload else tokens * facts.hidden * width
     if kept is not None and kept.mode == "selective":
         of_recomputed += tokens * _product_widths(facts) * width
     activations = (facts.num_layers - recomputed) * of_layer + recomputed * of_recomputed
-    activations += of_layer if recomputed else 0  # of the block that is computed again just now
+    activations += of_largest if recomputed else 0  # of the block that is computed again just now
     if kept is not None and kept.offload:
         activations += tokens * facts.hidden * width  # the next one's input is on its way back
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
@@ -154,6 +154,30 @@ def _unscattered(experiment: Experiment, facts: ModelFacts, block: float, embedd
     return block * (width + 4) + embeddings * width / dims.tp
 
 
+def _layer_bytes(experiment: Experiment, facts: ModelFacts, tokens: int) -> tuple[float, float]:
+    """Bytes that the backward pass takes of some tokens of one block: of the mean block, and of the largest."""
+    width = WIDTH[experiment.model.dtype]
+    full, delta = tokens * _kept_widths(experiment, facts) * width, facts.delta
+    if delta is None:
+        return full, full
+    attention = _attention_widths(experiment, facts) / experiment.trainer.parallel_dims.tp * width
+    linear = full + tokens * (_delta_bytes(delta) - attention)
+    count = delta.num_layers
+    return (full * (facts.num_layers - count) + linear * count) / facts.num_layers, max(full, linear)
+
+
+def _delta_bytes(delta: DeltaLayers) -> float:
+    """Bytes of one token of a gated delta rule that its backward pass takes, in transformers' own code: flash-linear-
+    attention's kernels, where they are installed, take less.
+
+    All in float32: of each head eight times its keys and values, five matrices of a chunk of 64 tokens and one state a
+    chunk. 0.97 to 1.01 of `plan --rehearse`, blocks of Qwen3.5 and narrower ones.
+    """
+    chunk = 64
+    of_head = 8 * (delta.key_dim + delta.value_dim) + 5 * chunk + delta.key_dim * delta.value_dim / chunk
+    return 4 * (delta.value_heads * of_head + delta.keys)
+
+
 def _kept_widths(experiment: Experiment, facts: ModelFacts) -> float:
     """Values of one token of one block that its backward pass takes, in the compute type: two RMS norms, attention with
     rotary positions, a feed-forward block.
@@ -164,17 +188,27 @@ def _kept_widths(experiment: Experiment, facts: ModelFacts) -> float:
     Qwen2-MoE, GLM-4.5, DeepSeek-V3 and (1.15) Llama 4.
     """
     model, tp = experiment.model, experiment.trainer.parallel_dims.tp
-    heads, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    of_norm = (4 if WIDTH[model.dtype] == 2 else 3) if facts.root_norms else 2
-    inner = 2 * heads + 2 * keys
-    if facts.norms_heads:
-        inner += heads if model.compile else (of_norm - 1) * (heads + keys)
+    inner = _attention_widths(experiment, facts)
     if facts.num_experts:  # they stay outside of the graphs; each has its own copy of its tokens, in and out
         inner += 4 * facts.intermediate + 2 * facts.active_experts * facts.hidden
         inner += 4 * facts.shared + (facts.hidden if facts.shared else 0)
     else:
         inner += (4 if facts.is_gated else 2) * facts.intermediate - (facts.intermediate if model.compile else 0)
-    return (4 if model.compile else 2 * of_norm) * facts.hidden + inner / tp
+    return (4 if model.compile else 2 * _norm_copies(experiment, facts)) * facts.hidden + inner / tp
+
+
+def _attention_widths(experiment: Experiment, facts: ModelFacts) -> int:
+    """Those of attention alone."""
+    heads, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    inner = 2 * heads + 2 * keys + (3 * heads if facts.delta is not None else 0)  # its gate, and what that makes
+    if facts.norms_heads:
+        inner += heads if experiment.model.compile else (_norm_copies(experiment, facts) - 1) * (heads + keys)
+    return inner
+
+
+def _norm_copies(experiment: Experiment, facts: ModelFacts) -> int:
+    """Values that a norm keeps of each of its input's."""
+    return (4 if WIDTH[experiment.model.dtype] == 2 else 3) if facts.root_norms else 2
 
 
 def _product_widths(facts: ModelFacts) -> int:
