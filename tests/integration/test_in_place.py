@@ -16,6 +16,7 @@ import pytest
 
 from prime_hpc.runtime.process_tree import family, send
 from prime_hpc.store.attempts import read_attempts
+from tests.support.forked import so_far
 
 WAIT_S = 280.0
 RESTART = {"how": "requeue", "node_timeout_s": 4, "fence_s": 15, "max_crashes": 9}
@@ -32,8 +33,7 @@ class Job:
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode()
+        return so_far(self.log).decode()
 
     def wait(self, holds: Callable[[], Any], what: str) -> None:
         end = time.monotonic() + WAIT_S

@@ -14,6 +14,7 @@ import pytest
 
 from prime_hpc.runtime.process_tree import family, send
 from prime_hpc.store.attempts import read_attempts
+from tests.support.forked import so_far
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0
@@ -48,8 +49,7 @@ class Run:
             time.sleep(0.05)
 
     def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode()
+        return so_far(self.log).decode()
 
     def num_lines(self) -> int:
         return len(self.lines.read_text().splitlines()) if self.lines.exists() else 0

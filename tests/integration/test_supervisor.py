@@ -278,7 +278,8 @@ def start_apart(run_dir: Path, terminal: int | None = None) -> tuple[subprocess.
     """
     marker = f"stray-{run_dir}"
     code = (
-        "import fcntl, os, sys, termios\n"
+        "import fcntl, os, signal, sys, termios\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # a nohup before the tests is not for it
         "os.isatty(0) and fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
         "from pathlib import Path; from tests.integration.test_supervisor import role, supervise\n"
         f"run = Path({str(run_dir)!r})\n"

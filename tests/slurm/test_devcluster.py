@@ -182,7 +182,9 @@ def test_a_cut_cable_and_the_cable_back(cluster: Cluster) -> None:
     cluster.drill("cut", "n1")
     assert cluster.x(reach).returncode != 0
     cluster.drill("join", "n1")
-    assert cluster.x(reach).returncode == 0
+    deadline = time.monotonic() + 60
+    while cluster.x(reach).returncode != 0:  # a daemon that was cut off may hang up on the first to come
+        assert time.monotonic() < deadline
 
 
 # ---- up and down
