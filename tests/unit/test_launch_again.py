@@ -16,7 +16,7 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt import crash_recovery
-from prime_hpc.supervisor.attempt.bad_nodes import bad_nodes, ledger_path
+from prime_hpc.supervisor.attempt.bad_nodes import DAY_S, bad_nodes, ledger_path
 from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from tests.support.launch import loaded, make_model
 
@@ -141,16 +141,20 @@ def test_a_line_made_by_hand_is_an_attempt_that_left_no_end(tmp_path: Path, mode
     assert begin(path, incarnation=1, why="again", resume_step=None, job_id=None).attempt == 2
 
 
-def test_a_node_that_was_lost_with_its_supervisor_is_remembered(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("days", [0, 20])  # after weeks all nodes were started again, as maintenance leaves them
+def test_a_node_that_was_lost_with_its_supervisor_is_remembered_from_then_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, days: int
 ) -> None:
     one = loaded(tmp_path, model)
     run_dir = prepare_run(one)
-    begin(run_dir / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id="7")
+    attempts = run_dir / "attempts.jsonl"
+    begin(attempts, incarnation=1, why="first start", resume_step=None, job_id="7")
+    rewrite_row(attempts, {**read_attempts(attempts)[0], "began": time.time() - days * DAY_S})
     monkeypatch.setattr(crash_recovery, "lost_hosts", lambda hosts, since, silent_end: ["n1"])
     allocation = Allocation("7", (("n2", "n3"),), "n2", 1)
     close_crashed_attempts(one.experiment, run_dir, RunPaths(run_dir), allocation)
-    assert bad_nodes(ledger_path(one.experiment.output_dir), 7) == {"n1": "node n1 was lost"}
+    known = bad_nodes(ledger_path(one.experiment.output_dir), 7)
+    assert known == ({} if days else {"n1": "node n1 was lost"})
 
 
 @pytest.mark.parametrize("name", [".", "..", "", ".hidden", "-rf", "~", "a/b", "a\nb", " a", "x" * 201])

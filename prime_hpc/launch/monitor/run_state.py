@@ -144,10 +144,11 @@ def _of_submission(one: Evidence, queue: Queue, now: float) -> _Verdict:
     if state == "failed":
         return _in_vain(one, "failed", str(record.get("error") or "sbatch refused the job"))
     if state == "local":
-        is_here = record.get("host") == socket.gethostname()
-        if local_controller(one.path.resolve()) is not None if is_here else age < QUIET_S:
+        # a sweep's point has its record before its process
+        is_told = record.get("host") == socket.gethostname() and record.get("job_id") is not None
+        if local_controller(one.path.resolve()) is not None if is_told else age < QUIET_S:
             return _Verdict("starting", "as a local job")
-        gone = "ended before an attempt began" if is_here else f"began no attempt in {span(age)}"
+        gone = "ended before an attempt began" if is_told else f"began no attempt in {span(age)}"
         return _in_vain(one, "lost", f"the local job {gone}")
     if state != "sending":
         return _of_waiting_job(record, _find(queue, record, record.get("job_id")), queue, age)

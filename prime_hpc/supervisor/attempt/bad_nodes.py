@@ -88,9 +88,10 @@ def bad_nodes(path: Path, days: float, now: float | None = None) -> dict[str, st
 
 
 def record_bad_nodes(experiment: Experiment, ended: AttemptRow) -> None:
-    """Write the nodes that an attempt has lost into the ledger that the runs of this output directory share."""
+    """Write the nodes that an attempt has lost into the ledger that the runs of this output directory share, as of its
+    end: of one that ended without a word a resume hears weeks later."""
     for node in ended.get("lost_nodes", []):
-        record(ledger_path(experiment.output_dir), node, ended.get("cause") or "", experiment.name)
+        record(ledger_path(experiment.output_dir), node, ended.get("cause") or "", experiment.name, ended.get("ended"))
 
 
 def are_avoided(experiment: Experiment, site: SiteConfig) -> bool:
