@@ -84,7 +84,8 @@ def test_prompts_that_show_what_the_model_does_not_see(tmp_path: Path, row: dict
         "model": {"vision": vision},
         "orchestrator": {"env": [{"id": "rows", "args": {"files": str(rows), "reward": "exact"}}]},
     }
-    for shown, count in ((row, 1), (PICTURE if vision else {"prompt": "<video>", "videos": []}, 0)):
+    beside = {"prompt": "a", "messages": [{"role": "user", "content": [{"type": "thinking"}]}, {"role": "assistant"}]}
+    for shown, count in ((row, 1), (PICTURE if vision else {"prompt": "<video>", "videos": []}, 0), (beside, 0)):
         rows.write_text(json.dumps({**shown, "answer": "1"}))
         found = findings(tmp_path, VL if vision else TEXT, **tree)
         assert [(f.key, f.severity) for f in found] == [("orchestrator.env.0.args.files", "error")] * count

@@ -79,6 +79,18 @@ def as_messages(prompt: Any) -> Any:
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
+def prompt_column(row: Row) -> str | None:
+    """Return the column of a row's prompt: the first that is no whole conversation, as SFT has it, with the reply that
+    is to be found; where all are, the first."""
+    found = [name for name in PROMPTS if row.get(name)]
+    return next((name for name in found if not is_answered(as_messages(row[name]))), found[0] if found else None)
+
+
+def is_answered(prompt: Any) -> bool:
+    """Return whether a prompt ends with the assistant's reply."""
+    return isinstance(prompt, list) and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant"
+
+
 def _as_json(row: Row, place: str) -> Row:
     """Return a row as JSON has it (traces hold it): dates become texts, and images of prompts `data:` URLs.
 

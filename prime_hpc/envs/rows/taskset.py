@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files, read_hub
+from prime_hpc.envs.rows.reading import Row, as_messages, is_answered, prompt_column, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
 from prime_hpc.store.dataset.files import prompt_of
@@ -181,16 +181,13 @@ def _check_answer(functions: Iterable[RewardFunction], data: RowData, place: str
 
 
 def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
-    found = [name for name in PROMPTS if row.get(name)]
-    column = config.prompt or next(
-        (name for name in found if not _is_answered(as_messages(row[name]))), found[0] if found else None
-    )
+    column = config.prompt or prompt_column(row)
     if column is None or not row.get(column):
         wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
         raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
     prompt, system = as_messages(prompt_of(row, column)), row.get("system")
     system = system if isinstance(system, str) and system.strip() else config.instructions
-    if _is_answered(prompt):
+    if is_answered(prompt):
         raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
     if isinstance(prompt, str):
         prompt = config.question.replace("{}", prompt)
@@ -203,11 +200,6 @@ def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
     prompt, images = with_images(prompt, row, folder, config.images)
     rest = {name: value for name, value in row.items() if name not in (column, images)}
     return RowData(prompt=prompt, system_prompt=system, answer=_answer(config, rest), row=rest)
-
-
-def _is_answered(prompt: Any) -> bool:
-    """Return whether it is a whole conversation, as SFT has it: with the reply that is to be found."""
-    return isinstance(prompt, list) and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant"
 
 
 def _answer(config: RowsConfig, row: Row) -> Any:

@@ -8,6 +8,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.env_files import named_files
 from prime_hpc.config.families import vision_problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.envs.rows.reading import as_messages, prompt_column
 from prime_hpc.launch.checks import stated_environments, trained_names
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Subject, rule
 from prime_hpc.store.dataset.files import find_data, first_row
@@ -76,9 +77,10 @@ def prompts(subject: Subject) -> Iterator[Finding]:
             with contextlib.suppress(ValueError):  # told by the rules of files
                 source = SFTSourceConfig(path=[path])
                 row = (first_row(find_data(source), source) or {}) if name == "files" else {}
-            messages = [m for turns in row.values() if isinstance(turns, list) for m in turns if isinstance(m, dict)]
-            texts = [{"content": text} for text in row.values() if isinstance(text, str)]
-            if other := other_media([*messages, *texts], row):
+            prompt = as_messages(row.get(env.args.get("prompt") or prompt_column(row) or ""))
+            turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
+            messages = [message for message in turns if isinstance(message, dict)]
+            if other := other_media(messages, row):
                 yield Finding("PH129", "error", f"{key}.args.files", f"{path}: {other}", "leave such rows out")
             elif subject.is_rl and subject.experiment.model.vision is None and any(image_parts(messages)):
                 message = f"{path}: rows hold images, and the policy reads text alone: their episodes would fail"

@@ -237,7 +237,7 @@ def first_parquet_rows(path: Path, source: SFTSourceConfig, most: int) -> Iterat
             yield from map(without_nulls, batch.to_pylist())
     except OSError:
         return
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:  # a codec that this build has not is the latter
         raise ValueError(f"{path} cannot be read as Parquet ({error})") from error
 
 
