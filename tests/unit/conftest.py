@@ -1,7 +1,8 @@
 """For the unit tests: the process group of one rank, in which policies and engines of one process live; a run that
-waits to be submitted to a Slurm that fails as it is told to.
+waits to be submitted to a Slurm that fails as it is told to; the config of a published model.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.lint import LLAMA_8B
 from tests.support.submissions import use_fake_slurm, write_config
 
 
@@ -29,3 +31,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def config(tmp_path: Path) -> Path:
     """Of a small run."""
     return write_config(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with the config of a model that has been published, and no weights."""
+    folder = tmp_path / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder

@@ -14,14 +14,6 @@ from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
 from tests.support.lint_table import FOLLOWS, MANY, ON_ONE_GPU, OPD, PROVOKED, SLEEPING, SLURM
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "llama-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    return folder
-
-
 def test_nothing_to_say_about_a_good_one(model: Path) -> None:
     assert findings(model, {}) == []
     few = {"orchestrator": {"batch_size": 16, "max_concurrent": 256}}  # episodes in flight by default

@@ -52,14 +52,6 @@ OF_SLURM = ("slurm_rules", "container_rules", "network_rules", "file_rules", "ti
 OF_PODS = ("backend_rules", "model_rules", "parallel_rules")
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "llama-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    return folder
-
-
 def alone(kind: str, **change: Any) -> dict[str, Any]:
     """Changes that make the good experiment one that trains nothing."""
     section = {"environment_ids": ["reverse-text"], **change.pop(kind, {})}

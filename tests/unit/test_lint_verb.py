@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc import cli
-from tests.support.lint import LLAMA_8B, SITE, good
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "llama-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    return folder
+from tests.support.lint import SITE, good
 
 
 @pytest.fixture

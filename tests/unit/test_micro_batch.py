@@ -1,6 +1,5 @@
 """The micro-batch that a plan chooses where none is stated: what decides it, what it never exceeds, where it lies."""
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,6 @@ from prime_hpc.runtime.gpus import memory_gib
 from tests.support.lint import LLAMA_8B, SITE, good, merged
 
 SMI = "0, GPU-aa11, 81559 MiB\n1, GPU-bb22, 40960 MiB\n"
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "llama-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    return folder
 
 
 def experiment(folder: Path, /, **changes: Any) -> Experiment:

@@ -1,15 +1,11 @@
-"""A run's figures for Prometheus: the table of names, the text, the endpoint that answers to its token alone."""
+"""A run's figures for Prometheus: the table of names, the text, how a run is served and found."""
 
-import gzip
-import http.client
 import json
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prime_hpc import cli
 from prime_hpc.config import Experiment
 from prime_hpc.observe import metric_names
-from prime_hpc.supervisor.prometheus import endpoint, families
 from prime_hpc.supervisor.prometheus import exporter as exporters
-from prime_hpc.supervisor.prometheus.endpoint import Endpoint
+from prime_hpc.supervisor.prometheus import families
 from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, target_of
 from prime_hpc.supervisor.prometheus.figures import Figures
@@ -30,6 +25,7 @@ from prime_hpc.supervisor.prometheus.folder import FOLDER, TOKEN, read_token, ta
 from prime_hpc.supervisor.prometheus.servers import merge
 from prime_hpc.supervisor.server_loads import ServerLoads
 from tests.unit.test_live import append, make_run, sampled_row, trainer_row
+from tests.unit.test_prometheus_endpoint import ask, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 280
@@ -211,104 +207,6 @@ def test_servers_are_merged_with_every_family_once() -> None:
     assert merge({}, "demo") == ""
 
 
-# ------------------------------------------------------------------------------------------------ the endpoint
-
-
-@pytest.fixture
-def served() -> Iterator[tuple[int, Endpoint]]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    found = Endpoint(listener, "secret", "demo", lambda: "figure 1\n")
-    yield listener.getsockname()[1], found
-    found.close()
-
-
-def ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
-    answer = connection.getresponse()
-    body = answer.read()
-    connection.close()
-    return answer.status, gzip.decompress(body) if answer.headers.get("Content-Encoding") == "gzip" else body
-
-
-def test_who_has_the_token_is_answered(served: tuple[int, Endpoint]) -> None:
-    port, _ = served
-    assert ask(port, Authorization="Bearer secret") == (200, b"figure 1\n")
-    assert ask(port, "/metrics?run=demo", Authorization="bearer secret", Accept_Encoding="gzip") == (200, b"figure 1\n")
-    assert ask(port, "/metrics?run=other", Authorization="Bearer secret")[0] == 404
-    assert ask(port, "/", Authorization="Bearer secret")[0] == 404
-    assert ask(port, method="POST", Authorization="Bearer secret")[0] == 405
-
-
-@pytest.mark.parametrize(
-    "given", ["", "Bearer", "Bearer wrong", "Bearer secre", "Bearer secrett", "Basic secret", "secret"]
-)
-@pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("POST", "/metrics"), ("GET", "/x?run=other")])
-def test_strangers_are_told_nothing(served: tuple[int, Endpoint], given: str, method: str, path: str) -> None:
-    headers = {"Authorization": given} if given else {}
-    assert ask(served[0], path, method, **headers) == (401, b"")
-
-
-def test_two_tokens_are_none(served: tuple[int, Endpoint]) -> None:
-    with socket.create_connection(("127.0.0.1", served[0]), timeout=WAIT_S) as sock:
-        both = "Authorization: Bearer wrong\r\nAuthorization: Bearer secret\r\n"
-        sock.sendall(f"GET /metrics HTTP/1.1\r\n{both}\r\n".encode())
-        assert sock.recv(100).startswith(b"HTTP/1.1 401")
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET", b"\x16\x03\x01 TLS\r\n\r\n", b"GET / FTP/1\r\n\r\n", b"x" * 20_000])
-def test_who_sends_no_request_is_hung_up_on(
-    served: tuple[int, Endpoint], sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint, "REQUEST_S", 0.2)
-    with socket.create_connection(("127.0.0.1", served[0]), timeout=WAIT_S) as sock:
-        sock.sendall(sent)
-        try:
-            assert sock.recv(100) == b""
-        except ConnectionResetError:  # with bytes that were not read
-            pass
-
-
-def test_idle_strangers_keep_nobody_out(served: tuple[int, Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "REQUEST_S", float(WAIT_S))
-    idle = [socket.create_connection(("127.0.0.1", served[0]), timeout=WAIT_S) for _ in range(100)]
-    try:
-        assert ask(served[0], Authorization="Bearer secret")[0] == 200
-        gone = 0
-        for sock in idle[: 100 - endpoint.MOST_CONNECTIONS - 1]:
-            gone += sock.recv(1) == b""
-        assert gone == 100 - endpoint.MOST_CONNECTIONS - 1
-    finally:
-        for sock in idle:
-            sock.close()
-
-
-# ------------------------------------------------------------------------------------------------ the token
-
-
-def test_runs_that_begin_at_once_share_a_token(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        tokens = set(pool.map(lambda _: take_token(tmp_path / FOLDER), range(16)))
-    assert len(tokens) == 1 and len(tokens.pop()) >= 32
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [TOKEN]
-    assert (tmp_path / FOLDER / TOKEN).stat().st_mode & 0o777 == 0o600
-
-
-def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    take_token(tmp_path)
-    (tmp_path / TOKEN).chmod(0o640)
-    with pytest.raises(OSError, match="not this user's alone"):
-        take_token(tmp_path)
-    (tmp_path / TOKEN).unlink()
-    (tmp_path / TOKEN).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError):
-        take_token(tmp_path)
-    (tmp_path / TOKEN).unlink()
-    (tmp_path / TOKEN).touch(0o600)
-    with pytest.raises(OSError, match="is empty"):
-        read_token(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------ a run
 
 
@@ -416,15 +314,14 @@ def test_what_a_file_system_lets_through_after_the_end_is_taken_back(
             ask(int(exporter._address.rpartition(":")[2]))
 
 
-def test_another_run_on_the_port_is_not_taken_for_this_one(
-    tmp_path: Path, served: tuple[int, Endpoint], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_run_on_the_port_is_not_taken_for_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, folder = make_run(tmp_path / "mine"), tmp_path / FOLDER
     folder.mkdir(mode=0o700)
     (folder / TOKEN).touch(0o600)
     (folder / TOKEN).write_text("secret")
-    (folder / "mine.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{served[0]}"]}]))
-    assert cli.main(["metrics", str(run)]) == 0
+    with serve() as (port, _):
+        (folder / "mine.json").write_text(json.dumps([{"targets": [f"127.0.0.1:{port}"]}]))
+        assert cli.main(["metrics", str(run)]) == 0
     streams = capsys.readouterr()
     assert "does not answer" in streams.err and value(parsed(streams.out), "trainer_steps_total") == 20
 

@@ -3,10 +3,7 @@
 import errno
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,9 @@ from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import (
-    cancel,
     ended,
     load,
     run_dir,
-    submit_in_a_process,
-    wait_for,
 )
 
 POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
@@ -158,197 +152,6 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
         uses_slurm(auto)
     fake.behave("sinfo")  # configless, found by DNS
     assert uses_slurm(auto)
-
-
-def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_hpc.slurm.executors.SBATCH_TIMEOUT_S", 6.0)
-
-
-def test_a_hanging_sbatch_that_took_the_job(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shorten_patience(monkeypatch)
-    fake.behave("sbatch", hang="after")
-    assert submit(load(config)) == 0
-    (job,) = fake.jobs()
-    record = read_record(run_dir(config))
-    assert record is not None and record["job_id"] == job["id"] and record["state"] == "sent"
-    assert "answer was lost" in capsys.readouterr().err
-
-
-def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shorten_patience(monkeypatch)
-    down = {"code": 1, "stderr": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"}
-    fake.behave("sbatch", hang="after")
-    fake.behave("squeue", **down)
-    with pytest.raises(SlurmRefused, match="Whether the job was queued is not known: give the same command again"):
-        submit(load(config))
-    before = read_record(run_dir(config))
-    with pytest.raises(SlurmRefused, match="nothing was changed"):
-        submit(load(config))
-    assert read_record(run_dir(config)) == before
-    fake.behave("sbatch")
-    fake.behave("squeue")
-    capsys.readouterr()
-    assert submit(load(config)) == 0
-    assert len(fake.jobs()) == 1
-    assert "the earlier submit had reached Slurm" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words", ["Socket timed out on send/recv operation", "Zero Bytes were transmitted or received"]
-)
-def test_a_refusal_that_is_none(fake: FakeSlurm, config: Path, words: str) -> None:
-    """slurmctld accepted the job, and its answer to sbatch was lost on the way."""
-    from prime_hpc.slurm.client import SlurmError
-
-    fake.behave("sbatch", say="")
-    assert submit(load(config)) == 0  # no job id in the answer either
-    assert len(fake.jobs()) == 1
-    assert SlurmError(["sbatch"], 1, f"sbatch: error: Batch job submission failed: {words}").is_unreachable
-
-
-@pytest.mark.parametrize(
-    ("how", "jobs_at_kill"),
-    [({"hang": "before"}, 0), ({"hang": "after"}, 1), ({"late": 0.5}, 0)],
-    ids=["before sbatch's work", "after it", "the controller answers late"],
-)
-def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict[str, Any], jobs_at_kill: int) -> None:
-    fake.behave("sbatch", **how)
-    client = submit_in_a_process(config, fake)
-    wait_for(lambda: fake.calls("sbatch") and len(fake.jobs()) >= jobs_at_kill)
-    record = read_record(run_dir(config))
-    assert record is not None and record["state"] == "sending" and record["job_id"] is None
-    client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=280)
-    if "late" in how:
-        wait_for(fake.jobs)
-    fake.behave("sbatch")
-    assert submit(load(config)) == 0
-    (job,) = fake.jobs()
-    record = read_record(run_dir(config))
-    assert record is not None and record["state"] == "sent" and record["job_id"] == job["id"]
-    if jobs_at_kill:
-        assert len(fake.calls("sbatch")) == 1, "the job that was there was found, none was sent"
-
-
-def test_the_killed_clients_sbatch_dies_with_it(fake: FakeSlurm, config: Path) -> None:
-    fake.behave("sbatch", hang="before")
-    client = submit_in_a_process(config, fake)
-    wait_for(lambda: fake.calls("sbatch"))
-    import psutil
-
-    children = psutil.Process(client.pid).children(recursive=True)
-    assert children
-    client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=280)
-    wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
-
-
-def test_interrupted_while_sbatch_is_asked(fake: FakeSlurm, config: Path) -> None:
-    fake.behave("sbatch", hang="after")
-    client = submit_in_a_process(config, fake)
-    wait_for(fake.jobs)
-    client.send_signal(signal.SIGINT)
-    _, err = client.communicate(timeout=280)
-    assert client.returncode == 130 and "whether the job was queued is not known" in err
-    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
-
-
-def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm, config: Path) -> None:
-    """The one case in which two jobs can be in the queue: the older one ends at its first line."""
-    fake.behave("sbatch", late=3.0)
-    client = submit_in_a_process(config, fake)
-    wait_for(lambda: fake.calls("sbatch"))
-    client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=280)
-    fake.behave("sbatch")
-    assert submit(load(config)) == 0
-    wait_for(lambda: len(fake.jobs()) == 2)
-    record = read_record(run_dir(config))
-    assert record is not None
-    for job in fake.jobs():
-        verdict = submission_record.check_in(run_dir(config), {**job["environ"], "SLURM_JOB_ID": job["id"]})
-        assert (verdict is None) == (job["id"] == record["job_id"])
-        assert verdict is None or "submitted again" in verdict
-
-
-def submit_and_die_at(config: Path, point: int) -> bool:
-    """Submit in a process of its own that dies when it forces the nth file to disk; False: it was done before."""
-    child = os.fork()
-    if child == 0:
-        calls = 0
-        real = os.fsync
-
-        def fsync(fd: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-            real(fd)
-
-        os.fsync = fsync
-        code = 1
-        try:
-            code = submit(load(config), as_json=True)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
-def test_killed_at_every_write_of_submit(fake: FakeSlurm, config: Path) -> None:
-    import shutil
-
-    point = 1
-    while submit_and_die_at(config, point):
-        had = len(fake.jobs())
-        assert submit_again(config) == 0
-        (job,) = fake.jobs()
-        record = read_record(run_dir(config))
-        assert record is not None and (record["state"], record["job_id"]) == ("sent", job["id"])
-        assert had in (0, 1)
-        fake.forget(job["id"])
-        shutil.rmtree(run_dir(config))
-        point += 1
-    assert point > 8, "the record is written twice, the snapshot has five files"
-
-
-def submit_again(config: Path) -> int:
-    """The next submit of a run whose last one may have gone through or not."""
-    try:
-        return submit(load(config))
-    except ConfigError as error:
-        assert "this run is in Slurm as job" in str(error)
-        return 0
-
-
-def test_killed_before_the_record(fake: FakeSlurm, config: Path) -> None:
-    """A directory with a config and a dead client's lock, but no record."""
-    submit(load(config))
-    (run_dir(config) / "submit.json").unlink()
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    lock = {"host": os.uname().nodename, "pid": int(dead.stdout), "time": time.time(), "id": "x"}
-    (run_dir(config) / submission_record.LOCK).write_text(json.dumps(lock))
-    fake.forget("100")
-    assert submit(load(config)) == 0
-    assert len(fake.jobs()) == 1 and not (run_dir(config) / submission_record.LOCK).exists()
-
-
-def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:
-    fake.behave("sbatch", hang="before", only_once=True)
-    client = submit_in_a_process(config, fake)
-    wait_for(lambda: fake.calls("sbatch"))
-    try:
-        with pytest.raises(ConfigError, match="another submit of this run is under way"):
-            submit(load(config))
-    finally:
-        client.kill()
-        client.communicate(timeout=280)
-    assert fake.jobs() == []
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING"])

@@ -1,7 +1,6 @@
-"""`cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
+"""`cancel` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
 import errno
-import json
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from prime_hpc.launch import local
 from prime_hpc.launch.cancel import Ended
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.prepare import prepare_run
-from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import queue_successor
@@ -37,9 +35,6 @@ def cancel_beside(config: Path, other: Callable[[], None]) -> Ended:
     result = cancel(config)
     thread.join()
     return result
-
-
-# --- cancel -----------------------------------------------------------------------------------------------------
 
 
 def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path) -> None:
@@ -452,76 +447,3 @@ def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
         SlurmRefused, match=r"the controller is down.*; `touch /.*/STOP` has one that runs save and end"
     ):
         cancel(config)
-
-
-# --- resume -----------------------------------------------------------------------------------------------------
-
-
-def test_resume_without_checkpoints(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config, "--no-ckpt"))
-    with pytest.raises(ConfigError, match=r"no whole checkpoint \(the run has checkpoints off"):
-        load_to_resume(run_dir(config), [])
-    with pytest.raises(ConfigError, match=r"no whole checkpoint; start over.*--clean"):
-        load_to_resume(run_dir(config), ["--ckpt"])
-
-
-def test_resume_finds_what_a_signal_saved_though_checkpoints_are_off(fake: FakeSlurm, config: Path) -> None:
-    from prime_hpc.store.run_paths import RunPaths
-    from tests.support.checkpoints import make_checkpoint
-
-    submit(load(config, "--no-ckpt"))
-    make_checkpoint(RunPaths(run_dir(config)), 10)
-    fake.change("100", state="FAILED")
-    ended(config)
-    loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
-    assert loaded.experiment.ckpt is None  # the supervisor takes the newest whole one
-    for last, words in ((10, "is the last one"), (4, "lies beyond the end")):
-        with pytest.raises(ConfigError, match=rf"checkpoint 10 {words} \(of {last} steps\): raise it"):
-            load_to_resume(run_dir(config), ["--max-steps", str(last)])
-
-
-def test_resume_goes_on_where_the_run_was(
-    fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
-
-    submit(load(config, "--clean", "--output-dir", "out"))
-    info = CheckpointInfo.__new__(CheckpointInfo)
-    object.__setattr__(info, "step", 10)
-    monkeypatch.setattr("prime_hpc.store.checkpoint.checkpoints.newest_first", lambda root: iter([info]))
-    fake.change("100", state="FAILED")
-    ended(config)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
-    experiment = loaded.experiment
-    assert experiment.run_dir.resolve() == run_dir(config) and experiment.max_steps == 200
-    assert experiment.ckpt is not None and experiment.ckpt.resume_step == "latest" and not experiment.clean
-    assert Path.cwd() == tmp_path, "relative paths of the config count from where it was first submitted"
-    assert submit(loaded) == 0
-    assert fake.jobs()[1]["cwd"] == str(tmp_path)
-    with pytest.raises(ConfigError, match="goes on in its own directory"):
-        load_to_resume(run_dir(config), ["--name", "other"])
-    with pytest.raises(ConfigError, match="raise it"):
-        load_to_resume(run_dir(config), ["--max-steps", "10"])
-
-
-def test_a_run_whose_epochs_are_over_is_not_sent_again(fake: FakeSlurm, config: Path, tmp_path: Path) -> None:
-    """How many steps they are stands in the run's status: the trainer counted them."""
-    from prime_hpc.store.run_paths import RunPaths
-    from tests.support.checkpoints import make_checkpoint
-
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
-    tree = json.loads(config.read_text())
-    config.write_text(json.dumps(tree | {"sft": {"data": {"path": str(rows), "num_epochs": 2}}}))
-    submit(load(config))
-    make_checkpoint(RunPaths(run_dir(config)), 10)
-    fake.change("100", state="FAILED")
-    ended(config)
-    assert load_to_resume(run_dir(config), []).experiment.num_steps is None  # nobody has counted
-    (run_dir(config) / "status.json").write_text(json.dumps({"step": 10, "max_steps": 10}))
-    with pytest.raises(ConfigError, match=r"sft.data.num_epochs: checkpoint 10 is the last one \(of 10 steps\)"):
-        load_to_resume(run_dir(config), [])
-    assert load_to_resume(run_dir(config), ["--sft.data.num-epochs", "3"]).experiment.sft.data.num_epochs == 3
