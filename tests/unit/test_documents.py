@@ -281,6 +281,16 @@ def test_messages_that_troubleshooting_quotes_are_said() -> None:
     assert not [words for words in quoted if words.strip(".") not in sources]
 
 
+def test_entries_of_the_changelog_stand_in_a_room() -> None:
+    """Under one of three headings, in the same order of rooms: a flat list of all changes helps nobody who upgrades."""
+    unreleased = text_of("CHANGELOG.md").split("\n## ")[1]
+    parts = [part.split("\n", 1) for part in unreleased.split("\n### ")[1:]]
+    assert [title for title, _ in parts] == ["Act on this", "New", "Fixed"]
+    rooms = {title: re.findall(r"^#### (.+)$", text, re.MULTILINE) for title, text in parts}
+    assert rooms["Fixed"] == [room for room in rooms["New"] if room in rooms["Fixed"]]
+    assert not [title for title, text in parts if text.split("\n#### ")[0].strip()], "entries before the first room"
+
+
 def test_the_readme_is_short() -> None:
     assert text_of("README.md").count("\n") <= 150, "what is more belongs beside what it describes"
 
