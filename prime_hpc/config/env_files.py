@@ -1,12 +1,8 @@
 """Files that the arguments of the environments `prompts` and `rows` name: rows, and files with reward functions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from prime_hpc.config.experiment import Experiment
-    from prime_hpc.config.sections.orchestrator import EnvConfig
+from typing import Any
 
 ROWS = "rows"
 """A user's own rows, scored by functions of the user's own."""
@@ -60,10 +56,3 @@ def _place(argument: str, text: str) -> str:
 def _whole(argument: str, text: str) -> str:
     place = _place(argument, text)
     return f"{Path(place).expanduser().absolute()}{text[len(place) :]}" if place else text
-
-
-def environment_lists(experiment: "Experiment") -> "dict[str, Sequence[EnvConfig]]":
-    """Return the lists of environments that are stated, of runs of all kinds, by their keys."""
-    keys = ("orchestrator.env", "orchestrator.eval.env", "eval.env", "synthesize.env")
-    sections = (experiment.orchestrator, experiment.orchestrator.eval, experiment.eval, experiment.synthesize)
-    return {key: section.env for key, section in zip(keys, sections, strict=True) if section is not None}

@@ -3,6 +3,7 @@
 `Experiment` is what `run.yaml` holds and what every role reads back with `load_run`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from prime_hpc.config.sections.common import (
 from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sections.network import NetworkConfig
-from prime_hpc.config.sections.orchestrator import OrchestratorConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig, OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
 from prime_hpc.config.sections.slurm import SlurmConfig
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEvalConfig
@@ -175,6 +176,13 @@ class Experiment(Section):
         return self.synthesize if self.kind == "synthesize" else self.eval
 
     @property
+    def environment_lists(self) -> dict[str, Sequence[EnvConfig]]:
+        """The lists of environments that are stated, of runs of all kinds, by their keys."""
+        keys = ("orchestrator.env", "orchestrator.eval.env", "eval.env", "synthesize.env")
+        sections = (self.orchestrator, self.orchestrator.eval, self.eval, self.synthesize)
+        return {key: section.env for key, section in zip(keys, sections, strict=True) if section is not None}
+
+    @property
     def num_prompts(self) -> int:
         """Groups of one batch."""
         return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
@@ -300,11 +308,7 @@ class Experiment(Section):
     def own_template(self) -> str | None:
         """The chat template that an SFT run trains with, where it is a file of its own: who samples the weights needs
         the same one. None: the model's. Raises ValueError where it cannot be read."""
-        file = self.sft.data.template_file if self.kind == "sft" else None
-        try:
-            return file.read_text(encoding="utf-8") if file is not None else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"sft.data.chat_template = {file}: {error}") from error
+        return self.sft.data.read_template() if self.kind == "sft" else None
 
     def _sft_fits(self) -> None:
         data, evaluation = self.sft.data, self.orchestrator.eval

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from prime_hpc.config.env_files import environment_lists
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
@@ -131,7 +130,7 @@ def check_complete(
 
 def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values nobody can mean, and why: runs went on with them, to no good."""
-    for key, envs in environment_lists(experiment).items():
+    for key, envs in experiment.environment_lists.items():
         try:
             check_labels(envs)
         except ValueError as error:
@@ -164,7 +163,7 @@ def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
     yield "trainer.loss.kl.coef", kl.coef if kl is not None else None
     yield "eval.pass_threshold", experiment.eval.pass_threshold
     yield "synthesize.min_reward", experiment.synthesize.min_reward
-    for key, envs in environment_lists(experiment).items():
+    for key, envs in experiment.environment_lists.items():
         for index, env in enumerate(envs):
             yield f"{key}.{index}.ratio", env.ratio
     for index, rule in enumerate(experiment.alarms.rules):

@@ -1,7 +1,7 @@
 """Evaluation tasks that are not trained on.
 
 Two steps, of which the second needs no trust in the first. Where a training and an evaluation environment load one and
-the same list of tasks, a tenth of it, by position, is evaluated on and not trained (`is_one_list`, `sources.HOLD_OUT`).
+the same list of tasks, a tenth of it, by position, is evaluated on and not trained (`task_sources.HOLD_OUT`).
 Then the tasks themselves are compared: what an evaluation would take although training has it too is left out
 (`leave_out_trained`), whatever the names of environments and splits say.
 """
@@ -22,12 +22,6 @@ CANDIDATES = 2
 """So many times the tasks that an evaluation asks for are looked at, to replace those that are left out."""
 SEEN = 2_000
 """Of an endless training environment so many tasks are compared."""
-
-
-def is_one_list(one: Any, other: Any) -> bool:
-    """Return whether two verifiers environment configs load the same tasks in the same order: split, seed,
-    arguments."""
-    return one.taskset == other.taskset
 
 
 def content(task: Any) -> str:

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.env_config import build_env_config, sandbox_of
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.held_out import is_one_list
 
 Split = Literal["train", "eval"]
 
@@ -126,7 +125,9 @@ class EnvSource:
         self.sandbox = sandbox_of(config)
         """Of its episodes; None: what they run, they run as this process does."""
         others = [build_env_config(other, "eval" if split == "train" else "train", seed) for other in beside]
-        self._part: Split | None = split if any(is_one_list(self.env_config, other) for other in others) else None
+        # One split, seed and arguments: the same tasks in the same order.
+        is_shared = any(self.env_config.taskset == other.taskset for other in others)
+        self._part: Split | None = split if is_shared else None
         self._chosen: list[int] | None = None
         try:
             self.env: Any = load_environment(self.env_config)

@@ -11,24 +11,19 @@ version is served; the trainer wakes on the batch. `main` builds the parts and r
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from loguru import logger
 
-from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.observe.metric_names import evaluated
-from prime_hpc.observe.metrics import MetricsWriter, read_metrics
-from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.algorithms.sources import load_scorers, make_scorers, scorers_state
-from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.batching.batch_builder import (
     ScoredGroup,
     build_ranks,
@@ -42,9 +37,8 @@ from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.deadlines import Deadlines, explain
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluation import Evaluator, newest_evaluated, rewards_text
+from prime_hpc.orchestrator.evaluation import Evaluator, newest_evaluated
 from prime_hpc.orchestrator.metrics import (
-    SampleLog,
     StepStats,
     batch_metrics,
     group_metrics,
@@ -54,6 +48,7 @@ from prime_hpc.orchestrator.metrics import (
     wandb_extras,
 )
 from prime_hpc.orchestrator.next_attempt import NextAttempt
+from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
 from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
@@ -63,55 +58,19 @@ from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.seats import why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
-from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.setup import gate_of
-from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.orchestrator.weight_sync import WeightSync, wait_for_event
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
-from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.model.config import rows_of
-from prime_hpc.store.run_paths import RunPaths
 
 TICK_S = 1.0
 """Longest sleep between two looks at the deadlines."""
 COUNTED = ("tokens", "loss_tokens", "sequences", "micro_batches")
 Scored = tuple[list[ScoredGroup], dict[str, float]]
 """A batch's groups and their `batch_metrics`, both of a thread: the loop has no time for them."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The objects that `main` builds around the loop. `eval_pool` is None where evaluation is off."""
-
-    paths: RunPaths
-    train_pool: Any
-    eval_pool: Any
-    urls: Sequence[str]
-    clients: Sequence[Client]
-    bus: BusClient
-    handover: HandoverServer
-    status: RoleStatus
-    metrics: MetricsWriter
-    samples: SampleLog
-    incarnation: int
-    ready_timeout_s: float
-    served_as: str = POLICY
-    """Name of the policy on the servers."""
-    traces: TraceLog | None = None
-    teacher: Teacher | None = None
-    """The scorer of the policy's tokens, where the algorithm asks for it."""
-
-    def report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        """Tell files, status and log of an evaluation that has ended."""
-        self.metrics.log(version, **row)
-        self.samples.write(version, samples)
-        rewards = {name: reward for key, reward in row.items() if (name := evaluated(key))}
-        self.status.beat(eval_version=version, eval_reward=rewards)
-        logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
 
 
 class Orchestrator:
@@ -177,7 +136,7 @@ class Orchestrator:
         carried_from = 0 if config.bench else parts.incarnation
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
         self.writer = BatchWriter(parts.paths, parts.bus, parts.handover, parts.incarnation, start_step)
-        self.next_attempt = NextAttempt(self)
+        self.next_attempt = NextAttempt(parts, self.weights, self.writer, self.carrier, self.fail)
         self.concurrency: AdaptiveConcurrency | None = None
         if (limits := config.adaptive_concurrency) is not None:
             self.concurrency = AdaptiveConcurrency(
@@ -267,22 +226,6 @@ class Orchestrator:
             await self.weights.sleep()
         content, scored = await asyncio.to_thread(self._assemble, step, groups, state, references)
         return scored, await self.writer.write(content)
-
-    async def begin_attempt(self, incarnation: int, step: int) -> list[int]:
-        """Be a part of the run's next attempt, whose trainer goes on after `step`, with all that is in flight.
-
-        Returns:
-            steps of the batches that were written once more.
-
-        Raises:
-            StoreError: they cannot be.
-        """
-        self.carrier.begin_attempt(incarnation)
-        if self.parts.traces is not None:
-            self.parts.traces.begin_attempt(incarnation)
-        written = await self.writer.go_on(incarnation, step)
-        await self.weights.go_on(incarnation, step)
-        return written
 
     def fail(self, error: Exception) -> None:
         """Have the loop raise what was raised beside it."""

@@ -20,8 +20,9 @@ from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import plans
-from prime_hpc.orchestrator.loop import Orchestrator, Parts
+from prime_hpc.orchestrator.loop import Orchestrator
 from prime_hpc.orchestrator.metrics import SampleLog
+from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.setup import (
     load_resume_state,
     make_clients,

@@ -13,23 +13,33 @@ sampled. Where the supervisor finds that nothing fits, the process is ended as e
 """
 
 import asyncio
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from loguru import logger
 
+from prime_hpc.orchestrator.batching.batch_writer import BatchWriter
+from prime_hpc.orchestrator.parts import Parts
+from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
+from prime_hpc.orchestrator.weight_sync import WeightSync
 from prime_hpc.runtime.event_loops import in_loop
-
-if TYPE_CHECKING:
-    from prime_hpc.orchestrator.loop import Orchestrator
 
 
 class NextAttempt:
     """Listens for the supervisor's two messages, on behalf of a loop."""
 
-    def __init__(self, orchestrator: "Orchestrator") -> None:
-        self._orchestrator, self._parts = orchestrator, orchestrator.parts
-        self._incarnation = orchestrator.parts.incarnation
+    def __init__(
+        self,
+        parts: Parts,
+        weights: WeightSync,
+        writer: BatchWriter,
+        carrier: GroupCarrier,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """`fail(error)` has the loop raise what went wrong here."""
+        self._parts, self._weights, self._writer, self._carrier = parts, weights, writer, carrier
+        self._fail = fail
+        self._incarnation = parts.incarnation
         self._is_held = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -49,15 +59,15 @@ class NextAttempt:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             assert isinstance(error, Exception)
-            self._orchestrator.fail(error)
+            self._fail(error)
 
     async def _hold(self, message: dict[str, Any]) -> None:
         if self._is_held or message["incarnation"] != self._incarnation:
             return
         self._is_held = True
         logger.info("the trainer has crashed: rollouts go on, and nothing is written until its next attempt begins")
-        version = await self._orchestrator.weights.hold()
-        first, last = await self._orchestrator.writer.hold()
+        version = await self._weights.hold()
+        first, last = await self._writer.hold()
         self._parts.bus.publish(
             "held", incarnation=self._incarnation, version=version, first_batch=first, last_batch=last
         )
@@ -69,6 +79,10 @@ class NextAttempt:
         self._is_held, self._incarnation = False, incarnation
         self._parts.bus.move(message["hub"], incarnation)
         self._parts.status.move(incarnation)
-        again = await self._orchestrator.begin_attempt(incarnation, step)
+        self._carrier.begin_attempt(incarnation)
+        if self._parts.traces is not None:
+            self._parts.traces.begin_attempt(incarnation)
+        again = await self._writer.go_on(incarnation, step)
+        await self._weights.go_on(incarnation, step)
         which = f"; batches {again[0]} to {again[-1]} are written once more" if again else ""
         logger.info(f"goes on in the next attempt (incarnation {incarnation}), after step {step}{which}")

@@ -2,19 +2,17 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import sampling_role
+from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.weight_sync import WeightSync
 from prime_hpc.runtime.event_loops import in_loop
-
-if TYPE_CHECKING:
-    from prime_hpc.orchestrator.loop import Parts
 
 
 class ServerNews:
@@ -23,7 +21,7 @@ class ServerNews:
     def __init__(
         self,
         exp: Experiment,
-        parts: "Parts",
+        parts: Parts,
         table: ServerTable,
         weights: WeightSync,
         dispatcher: Dispatcher,

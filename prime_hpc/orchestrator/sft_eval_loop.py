@@ -17,7 +17,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, plans
-from prime_hpc.orchestrator.loop import Parts
+from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_news import ServerNews

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.absolute import local_directory
-from prime_hpc.config.env_files import environment_lists, named_files
+from prime_hpc.config.env_files import named_files
 from prime_hpc.config.sections.slurm import ContainerConfig, SiteConfig
 
 ENVIRONMENT_FILE = "container.toml"
@@ -97,7 +97,7 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
             found[key] = path
     for number, text in enumerate(experiment.synthesize.prompts if experiment.kind == "synthesize" else []):
         found[f"synthesize.prompts.{number}"] = _of_rows(experiment, text)
-    stated = [(f"{key}.{n}", env) for key, envs in environment_lists(experiment).items() for n, env in enumerate(envs)]
+    stated = [(f"{key}.{n}", env) for key, envs in experiment.environment_lists.items() for n, env in enumerate(envs)]
     for key, env in stated:
         for number, (argument, text) in enumerate(named_files(env.id, env.args)):
             path = Path(text).parent if argument == "reward" else _of_rows(experiment, text)

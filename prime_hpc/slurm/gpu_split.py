@@ -1,15 +1,11 @@
 """Split a node's GPUs among the roles that share it, and tell each by its environment."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from prime_hpc.config import ConfigError, Experiment, Problem
-from prime_hpc.config.engine_groups import EngineRole
+from prime_hpc.config import ConfigError, Problem
 from prime_hpc.runtime.device import Device
 from prime_hpc.runtime.gpus import build_problem
-
-if TYPE_CHECKING:  # it splits GPUs by what is here
-    from prime_hpc.slurm.placement import Placement
 
 Gpu = TypeVar("Gpu", int, str)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -34,28 +30,6 @@ def assign_gpus(
             own, free = free[:count], free[count:]
         shares[role] = list(own)
     return shares
-
-
-def gpu_places(experiment: Experiment, role: str, placement: "Placement | None") -> set[tuple[int, int, int]]:
-    """Return component, node and position of each GPU on which a role computes; without a placement those that its key
-    names, of this machine."""
-    if placement is None:
-        return {(0, 0, gpu) for gpu in getattr(experiment, f"{role}_gpu_ids") or ()}
-    groups = [group for group in placement.groups if group.role == role and group.device == "cuda"]
-    return {
-        (group.component, group.first_node + node, gpu)
-        for group in groups
-        for node in range(group.num_nodes)
-        for gpu in group.gpus or ()
-    }
-
-
-def gpus_in_common(
-    experiment: Experiment, role: EngineRole = "inference", placement: "Placement | None" = None
-) -> set[int]:
-    """Return the positions of the GPUs that a group of engines shares with the trainer: on its nodes, not on others."""
-    shared = gpu_places(experiment, "trainer", placement) & gpu_places(experiment, role, placement)
-    return {gpu for _, _, gpu in shared}
 
 
 def at_positions(positions: Sequence[int], visible: Sequence[str], key: str) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from prime_hpc.slurm.client import COMMENT_PREFIX, TIMEOUT_S, sacct_rows, squeue_rows
-from prime_hpc.slurm.job_scripts import with_tokens
+from prime_hpc.slurm.queue_facts.job_scripts import tokens_in_scripts
 from prime_hpc.slurm.times import parse_duration, parse_time
 
 _PENDING = ("EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -126,7 +126,7 @@ def jobs(
     found: dict[str, JobInfo] = {}
     for which in _questions(wanted, found, of_others):
         rows = squeue_rows(which, _FIELDS, timeout_s)
-        found |= with_tokens(fold(map(_parse, rows)), which, timeout_s) | found
+        found |= _with_tokens(fold(map(_parse, rows)), which, timeout_s) | found
     if wanted is None:
         return found
     by_raw_id = {info.raw_id: info for info in found.values() if info.raw_id in wanted and "_" in info.job_id}
@@ -245,6 +245,16 @@ def _parse(row: dict[str, str]) -> JobInfo:
         name=row["Name"],
         raw_id=row["JobID"],
     )
+
+
+def _with_tokens(found: dict[str, JobInfo], which: list[str], timeout_s: float) -> dict[str, JobInfo]:
+    """Return the same jobs, those whose comment a site has changed with their token put before it."""
+    silent = [info.job_id for info in found.values() if not re.match(r"prime-hpc\b", info.comment)]
+    result = dict(found)
+    for job_id, token in tokens_in_scripts(silent, which, timeout_s).items():
+        comment = f"{COMMENT_PREFIX}{token} {found[job_id].comment}".rstrip()
+        result[job_id] = replace(found[job_id], comment=comment)
+    return result
 
 
 def _count(text: str) -> int:

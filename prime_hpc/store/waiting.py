@@ -11,8 +11,8 @@ from prime_hpc.store.io import files
 from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 
 if TYPE_CHECKING:
-    from prime_hpc.store.messaging.bus import Bus
     from prime_hpc.store.messaging.file_transfer import Handover
+    from prime_hpc.store.messaging.run_bus import Bus
 
 _FIRST_LISTING_PAUSE_S = 0.02
 _MAX_LISTING_PAUSE_S = 2.0

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of, results, table, write_report
-from prime_hpc.trainer.model.policy import compute_dtype
+from prime_hpc.trainer.model.load_policy import compute_dtype
 from prime_hpc.trainer.perf import measured_peak_flops
 from prime_hpc.trainer.trainer import Trainer
 

@@ -22,8 +22,8 @@ from prime_hpc.store.batches import prune_batches
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.messaging.bus import Bus
 from prime_hpc.store.messaging.file_transfer import Handover
+from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
@@ -31,7 +31,8 @@ from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule, build_schedule
 from prime_hpc.trainer.checkpointing.saver import Saver
 from prime_hpc.trainer.checkpointing.verify import READ_S
-from prime_hpc.trainer.model.policy import Policy, compute_dtype, load_policy, resolve_source
+from prime_hpc.trainer.model.load_policy import compute_dtype, load_policy, resolve_source
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.reference import load_reference
 from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor

@@ -22,7 +22,8 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state, staging
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.staging import HostStage
-from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rank_group import OF_A_RUN, OF_FILES, RankGroup

@@ -24,7 +24,7 @@ from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import redistribute
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.self_test import SelfTestError
 from prime_hpc.trainer.objectives import normalization, rl_loss
 from prime_hpc.trainer.optim import build_optimizer

@@ -30,7 +30,7 @@ from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.gradients import sum_over
 from tests.proofs import Proof

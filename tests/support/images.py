@@ -11,7 +11,8 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.trainer import ParallelConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
-from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.parallel.mesh import build_parallel
 from tests.support.tiny_vision import make_image
 

@@ -14,7 +14,8 @@ from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
 from prime_hpc.trainer.lora.slots import PREFIX, Adapters
-from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from prime_hpc.slurm import client, job_scripts, probe_site, sbatch_errors, termination
+from prime_hpc.slurm import client, probe_site, sbatch_errors, termination
 from prime_hpc.slurm import jobs as slurm_jobs
 from prime_hpc.slurm.allocation import read_allocation
 from prime_hpc.slurm.client import field, first_end, parse_shown
 from prime_hpc.slurm.executors import RunExecutor
+from prime_hpc.slurm.queue_facts import job_scripts
 from prime_hpc.slurm.termination import JobLog, parse_termination, parse_words
 from prime_hpc.slurm.times import parse_time
 from prime_hpc.supervisor.attempt.lost_batch_host import batch_host_state

@@ -21,7 +21,7 @@ from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.staging import HostStage
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel

@@ -17,7 +17,7 @@ from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, Scheduler
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
 from prime_hpc.trainer.optim import build_optimizer

@@ -14,7 +14,7 @@ from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model.files import other_vocabulary, quantised, read_header, stored_tensors
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from tests.support.tiny_families import VOCAB, make_family
 

@@ -44,7 +44,7 @@ def test_what_was_opened_is_closed_again(
     admission: Any = SimpleNamespace(
         path=tmp_path, incarnation=1, name="run_a", experiment=None, slot=0, resume=SimpleNamespace(step=3)
     )
-    bus: Any = SimpleNamespace(of_run=lambda _: None)
+    bus: Any = SimpleNamespace()
     base: Any = SimpleNamespace(control=control)
     with pytest.raises(StoreError, match="Input/output error" if is_built else "rank 1: disk full") as caught:
         begin_child(base, admission, 64, bus)

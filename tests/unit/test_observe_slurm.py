@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_hpc.runtime.backoff import Backoff
-from prime_hpc.slurm import client, job_scripts
+from prime_hpc.slurm import client
 from prime_hpc.slurm import jobs as slurm_jobs
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, fold, fold_states, history, job, jobs, token_of
+from prime_hpc.slurm.queue_facts import job_scripts
 from prime_hpc.slurm.times import parse_duration, parse_time
 from tests.support.fake_slurm import FakeSlurm
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
-from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.ops import attention
 from prime_hpc.trainer.parallel import build_parallel
 from tests.support.tiny_model import make_tiny_model, random_rank_batch

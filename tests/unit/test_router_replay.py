@@ -13,7 +13,8 @@ from prime_hpc.config.sections.common import ActivationCheckpointConfig, ModelCo
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
-from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.parallel import build_parallel
 from tests.support.tiny_families import make_family, random_routing

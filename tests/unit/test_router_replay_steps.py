@@ -25,7 +25,7 @@ from prime_hpc.inference.transformers.requests import Reader
 from prime_hpc.inference.transformers.weight_updates import BatchPolicy
 from prime_hpc.orchestrator.batching.batch_builder import TrainSample, build_ranks
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel

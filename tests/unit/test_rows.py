@@ -13,7 +13,7 @@ from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig
 from prime_hpc.trainer.batching import rows
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch, rows_fit, with_single_rows
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel

@@ -16,6 +16,7 @@ from prime_hpc.store.io import files
 from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.messaging.run_bus import RunBusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
 
@@ -443,8 +444,8 @@ def test_what_an_earlier_life_of_a_run_announced_is_not_heard_by_its_next(hub, b
     trainer = bus(hub.address)
     first = bus(hub.address, "orchestrator", run="run_a/1")
     first.publish("batch", step=7)
-    assert trainer.of_run("run_a/1").wait("batch", lambda m: m["step"] == 7, WAIT_S)
-    second, rollouts = trainer.of_run("run_a/2"), RunPaths(tmp_path).rollouts
+    assert RunBusClient(trainer, "run_a/1").wait("batch", lambda m: m["step"] == 7, WAIT_S)
+    second, rollouts = RunBusClient(trainer, "run_a/2"), RunPaths(tmp_path).rollouts
     rollouts.mkdir()
     watch = ArtifactWatch(rollouts / "step_000007", bus=second, topic="batch", key={"step": 7}, min_incarnation=2)
     assert watch.poll() is None and watch.found_at is None and watch.error is None

@@ -10,7 +10,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.weights.publish import Publisher
 from tests.support.tiny_families import VOCAB, make_family

@@ -12,10 +12,11 @@ import pytest
 from prime_hpc.cli.verbs.experiment.sweep import run
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import GENERIC
-from prime_hpc.launch.sweep.feed import feed_sweep
+from prime_hpc.launch.sweep.feed_sweep import feed_sweep
+from prime_hpc.launch.sweep.report import Report
 from prime_hpc.launch.sweep.resolve import load_base
 from prime_hpc.launch.sweep.state import read_sweep
-from prime_hpc.launch.sweep.submit import Report, submit_sweep
+from prime_hpc.launch.sweep.submit import submit_sweep
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit, num_free, queued_parts, submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused

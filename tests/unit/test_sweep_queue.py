@@ -20,9 +20,10 @@ from prime_hpc.config.site import read_site
 from prime_hpc.launch import job
 from prime_hpc.launch.sweep import cancel, queue
 from prime_hpc.launch.sweep.progress import RESUME, look
+from prime_hpc.launch.sweep.report import Report
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
 from prime_hpc.launch.sweep.state import POINTS, new_submit, point_run_dir, read_sweep
-from prime_hpc.launch.sweep.submit import Report, submit_sweep
+from prime_hpc.launch.sweep.submit import submit_sweep
 from prime_hpc.runtime import gpus
 from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts import submit_limits

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from prime_hpc.config.sections.common import ModelConfig  # noqa: E402
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig, TrainerConfig  # noqa: E402
 from prime_hpc.trainer.batching.micro_batches import redistribute  # noqa: E402
-from prime_hpc.trainer.model.policy import Policy, load_policy  # noqa: E402
+from prime_hpc.trainer.model.load_policy import load_policy  # noqa: E402
+from prime_hpc.trainer.model.policy import Policy  # noqa: E402
 from prime_hpc.trainer.objectives import rl_loss  # noqa: E402
 from prime_hpc.trainer.optim import build_optimizer  # noqa: E402
 from prime_hpc.trainer.parallel import build_parallel  # noqa: E402

@@ -388,7 +388,7 @@ def train(group, tmp_path_factory):
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import ParallelDims
     from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-    from prime_hpc.trainer.model.policy import load_policy
+    from prime_hpc.trainer.model.load_policy import load_policy
     from prime_hpc.trainer.objectives import rl_loss
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel

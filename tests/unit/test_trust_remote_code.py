@@ -9,7 +9,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.trainer.data.workers import Recipe
-from prime_hpc.trainer.model.policy import _build_empty
+from prime_hpc.trainer.model.load_policy import _build_empty
 from tests.support.tiny_model import make_tiny_model
 
 CODE = """

@@ -23,7 +23,7 @@ def load_rank(rank: int, model: Path, rendezvous: Path, dtype: str) -> "Policy":
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import ParallelDims
-    from prime_hpc.trainer.model.policy import load_policy
+    from prime_hpc.trainer.model.load_policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
 
     os.environ |= {"LOCAL_WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": str(rank)}

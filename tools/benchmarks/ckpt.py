@@ -59,7 +59,7 @@ class Bench:
         from prime_hpc.store.run_paths import RunPaths
         from prime_hpc.trainer.batching.micro_batches import build_rank_batch
         from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
-        from prime_hpc.trainer.model.policy import load_policy
+        from prime_hpc.trainer.model.load_policy import load_policy
         from prime_hpc.trainer.objectives import rl_loss
         from prime_hpc.trainer.optim import build_optimizer
         from prime_hpc.trainer.parallel import build_parallel

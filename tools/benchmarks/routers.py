@@ -170,7 +170,7 @@ def trainer_policy(model: Path, dtype: str, router: str, replays: bool) -> Any:
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import ParallelDims
-    from prime_hpc.trainer.model.policy import load_policy
+    from prime_hpc.trainer.model.load_policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
 
     @contextmanager

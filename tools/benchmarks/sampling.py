@@ -48,7 +48,7 @@ def trainer_policy(model: Path, dtype: str) -> Iterator[Any]:
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import ParallelDims
-    from prime_hpc.trainer.model.policy import load_policy
+    from prime_hpc.trainer.model.load_policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

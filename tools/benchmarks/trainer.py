@@ -130,7 +130,7 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     """This project's train step of either kind; returns its mean negative log-likelihood."""
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.trainer import TrainerConfig
-    from prime_hpc.trainer.model.policy import load_policy
+    from prime_hpc.trainer.model.load_policy import load_policy
     from prime_hpc.trainer.objectives import LossStats, rl_loss, sft_loss
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel

@@ -130,6 +130,14 @@ class SFTDataConfig(SFTSourceConfig):
         """The Jinja file, where there is one."""
         return None if self.chat_template in ("auto", "none") else Path(self.chat_template)
 
+    def read_template(self) -> str | None:
+        """Return the text of that file; None: there is none. Raises ValueError where it cannot be read."""
+        file = self.template_file
+        try:
+            return file.read_text(encoding="utf-8") if file is not None else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"sft.data.chat_template = {file}: {error}") from error
+
     @model_validator(mode="after")
     def _padding_needs_rows(self) -> "SFTDataConfig":
         if self.pad_multiple is not None and self.pack:

@@ -17,9 +17,9 @@ from prime_hpc.launch.estimate.engine_memory import engine_memory, engine_overhe
 from prime_hpc.launch.estimate.model_facts import ModelFacts, read_model
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.runtime.gpus import Runner, memory_gib, run_command
-from prime_hpc.slurm.gpu_split import gpus_in_common
 from prime_hpc.slurm.options import known_partitions, resolve
 from prime_hpc.slurm.placement import Placement, place_slurm
+from prime_hpc.slurm.shared_gpus import gpus_in_common
 from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
 
 USABLE = 0.9

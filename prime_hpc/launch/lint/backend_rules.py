@@ -9,8 +9,8 @@ from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.runtime.device import Stated, planned_device
-from prime_hpc.slurm.gpu_split import gpus_in_common
 from prime_hpc.slurm.placement import stated_device
+from prime_hpc.slurm.shared_gpus import gpus_in_common
 
 SHARE_FOR_KV = 0.5
 """Of a node's host memory."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from prime_hpc.launch.estimate.micro_batch import engine_share, left_to_trainer
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
-from prime_hpc.slurm.gpu_split import gpu_places, gpus_in_common
+from prime_hpc.slurm.shared_gpus import gpu_places, gpus_in_common
 
 _ALMOST_ALL = 0.8
 """For a GPU of unknown memory: engines that take more leave a trainer too little."""

@@ -1,10 +1,7 @@
 """`sweep submit` and `sweep resume`: what is missing or failed, prepared and sent; everything else is left alone."""
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import RUN_YAML
@@ -13,65 +10,22 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site, other_cluster
 from prime_hpc.config.sources.files import dump_yaml
 from prime_hpc.launch.submission import unseen_by_others, uses_slurm
+from prime_hpc.launch.sweep.feed import Feed
 from prime_hpc.launch.sweep.local_points import run_here
 from prime_hpc.launch.sweep.prepare import Job, jobs_of, refuse_bad, write_run_dirs
 from prime_hpc.launch.sweep.progress import RERUN, PointView, ask_strictly, look
 from prime_hpc.launch.sweep.queue import plan_parts, resolve_pending_submits, send_parts
+from prime_hpc.launch.sweep.report import BAD_POINTS, OK, SLURM_REFUSED, Report
 from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
-from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, PointRow, Sweep, merge_points, read_sweep, write_text
+from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, Sweep, merge_points, read_sweep, write_text
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.submission_record import submitting
 
-if TYPE_CHECKING:
-    from prime_hpc.launch.sweep.feed import Feed
-
-OK, BAD_POINTS, SLURM_REFUSED = 0, 1, SlurmRefused.exit_code
-
-
-@dataclass
-class Report:
-    """Result of a submit: what it did, or (dry run) would do."""
-
-    sweep: Sweep
-    views: list[PointView]
-    """The points as they were before."""
-    jobs: list[Job]
-    """Those that were sent."""
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    """Arrays and jobs: kind, points, job id, dependency."""
-    code: int = OK
-    warnings: list[str] = field(default_factory=list)
-    is_local: bool = False
-
-    @property
-    def invalid(self) -> list[PointRow]:
-        """Current points that cannot run."""
-        return [row for row in self.sweep.current if row.reason is not None]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "sweep": str(self.sweep.dir),
-            "points": len(self.sweep.current),
-            "sent": [job.row.name for job in self.jobs],
-            "parts": self.parts,
-            "invalid": [{"name": row.name, "values": row.values, "reason": row.reason} for row in self.invalid],
-            "left": dict(Counter(view.state for view in self.left)),
-            "exit_code": self.code,
-        }
-
-    @property
-    def left(self) -> list[PointView]:
-        """Points that were left as they are."""
-        sent = {job.row.index for job in self.jobs}
-        bad = {row.index for row in self.invalid}
-        return [view for view in self.views if view.row.index not in sent | bad]
-
 
 def submit_sweep(
-    base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = False, feed: "Feed | None" = None
+    base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = False, feed: Feed | None = None
 ) -> Report:
     """Bring a sweep nearer to its end.
 
@@ -106,9 +60,7 @@ def _stay_here(points: Sequence[Point]) -> None:
         )
 
 
-def _submit(
-    base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool, feed: "Feed | None"
-) -> Report:
+def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool, feed: Feed | None) -> Report:
     sweep = read_sweep(base.sweep_dir)
     if not dry_run:
         resolve_pending_submits(sweep)
@@ -144,7 +96,7 @@ def _submit(
 
 
 def _sound(
-    sweep: Sweep, jobs: list[Job], views: Sequence[PointView], site: SiteConfig, *, touch: bool, feed: "Feed | None"
+    sweep: Sweep, jobs: list[Job], views: Sequence[PointView], site: SiteConfig, *, touch: bool, feed: Feed | None
 ) -> tuple[list[Job], list[str]]:
     """Return the points that are sent now and that nothing is wrong with, and the warnings about them.
 

@@ -27,7 +27,6 @@ from prime_hpc.store.messaging.accept_clients import Admission
 from prime_hpc.store.messaging.auth import AuthenticationError, new_secret, prove
 from prime_hpc.store.messaging.json_lines import Peer, PeerGone, encode, parse_address
 from prime_hpc.store.messaging.last_words import LastWords, thing
-from prime_hpc.store.messaging.run_topics import RunBusClient, scoped
 
 Payload = dict[str, Any]
 _TICK_S = 1.0  # longest sleep of a thread; everything urgent wakes it
@@ -37,6 +36,8 @@ _PURPOSE = "bus"
 _MAX_QUEUED = 1000  # messages kept while the hub cannot be reached; older ones are dropped
 HUB_ONLY = frozenset({"status", "agent", "held"})
 """Topics that are the hub's alone: thousands of processes report on themselves, and only the supervisor listens."""
+SHARED = frozenset({"stop", "save", "server", "pulse", "run"})
+"""Topics that mean everybody, also where several runs share a hub; all others are a run's own."""
 _HISTORY = 256  # messages that a waiter may still see though newer ones came in the same instant
 
 
@@ -61,6 +62,11 @@ class _Waker:
     def close(self) -> None:
         self.reader.close()
         self._writer.close()
+
+
+def scoped(prefix: str, topic: str) -> str:
+    """Return the name on the wire of a topic of the run that a prefix stands for."""
+    return topic if topic in SHARED else f"{prefix}{topic}"
 
 
 def _call(callback: Callable[..., None], *arguments: Any) -> None:
@@ -317,10 +323,6 @@ class BusClient:
     def _scoped(self, topic: str) -> str:
         return scoped(self._prefix, topic)
 
-    def of_run(self, run: str) -> RunBusClient:
-        """Return the same connection, as one of several runs sees it."""
-        return RunBusClient(self, run)
-
     def wait_for_any(self, timeout_s: float) -> None:
         """Block until any message comes, at most `timeout_s` seconds."""
         with self._changed:
@@ -492,7 +494,3 @@ class BusClient:
             self._changed.notify_all()
         for callback in callbacks:
             _call(callback, dict(payload))
-
-
-Bus = BusClient | RunBusClient
-"""A role's end of the bus, be its run alone or one of several."""

@@ -31,10 +31,10 @@ from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.auth import prove
-from prime_hpc.store.messaging.bus import Bus
 from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.proven_server import ProvenRequest, ProvenServer
+from prime_hpc.store.messaging.run_bus import Bus
 
 PURPOSE = "handover"
 NUM_OFFERED = 16

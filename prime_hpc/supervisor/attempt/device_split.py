@@ -17,7 +17,7 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
-from prime_hpc.slurm.gpu_split import gpus_in_common
+from prime_hpc.slurm.shared_gpus import gpus_in_common
 
 NODE = 8
 """Devices by which many are shared out."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from loguru import logger
 
 from prime_hpc.config.sections.common import CkptConfig
-from prime_hpc.store.messaging.bus import Bus
+from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule

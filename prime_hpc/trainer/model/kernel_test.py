@@ -9,17 +9,15 @@ out as wrong as among others, and in bfloat16 a model's own rounding hides what 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.ops import attention
 from prime_hpc.trainer.ops.transfer import to_device
-
-if TYPE_CHECKING:
-    from prime_hpc.trainer.model.policy import Policy
 
 LENGTHS = (9, 33)
 """Tokens of two sequences; a window is tried as `WINDOW`, which is shorter."""
@@ -68,7 +66,7 @@ def recorded_calls() -> Iterator[Calls]:
         attention.register()
 
 
-def check_kernels(policy: "Policy", calls: Calls, device: torch.device) -> list[str]:
+def check_kernels(policy: Policy, calls: Calls, device: torch.device) -> list[str]:
     """Return what the kernel gets wrong, a sentence for each kind of layer; none where the kernel is the reference."""
     problems = []
     for (heads, kv_heads, width, out_width, dtype, *rest), (module, wanted) in calls.kinds.items():

@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.trainer.model.policy import Policy, load_policy, resolve_source
+from prime_hpc.trainer.model.load_policy import load_policy, resolve_source
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import requires_reference
 
 

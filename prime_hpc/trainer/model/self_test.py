@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.image_inputs import ImageInputs, random_image
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.model.kernel_test import check_kernels, recorded_calls
-
-if TYPE_CHECKING:
-    from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.model.policy import Policy
 
 LENGTHS = (12, 15, 19)
 """Tokens of the three samples."""
@@ -157,7 +155,7 @@ def _disturbed(blocks: list[nn.Module], unit: float, seed: int) -> Iterator[None
 class _Prober:
     """Runs the policy on the batches of the test."""
 
-    def __init__(self, policy: "Policy", device: torch.device) -> None:
+    def __init__(self, policy: Policy, device: torch.device) -> None:
         self.policy, self.device = policy, device
         vocab_size = policy.hf.config.get_text_config().vocab_size
         self.shown = None if policy.image_inputs is None else _Shown(policy.image_inputs, policy.hf.config)
@@ -209,7 +207,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.where(gap.isfinite(), gap, torch.inf).max()
 
 
-def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
+def measure(policy: Policy, device: torch.device, unit: float) -> Found:
     """Return the differences that the self-test judges. Collective.
 
     Args:
@@ -262,12 +260,12 @@ def _of_all_ranks(values: list[torch.Tensor]) -> list[float]:
     return found
 
 
-def _has_experts(policy: "Policy") -> bool:
+def _has_experts(policy: Policy) -> bool:
     return any("expert" in name for name, _ in policy.hf.named_modules())
 
 
 @torch.no_grad()
-def self_test(policy: "Policy", device: torch.device, unit: float, *, mixes_scales: bool = False) -> Found:
+def self_test(policy: Policy, device: torch.device, unit: float, *, mixes_scales: bool = False) -> Found:
     """End a start whose log-probabilities would be wrong. Collective.
 
     Args:

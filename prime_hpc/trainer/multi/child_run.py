@@ -17,6 +17,7 @@ from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.messaging.run_bus import RunBusClient
 from prime_hpc.store.run_paths import current_incarnation
 from prime_hpc.store.waiting import ArtifactWatch
 from prime_hpc.trainer.batching.micro_batches import read_local_batch, refuse_untrainable
@@ -170,7 +171,7 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
         incarnation=admission.incarnation,
         run=admission.name,
     )
-    run_bus, experiment = bus.of_run(context.bus_run), admission.experiment
+    run_bus, experiment = RunBusClient(bus, context.bus_run), admission.experiment
 
     built: list[Trainer] = []
 

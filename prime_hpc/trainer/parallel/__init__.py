@@ -1,7 +1,7 @@
 """How a model's parameters and a batch's tokens are spread over the trainer's ranks.
 
     parallel = build_parallel(experiment.trainer.parallel.dims(world_size), device)
-    policy = load_policy(config, source, parallel, device, ...)      # model/policy.py, which calls `distribute`
+    policy = load_policy(config, source, parallel, device, ...)      # model/load_policy.py, which calls `distribute`
 
 - `mesh`: the layout's device meshes and process groups, and this rank's place in them;
 - `distribute`: tensor parallel, expert parallel, recomputation, compilation and FSDP2, in this order;

@@ -11,7 +11,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.model.policy import compute_dtype
+from prime_hpc.trainer.model.load_policy import compute_dtype
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer

@@ -127,7 +127,7 @@ def _copy_rest(base: Path, stage: Path, dtype: torch.dtype | None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Merge; prints what was written."""
-    from prime_hpc.trainer.model.policy import resolve_source
+    from prime_hpc.trainer.model.load_policy import resolve_source
 
     parser = argparse.ArgumentParser(
         prog="python -m prime_hpc.trainer.weights.merge_lora", description=__doc__.split("\n")[0]

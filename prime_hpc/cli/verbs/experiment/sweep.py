@@ -25,7 +25,7 @@ from prime_hpc.launch.sweep.state import read_sweep
 from prime_hpc.observe.table import align
 
 if TYPE_CHECKING:
-    from prime_hpc.launch.sweep.submit import Report
+    from prime_hpc.launch.sweep.report import Report
 
 TIMEOUT_S = 600.0
 """Wait for the saves of a cancel."""
@@ -72,7 +72,7 @@ def _resume(argv: list[str], program: str) -> int:
 
 def _send(base: Base, states: Sequence[str], given: Given, program: str) -> int:
     """Send the points in these states: all at once, or as slots come free."""
-    from prime_hpc.launch.sweep.feed import EVERY_S, feed_sweep
+    from prime_hpc.launch.sweep.feed_sweep import EVERY_S, feed_sweep
     from prime_hpc.launch.sweep.submit import submit_sweep
 
     every_s, dry_run = given.positive("--every"), "--dry-run" in given

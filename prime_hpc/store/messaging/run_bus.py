@@ -1,24 +1,15 @@
-"""Topics of several runs on one bus: each run has its own, a few mean everybody."""
+"""One of several runs on a bus that they share: each has topics of its own, a few mean everybody (`bus.SHARED`)."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from prime_hpc.store.messaging.bus import BusClient, Payload
-
-SHARED = frozenset({"stop", "save", "server", "pulse", "run"})
-"""Topics that mean everybody, also where several runs share a hub; all others are a run's own (see `BusClient`)."""
-
-
-def scoped(prefix: str, topic: str) -> str:
-    """Return a topic's name on the wire."""
-    return topic if topic in SHARED else f"{prefix}{topic}"
+from prime_hpc.store.messaging.bus import BusClient, Payload, scoped
 
 
 class RunBusClient:
-    """One run's view of a bus that several runs of a process share (`BusClient.of_run`)."""
+    """One run's view of a bus that several runs of a process share: the same connection, the run's own topics."""
 
-    def __init__(self, bus: "BusClient", run: str) -> None:
+    def __init__(self, bus: BusClient, run: str) -> None:
         self._bus, self._prefix = bus, f"{run}/"
 
     def _scoped(self, topic: str) -> str:
@@ -53,10 +44,14 @@ class RunBusClient:
         """Announce for this run."""
         self._bus.publish(self._scoped(topic), **payload)
 
-    def latest(self, topic: str) -> "Payload | None":
+    def latest(self, topic: str) -> Payload | None:
         """Return the last message of this run's topic."""
         return self._bus.latest(self._scoped(topic))
 
-    def wait(self, topic: str, predicate: "Callable[[Payload], bool]", timeout_s: float) -> "Payload | None":
+    def wait(self, topic: str, predicate: Callable[[Payload], bool], timeout_s: float) -> Payload | None:
         """As `BusClient.wait`."""
         return self._bus.wait(self._scoped(topic), predicate, timeout_s)
+
+
+Bus = BusClient | RunBusClient
+"""A role's end of the bus, be its run alone or one of several."""

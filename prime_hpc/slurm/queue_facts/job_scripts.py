@@ -5,33 +5,26 @@ what we asked for.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.slurm.client import COMMENT_PREFIX, SlurmError, asked_cluster, run_slurm, squeue_rows
 
-if TYPE_CHECKING:
-    from prime_hpc.slurm.jobs import JobInfo
 
-
-def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float) -> dict[str, "JobInfo"]:
-    """Return the same jobs, those whose comment a site has changed with the token of their batch script put before it.
+def tokens_in_scripts(job_ids: Sequence[str], which: list[str], timeout_s: float) -> dict[str, str]:
+    """Return the tokens of the jobs that are ours, by id.
 
     Args:
-        found: jobs by id.
+        job_ids: jobs whose comment has none.
         which: selects them in squeue.
         timeout_s: deadline of each question.
     """
-    silent = [info for info in found.values() if not re.match(r"prime-hpc\b", info.comment)]
-    if not silent:
-        return found
-    scripts = _scripts(which, timeout_s)
-    result = dict(found)
-    for info in silent:
-        base = re.split(r"[_+]", info.job_id)[0]
+    scripts = _scripts(which, timeout_s) if job_ids else {}
+    tokens: dict[str, str] = {}
+    for job_id in job_ids:
+        base = re.split(r"[_+]", job_id)[0]
         if Path(scripts.get(base, "")).name != JOB_SBATCH:
             continue
         try:
@@ -41,8 +34,8 @@ def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float)
                 raise
             continue  # another user's job, or gone meanwhile
         if token is not None:
-            result[info.job_id] = replace(info, comment=f"{COMMENT_PREFIX}{token} {info.comment}".rstrip())
-    return result
+            tokens[job_id] = token
+    return tokens
 
 
 def _scripts(which: list[str], timeout_s: float) -> dict[str, str]:
