@@ -15,6 +15,7 @@ from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.messaging.network import GLOO, Place, route_to
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.rank_group import RankGroup
 
 ENTRYPOINTS = ("trainer", "sft")
@@ -80,6 +81,10 @@ def refuse_taken(experiment: Experiment) -> None:
                 "name",
             )
         )
+    versions = [] if experiment.trainer.bench else list_versions(paths)
+    if versions and versions[-1] > 0:
+        message = f"{run_dir} holds weight versions up to {versions[-1]}, and no checkpoint: choose another --name"
+        raise ConfigError(Problem(message, "name"))
 
 
 def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -21,6 +21,7 @@ from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
+from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.messaging.run_bus import Bus
@@ -147,12 +148,16 @@ class Trainer:
             the step it holds (0 for a fresh start) and its progress.
 
         Raises:
-            StoreError: it does not exist or is damaged; lists the steps that exist.
+            StoreError: it does not exist or is damaged (lists the steps that exist); or, by hand, what comes after it
+                cannot be taken out of the way.
         """
         info = self.control.from_first(self._checkpoint_to_resume, OF_FILES)
         if info is None:
             return 0, {}
         progress = self.saver.checkpointer.load(info)
+        if self.context.resume_step is None and not self.experiment.trainer.bench:  # by hand: no supervisor has
+            step, own = info.step, self.context.incarnation
+            self.control.from_first(lambda: rewind(self.paths, step, own, spare_given=True))
         self.saver.saved_step = info.step
         if self.rank == 0:
             logger.info(f"resumed from {info.path}: step {info.step}")
@@ -285,12 +290,10 @@ class Trainer:
             self.status.note(step)
             return values
         self.metrics.log(step, **values)
-        shown: dict[str, float] = {
-            k: values[k] for k in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu") if k in values
-        }
-        rl_keys = ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
+        keys: tuple[str, ...] = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
         if self.experiment.kind == "rl":
-            shown |= {k: values[k] for k in rl_keys if k in values}
+            keys += ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
+        shown = {k: values[k] for k in keys if k in values}
         self.status.beat(step=step, **shown)
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
         name = f"{self.context.run} " if self.context.run else ""

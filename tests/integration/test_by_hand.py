@@ -150,6 +150,24 @@ def test_supervised_on_two_machines_killed_and_started_again(folder: Path, machi
     assert "resumed from" in console and "resumed from" in said[0]
 
 
+def test_another_rate_from_an_earlier_step_on_makes_later_versions_anew(folder: Path) -> None:
+    """Nobody but the trainer itself takes those of before out of the way: kept where a later checkpoint is of them."""
+    paths = RunPaths(folder / "rates")
+    words = ["prime_hpc.trainer.main", "sft", "@", str(folder / "sft.yaml"), "--name", "rates"]
+    words += ["--sft.save-interval", "1", "--max-steps", "6"]
+    found = []
+    for more in ([], ["--ckpt.resume-step", "4", "--trainer.optim.lr", "0.01"]):
+        one = start(THIS, [*words, *more])
+        said = ended(one)
+        assert one.returncode == 0, said[0][-3000:]
+        found.append([weights(paths, step) for step in (4, 5, 6)])
+    before, after = found
+    for step, (then, now) in enumerate(zip(before, after, strict=True), 4):
+        assert all(torch.equal(then[name], now[name]) for name in then) == (step == 4)
+    kept = sorted(path.name[:22] for path in paths.weights.iterdir() if path.name.startswith("set-aside"))
+    assert kept == ["set-aside-step_000005-", "set-aside-step_000006-"]
+
+
 def test_reinforced_on_two_machines_from_batches_in_files(folder: Path, machines: tuple[Machine, Machine]) -> None:
     words = ["@", str(folder / "rl.yaml"), "--max-steps", "3", "--name"]
     alone, both = RunPaths(folder / "rl_alone"), RunPaths(folder / "rl_both")

@@ -30,6 +30,8 @@ from prime_hpc.trainer.rank_group import OF_A_RUN, OF_FILES, RankGroup
 from prime_hpc.trainer.replay import dump_failed_step
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
 from prime_hpc.trainer.train_step import NonFiniteError
+from prime_hpc.trainer.weights.lora_files import AdapterPublisher
+from tests.support.lora import lora_policy
 from tests.support.ranks import spawn
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -194,6 +196,26 @@ def test_a_rank_without_room_and_one_that_cannot_read_are_the_runs_trouble_on_ev
     (tmp_path / "model").mkdir()
     make_tiny_model(tmp_path / "model")
     spawn(save_and_load, (str(tmp_path / "store"), tmp_path), 2)
+
+
+def publish_adapter(rank: int, store: str, root: Path) -> None:
+    """Rank 0 alone writes an adapter's versions, and its disk is full."""
+    begin(rank, store)
+    policy = lora_policy(root / "model")
+    paths = RunPaths(root / "run")
+    publisher = AdapterPublisher(policy, root / "model", paths, incarnation=0, model_name="tiny")
+    for wanted in ("mkdir", "create", "write", "fsync", "rename"):
+        with files.observe_operations(full_at(wanted, rank)):
+            all_raise(lambda: publisher.publish(1), "disk full|No space left")
+        assert not paths.weights_step(1).exists() and not stage_dir(paths.weights_step(1), 0).exists()
+    assert (publisher.publish(1) is not None) == (rank == 0) and paths.weights_step(1).exists()
+    dist.destroy_process_group()
+
+
+def test_an_adapter_that_cannot_be_written_is_said_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+    spawn(publish_adapter, (str(tmp_path / "store"), tmp_path), 2)
 
 
 def full_at(wanted: str, rank: int) -> Callable[[str, Path], None]:

@@ -49,7 +49,7 @@ def state_of(paths: RunPaths) -> ChildState:
 def test_what_is_wrong_with_one_run_ends_that_run_alone(tmp_path: Path, model: Path) -> None:
     directory = tmp_path / "parent"
     parent = make_parent(directory, model)
-    names = ("good", "late", "infinite", "torn", "foreign")
+    names = ("good", "late", "infinite", "torn", "foreign", "own")
     runs = {name: make_child(parent, directory, f"run_{name}", seed=i) for i, name in enumerate(names)}
     for i, (name, paths) in enumerate(runs.items()):
         put_batches(paths, i, range(1, 2 if name in ("infinite", "late") else 4))
@@ -60,17 +60,21 @@ def test_what_is_wrong_with_one_run_ends_that_run_alone(tmp_path: Path, model: P
     content = bytearray(rank_file.read_bytes())
     content[-1] ^= 1
     rank_file.write_bytes(content)
-    for name, old, new in (("foreign", "rank: 4", "rank: 8"), ("late", "batch_timeout_s: 60", "batch_timeout_s: 3")):
+    for name, old, new in (
+        ("foreign", "rank: 4", "rank: 8"),
+        ("late", "batch_timeout_s: 60", "batch_timeout_s: 3"),
+        ("own", "type: aipo", "type: no_such_module:loss"),
+    ):
         text = runs[name].run_yaml.read_text()
         assert old in text
         runs[name].run_yaml.write_text(text.replace(old, new))
     (directory / "run_half" / "configs").mkdir(parents=True)
     assert run_trainer(directory) == 0, log_of(directory)
     phases = {name: state_of(paths).phase for name, paths in runs.items()}
-    assert phases == {"good": "done", "late": "failed", "infinite": "failed", "torn": "failed", "foreign": "failed"}
+    assert phases == dict.fromkeys(names, "failed") | {"good": "done"}
     reasons = {name: state_of(paths).reason or "" for name, paths in runs.items()}
     assert "batch_timeout_s" in reasons["late"] and "inf" in reasons["infinite"] and "xxh3" in reasons["torn"]
-    assert "model.lora.rank" in reasons["foreign"]
+    assert "model.lora.rank" in reasons["foreign"] and "cannot import 'no_such_module:loss'" in reasons["own"]
     assert sorted(versions(runs["good"])) == [1, 2, 3] and sorted(versions(runs["infinite"])) == [1]
     assert (runs["infinite"].failed_step(2) / "run.yaml").exists()  # kept for a replay
     assert "run_half is passed over" in log_of(directory)

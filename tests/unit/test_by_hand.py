@@ -10,7 +10,9 @@ import pytest
 from prime_hpc.cli import entrypoints as cli
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.launch.by_hand import Nodes, ranks_of_all
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer import command_line
+from tests.support.checkpoints import make_checkpoint, make_weights
 
 MEETS = {"--nnodes": "2", "--node-rank": "1", "--rdzv-endpoint": "10.15.42.1:1234"}
 
@@ -102,6 +104,19 @@ def test_a_rank_resolves_its_own_command_line(config: Path) -> None:
     assert command_line.resolve(["sft", *words, "--data.type", "fake"], {}).kind == "sft"
     with pytest.raises(ConfigError, match="is 3, but torchrun starts 16 ranks"):
         command_line.resolve([*words, "--num-ranks", "3"], {"WORLD_SIZE": "16"})
+
+
+def test_what_an_earlier_trainer_left_is_not_gone_over(config: Path, tmp_path: Path) -> None:
+    """Its last version would stay in the place of the new one's."""
+    words = ["sft", "@", str(config), "--data.type", "fake"]
+    paths = RunPaths(tmp_path / "out" / "x")
+    make_weights(paths, 3)
+    with pytest.raises(ConfigError, match="x holds weight versions up to 3, and no checkpoint: choose another --name"):
+        command_line.resolve(words, {})
+    make_checkpoint(paths, 3, kind="sft")
+    with pytest.raises(ConfigError, match="holds checkpoints up to step 3: go on with --ckpt.resume-step latest"):
+        command_line.resolve([*words, "--ckpt"], {})
+    assert command_line.resolve([*words, "--ckpt.resume-step", "latest"], {}).ckpt is not None
 
 
 def test_an_evaluation_beside_sft_needs_a_supervisor(config: Path) -> None:

@@ -16,10 +16,12 @@ from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
+from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.saver import Saver
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
@@ -183,6 +185,39 @@ def test_one_save_at_a_time_and_each_is_its_own(group: None, model: Path, tmp_pa
         again = Trainer(model, tmp_path / "run")
         again.checkpointer.load(resolve_resume(trainer.paths.checkpoints, n))
         assert same(again.state(), states[n])
+
+
+def test_a_request_is_answered_by_the_save_of_its_own_step(group: None, model: Path, tmp_path: Path) -> None:
+    """Not by one that was in flight when it came: who asked ends the attempt then, and loses the steps between."""
+    trainer = Trainer(model, tmp_path / "run", save_async=True)
+    go = threading.Event()
+
+    def slow_disk(operation: str, path: Path) -> None:
+        if operation == "fsync" and threading.current_thread().name == "save-1":
+            go.wait(30)
+
+    heard: list[tuple[int, list[int]]] = []
+    hub = BusServer(on_message=lambda _, said: heard.append((said["step"], said["ids"])))
+    bus = BusClient(hub.address, "trainer[0]")
+    config = CkptConfig(save_async=True)
+    saver = Saver(trainer.checkpointer, trainer.paths, bus, rank=0, world_size=1, config=config, max_steps=9)
+
+    def save(step: int) -> None:
+        saver.save(step, progress={}, batch_dir=trainer.paths.rollouts_step(step))
+
+    with files.observe_operations(slow_disk):
+        trainer.step(1)
+        save(1)
+        hub.publish("save", id=7)
+        assert bus.wait("save", lambda _: True, 30) is not None
+        saver.take_up()
+        trainer.step(2)
+        go.set()
+        save(2)
+        saver.finish()
+    bus.close()
+    hub.close()
+    assert heard == [(1, []), (2, [7])]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -391,6 +391,8 @@ def test_header_that_is_not_in_the_conversation_is_refused(tokenizer: Any) -> No
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["image", "only text"]),
         ({"messages": [{"role": "user", "content": 3}]}, ["content as text"]),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": ["x"]}]}, ["tool call with a name"]),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 3}]}, ["`tool_calls` as a list, got 3"]),
+        ({"messages": [{"role": "user", "content": [{"text": ["a"]}]}]}, ["`text` of a content part as a string"]),
         ({"messages": CONVERSATION, "tools": "[{"}, ["`tools`", "JSON"]),
         ([1], ["JSON object"]),
         ({"prompt": 3, "completion": "x"}, ["string or a list of messages"]),

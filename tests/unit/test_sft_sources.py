@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig
-from prime_hpc.store.dataset.files import find_data, first_columns
+from prime_hpc.store.dataset.files import find_data, first_columns, first_parquet_rows
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
@@ -109,6 +109,36 @@ def test_text_of_parquet_that_is_no_text_is_named_with_its_row(tmp_path: Path) -
     reader = RowReader(recipe, tokenizer=cast(Any, SimpleNamespace(has_template=False)))
     (result,) = reader([1])
     assert "rows.parquet: row 2: 'utf-8' codec can't decode byte 0xe9" in (result.error or "")
+
+
+@pytest.mark.parametrize(
+    ("column", "held"),
+    [
+        ("videos", [[{"bytes": b"x" * 500, "path": "a.mp4"}], None, [], [{"bytes": b"y", "path": None}]]),
+        ("audios", [["a.wav"], None, [], ["b.wav"]]),
+        ("video", ["a.mp4", None, "", "b.mp4"]),
+        ("audio", [b"x", None, b"", b"y"]),
+    ],
+)
+def test_rows_of_tables_say_that_videos_and_sounds_are_beside_them(
+    tmp_path: Path, column: str, held: list[Any]
+) -> None:
+    """Where the text shows one, as JSON lines do; the column is not among those that are read for every row."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    shown = "<video>" if column.startswith("video") else "<audio>"
+    table = pa.table({"prompt": [f"{shown} what?"] * 3 + ["a"], "completion": ["b"] * 4, column: held})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=3)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        source = SFTDataConfig(path=str(path))
+        rows = opened(tmp_path / "cache", path=path)
+        assert [row.get(column) for row in read(rows)] == [True, None, None, None]
+        recipe = Recipe(source, source, find_data(source), tmp_path / "cache", tmp_path, False, False, 64, 100)
+        reader = RowReader(recipe, rows, cast(Any, SimpleNamespace(has_template=True, images=None)))
+        assert f"{shown} in a message: only text and images can be shown" in (reader([0])[0].error or "")
+    first = first_parquet_rows(tmp_path / "rows.parquet", SFTDataConfig(), 9)
+    assert [row.get(column) for row in first] == [True, None, None, None]
 
 
 def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

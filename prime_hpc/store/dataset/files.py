@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
+from prime_hpc.store.dataset.media_columns import ParquetMedia
 from prime_hpc.store.manifest import MANIFEST
 
 Kind = Literal["jsonl", "parquet", "hub", "fake"]
@@ -232,9 +233,11 @@ def first_parquet_rows(path: Path, source: SFTSourceConfig, most: int) -> Iterat
         return
     names = parquet.schema_arrow.names
     used = [name for name in names if name in used_columns(names, source, images=True)]
+    media = ParquetMedia(path)
     try:
         for batch in itertools.islice(parquet.iter_batches(batch_size=most, columns=used), 1):
-            yield from map(without_nulls, batch.to_pylist())
+            for index, row in enumerate(map(without_nulls, batch.to_pylist())):
+                yield {**row, **media.beside(index, row)}
     except OSError:
         return
     except (ValueError, NotImplementedError) as error:  # a codec that this build has not is the latter

@@ -18,6 +18,7 @@ IMAGE_HERE = "<image>"
 """In a text: an image of the column stands here."""
 _OTHER_MEDIA = {"<video>": ("videos", "video"), "<audio>": ("audios", "audio")}
 """In a text, with the columns that say what stands there; neither is shown here."""
+MEDIA_COLUMNS = tuple(column for columns in _OTHER_MEDIA.values() for column in columns)
 
 _DATA_URL = re.compile(r"data:(?:image(?:/[^;,]*)?|application/octet-stream)?(?:;[^;,]+)*;base64,")
 """`data:image;base64,` is what Qwen's documents write."""
@@ -78,6 +79,13 @@ def other_media(messages: Sequence[Message], row: Mapping[str, Any]) -> str:
         if any(row.get(column) for column in columns) and any(mark in text for text in texts):
             kinds.add(mark)
     return f"{', '.join(sorted(kinds))} in a message: only text and images can be shown" if kinds else ""
+
+
+def shows_other_media(value: Any) -> bool:
+    """Return whether a text in a row, or in a part of it, holds a mark of what is neither text nor image."""
+    if isinstance(value, Mapping | list):
+        return any(map(shows_other_media, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and any(mark in value for mark in _OTHER_MEDIA)
 
 
 def has_marks(messages: Sequence[Message]) -> bool:

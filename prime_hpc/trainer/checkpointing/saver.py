@@ -57,6 +57,9 @@ class Saver:
         self._config, self.max_steps, self._schedule = config, max_steps, schedule
         self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
+        """Requests that were taken up, and are answered by the next save."""
+        self._answered_ids: list[int] = []
+        """Those that the newest save answers once it is whole."""
         self._figures: SaveFigures | None = None
 
     @property
@@ -109,10 +112,7 @@ class Saver:
         Raises:
             StoreError: this save, or one that was still in flight, failed.
         """
-        if step == 0:
-            self._answer(0)
-            return
-        if self.saved_step != step:
+        if self.saved_step != step and step:
             if self.in_flight is not None:
                 if self._rank == 0:
                     logger.warning(f"the checkpoint of step {self.in_flight} is still being written: waiting for it")
@@ -121,7 +121,10 @@ class Saver:
             self.saved_step = step
             if self._schedule is not None:
                 self._schedule.began()
-        if self.in_flight is None:
+        self._answered_ids, self._waiting_ids = self._answered_ids + self._waiting_ids, []
+        if step == 0:
+            self._answer(0)
+        elif self.in_flight is None:
             self._take_note()
 
     def wait_for_save(self) -> None:
@@ -167,8 +170,8 @@ class Saver:
 
     def _answer(self, step: int) -> None:
         if self._rank == 0:
-            self._bus.publish("saved", step=step, path=str(self._paths.checkpoint_step(step)), ids=self._waiting_ids)
-            self._waiting_ids = []
+            self._bus.publish("saved", step=step, path=str(self._paths.checkpoint_step(step)), ids=self._answered_ids)
+            self._answered_ids = []
 
     def take_figures(self) -> dict[str, float]:
         """Metrics of the save that ended since the last call, if one did."""

@@ -163,10 +163,10 @@ def _message(raw: Message, own_names: Sequence[str]) -> Message:
     if "reasoning" in message:  # kept beside: a template may know either name
         message.setdefault("reasoning_content", message["reasoning"])
     message["content"] = _content(message.get("content", ""))
-    if "tool_calls" in message:
-        message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        if not message["tool_calls"]:
-            del message["tool_calls"]
+    if calls := message.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            raise SFTDataError(f"expected `tool_calls` as a list, got {calls!r:.120}")
+        message["tool_calls"] = [_call(call) for call in calls]
     return message
 
 
@@ -188,6 +188,8 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     if other := sorted({str(kind) for kind in kinds if kind not in ("text", *IMAGE_PARTS)}):
         raise SFTDataError(f"content parts of type {', '.join(other)}: only text and images can be trained on")
     texts = [{"type": "text", "text": part.get("text") or ""} for part in content]
+    if wrong := [part["text"] for part in texts if not isinstance(part["text"], str)]:
+        raise SFTDataError(f"expected `text` of a content part as a string, got {wrong[0]!r:.120}")
     if not any(kind in IMAGE_PARTS for kind in kinds):
         return "".join(part["text"] for part in texts)
     return [part if kind in IMAGE_PARTS else text for part, kind, text in zip(content, kinds, texts, strict=True)]

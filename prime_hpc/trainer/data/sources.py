@@ -34,6 +34,8 @@ from prime_hpc.store.dataset.files import (
     used_columns,
     without_nulls,
 )
+from prime_hpc.store.dataset.media_columns import ParquetMedia, filled
+from prime_hpc.store.dataset.row_images import MEDIA_COLUMNS, shows_other_media
 from prime_hpc.store.io import files
 from prime_hpc.store.io.new_file import new_file
 from prime_hpc.trainer.data.messages import SFTDataError, parse_line
@@ -253,17 +255,20 @@ class ArrowRows:
             lambda: pa.ipc.open_file(pa.memory_map(str(target), "r")), deadline_s=_OPEN_DEADLINE_S
         )
         self._batch: tuple[int, Any] = (-1, None)
+        self._media = ParquetMedia(path)
         full = max(self._reader.num_record_batches - 1, 0) * _ARROW_ROWS
         last = self._reader.num_record_batches - 1
         self.num_rows = full + (self._reader.get_batch(last).num_rows if last >= 0 else 0)
         self.fingerprint = fingerprint_of(self.num_rows, target.stat().st_size)
 
     def row(self, index: int) -> Any:
-        """Return the row as plain Python, without the nulls that Arrow fills in."""
+        """Return the row as plain Python, without the nulls that Arrow fills in; of videos and sounds beside it, which
+        its text shows, that they are there."""
         number, place = divmod(index, _ARROW_ROWS)
         if self._batch[0] != number:
             self._batch = (number, self._reader.get_batch(number))
-        return without_nulls(self._batch[1].slice(place, 1).to_pylist()[0])
+        row = without_nulls(self._batch[1].slice(place, 1).to_pylist()[0])
+        return {**row, **self._media.beside(index, row)}
 
     def where(self, index: int) -> str:
         """file: row number, from 1."""
@@ -358,6 +363,7 @@ class HubRows:
             loaded.select_columns([name for name in loaded.column_names if name in names]) for names in (text, used)
         )
         self._whole = loaded
+        self._media = [name for name in loaded.column_names if name in MEDIA_COLUMNS]
         self.num_rows = len(loaded)
         self.former = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
         # The library's own `_fingerprint` is of the commit: an edited card would be other data.
@@ -375,8 +381,12 @@ class HubRows:
             return None
 
     def row(self, index: int) -> Any:
-        """Return the row as plain Python."""
-        return _plain_row(self._data[index])
+        """Return the row as plain Python; of videos and sounds beside it, which its text shows, that they are there."""
+        row = _plain_row(self._data[index])
+        if not self._media or not shows_other_media(row):
+            return row
+        table = self._whole.with_format("arrow").select_columns(self._media)[index]  # none of them is decoded
+        return {**row, **{name: True for name in self._media if any(filled(table[name].combine_chunks()))}}
 
     def where(self, index: int) -> str:
         """name: row number, from 1."""

@@ -175,13 +175,14 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
 
     built: list[Trainer] = []
 
-    def build() -> Trainer:
+    def build() -> Child:
         check_schedule(experiment)
+        objective = loss_of(experiment)
         built.append(open_trainer(base, experiment, context, run_bus, _Silent(), admission.slot))
-        return built[0]
+        return Child(admission.name, built[0], objective, budget, 0, 0, 0)
 
     try:
-        return _begun(base.control.on_all(build, OF_A_RUN), admission, budget)
+        return _begun(base.control.on_all(build, OF_A_RUN), admission)
     except BaseException:
         for trainer in built:  # it comes back with each try: what it has opened would stay open
             with contextlib.suppress(StoreError, OSError):
@@ -189,13 +190,11 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
         raise
 
 
-def _begun(trainer: Trainer, admission: Admission, budget: int) -> Child:
+def _begun(child: Child, admission: Admission) -> Child:
     """Return the run as its checkpoint has it. Collective; raises what `begin_child` does."""
-    objective = loss_of(trainer.experiment)
-    child = Child(admission.name, trainer, objective, budget, 0, 0, 0)
     if admission.resume is None:
         return child
-    info = admission.resume
+    trainer, info = child.trainer, admission.resume
     checkpointer, on_all = trainer.saver.checkpointer, trainer.control.on_all
     progress = on_all(lambda: checkpointer.load(info, READ_S), OF_A_RUN)
     child.step, trainer.saver.saved_step = info.step, info.step

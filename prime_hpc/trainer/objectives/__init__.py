@@ -42,5 +42,12 @@ MicroBatchLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.
 
 
 def loss_of(experiment: Experiment) -> MicroBatchLoss:
-    """Return the configured objective of an RL run, else the mean negative log-likelihood."""
-    return partial(rl_loss, experiment.trainer.loss) if experiment.kind == "rl" else sft_loss
+    """Return the configured objective of an RL run, else the mean negative log-likelihood.
+
+    Raises:
+        ConfigError: there is none of that name: now, and not in the first step.
+    """
+    if experiment.kind != "rl":
+        return sft_loss
+    get_objective(experiment.trainer.loss.type)
+    return partial(rl_loss, experiment.trainer.loss)

@@ -213,7 +213,7 @@ class Adapter:
         Raises:
             StoreError: disk full, fenced.
         """
-        self._base.control.on_all(lambda: self._publisher.publish(number), OF_A_RUN)
+        self._publisher.publish(number)
 
     def load(self, saved: Saved, *, with_optimizer: bool) -> None:
         """Take the weights of a save, and its optimizer's state; without, the optimizer begins anew.

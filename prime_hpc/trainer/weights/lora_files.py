@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from prime_hpc.config.sections.lora import LoraConfig
@@ -19,6 +18,7 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.model.fingerprint import weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.weights.aux_files import AuxFiles
 from prime_hpc.trainer.weights.safetensors_layout import write_tensors
 
@@ -102,7 +102,7 @@ class AdapterPublisher:
         chat_template: what the run trains with, in the place of the base model's.
         """
         assert policy.adapters is not None
-        adapters = policy.adapters
+        adapters, self._ranks = policy.adapters, RankGroup()
         self._adapters, self._paths, self._slot = adapters, paths, slot
         self._incarnation, self._model_name = incarnation, model_name
         linears = [name for name, m in policy.hf.named_modules() if isinstance(m, torch.nn.Linear)]
@@ -120,11 +120,14 @@ class AdapterPublisher:
             the manifest on rank 0, None elsewhere.
 
         Raises:
-            StoreError: disk full, fenced, or other content has this name.
+            StoreError: disk full, fenced, or other content has this name; on every rank.
         """
         tensors = self._adapters.weights(self._slot)
-        if dist.get_rank() != 0:
-            return None
+        manifest = self._ranks.from_first(lambda: self._write(version, tensors))
+        return manifest if self._ranks.rank == 0 else None
+
+    def _write(self, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+        """On rank 0."""
         final = self._paths.weights_step(version)
         stage = stage_dir(final, self._incarnation)
         try:
@@ -149,5 +152,5 @@ class AdapterPublisher:
                 self._aux_files.committed(final)
                 return manifest
         except BaseException:  # whatever ended this, nothing half-written stays behind
-            store_files.remove_tree(stage)
+            store_files.clear_away(stage)
             raise

@@ -106,7 +106,7 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
                 shutil.copyfile(adapter / CHAT_TEMPLATE, stage / CHAT_TEMPLATE)
             store_files.rename(stage, output)
     except BaseException:
-        store_files.remove_tree(stage)
+        store_files.clear_away(stage)
         raise
     return len(modules)
 
