@@ -2,6 +2,8 @@
 
 import asyncio
 import datetime
+import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import MAX_FRAME, FrameError, Unpacker, pack
+from prime_hpc.envs.workers.host import Session
 from prime_hpc.envs.workers.host_link import Connection, Ending, HostLink
 from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_from_plain, settings_to_plain
@@ -73,6 +76,11 @@ def test_messages_come_whole_however_they_are_cut() -> None:
     unpacker = Unpacker()
     found = [message for byte in stream for message in unpacker.feed(bytes([byte]))]
     assert [m["op"] for m in found] == ["one", "two"] and found[1]["data"] == b"\x00" * 1000
+
+
+def test_arguments_may_have_numbers_for_names() -> None:
+    args = {"levels": {1: 0.5, 2: 0.5}}
+    assert Unpacker().feed(pack("open", args=args)) == [{"op": "open", "args": args}]
 
 
 @pytest.mark.parametrize(
@@ -220,6 +228,22 @@ def test_how_a_worker_ended_is_known_though_it_did_at_once(monkeypatch: pytest.M
         host.theirs.close()
 
     asyncio.run(main())
+
+
+def test_a_host_without_room_for_a_worker_says_so_and_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse)  # as where a limit of processes is met
+    orchestrator, control = socket.socketpair()
+    ours, theirs = socket.socketpair()
+    with orchestrator, control, ours, theirs:
+        socket.send_fds(orchestrator, [pack("start", worker=3, label="x", log="", memory=0)], [theirs.fileno()])
+        Session(control).obey([])
+        (told,) = Unpacker().feed(orchestrator.recv(1 << 16))
+        theirs.close()
+        assert (told["op"], told["worker"]) == ("gone", 3) and "no process can be had: [Errno 11]" in told["why"]
+        assert ours.recv(1) == b""  # nobody holds the worker's end
 
 
 class Scripted:
