@@ -69,7 +69,7 @@ class EndlessTasks:
         """Make the next task. Raises EnvError where that fails, from then on: what has raised makes no more."""
         try:
             task = None if self._end else next(self._more, None)
-        except Exception as error:  # noqa: BLE001 - a taskset's code, which raises anything
+        except Exception as error:  # a taskset's code, which raises anything
             self._end = f"task {self._made} cannot be made: {type(error).__name__}: {error}"
             raise self._error() from error
         except BaseException:  # interrupted, for it kept the loop of all episodes: the next one begins anew
