@@ -307,6 +307,7 @@ class EnvPool:
                 moved=lambda: list(self._moved.items()),
                 expected=await asyncio.to_thread(fingerprint, source),
                 timeout_s=source.config.timeout_s,
+                load_s=source.load_s,
             )
         await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
 

@@ -6,6 +6,7 @@ Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_t
 import itertools
 import pickle
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,6 +158,7 @@ class EnvSource:
         self._part: Split | None = split if any(is_one_list(self.env_config, other) for other in others) else None
         self._chosen: list[int] | None = None
         try:
+            began = time.monotonic()
             self.env: Any = load_environment(self.env_config)
             self._tasks: list[Any] | PackedTasks | EndlessTasks
             taskset = self.env.taskset
@@ -166,6 +168,8 @@ class EnvSource:
             raise
         except Exception as error:
             raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        self.load_s = time.monotonic() - began
+        """For which its tasks were loaded."""
         tasks = self._tasks
         self.num_tasks: int | None = None if isinstance(tasks, EndlessTasks) else self._count(len(tasks))
         self.total_tasks = self.num_tasks

@@ -16,6 +16,7 @@ from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.workers import fleet as fleet_module
 from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
@@ -311,7 +312,11 @@ class Peer:
 
 
 async def with_fleet(
-    behave: Callable[[Peer], Awaitable[None]], use: Callable[[Fleet], Awaitable[None]], **limits: Any
+    behave: Callable[[Peer], Awaitable[None]],
+    use: Callable[[Fleet], Awaitable[None]],
+    *,
+    load_s: float = 0.0,
+    **limits: Any,
 ) -> Fleet:
     fleet = Fleet(
         "toy",
@@ -322,6 +327,7 @@ async def with_fleet(
         moved=list,
         expected=CODE,
         timeout_s=60.0,
+        load_s=load_s,
     )
     try:
         async with asyncio.timeout(60):
@@ -406,6 +412,37 @@ def test_a_worker_that_comes_back_with_other_code_plays_nothing() -> None:
         assert result.state is EpisodeState.FAILED and "xyz there" in result.reason
 
     asyncio.run(with_fleet(behave, use))
+
+
+def test_a_worker_that_is_too_large_before_its_first_episode_is_refused() -> None:
+    """Its successors would be, too: the fleet replaced one after the other and waited for ever."""
+
+    async def behave(peer: Peer) -> None:
+        await peer.hear("open")
+        peer.writer.write(pack("opened", fingerprint=CODE) + pack("beat", busy=0.0, memory=3 << 30))
+        await peer.hear("stop")
+
+    async def use(fleet: Fleet) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(EnvError, match=r"holds 3\.00 GiB before its first episode: .*memory_gib = 2,"):
+        asyncio.run(with_fleet(behave, use, memory_gib=2))
+
+
+def test_a_worker_may_take_longer_to_load_what_took_long_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "OPEN_TIMEOUT_S", 0.05)
+
+    async def behave(peer: Peer) -> None:
+        await peer.hear("open")
+        await asyncio.sleep(0.5)
+        peer.say("opened", fingerprint=CODE)
+        peer.answer(await peer.hear("play"), 1.0)
+
+    async def use(fleet: Fleet) -> None:
+        assert (await fleet.run(0, 0)).reward == 1.0
+
+    fleet = asyncio.run(with_fleet(behave, use, load_s=60.0, max_restarts=0))
+    assert not fleet.metrics()["restarts"]
 
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:
