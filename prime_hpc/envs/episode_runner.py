@@ -130,9 +130,11 @@ class SourceRunner:
         """Free what `open` took."""
         await self._stack.aclose()
 
-    async def run(self, task: Any, url_index: int, traces: list[str]) -> EpisodeResult:
-        """Play one episode and turn it into a result. Deadlines are the caller's, who sees its traces in `traces`."""
+    async def run(self, number: int, url_index: int, traces: list[str]) -> EpisodeResult:
+        """Play one episode of a task, by its number in the whole split, and turn it into a result. Deadlines are the
+        caller's, who sees its traces in `traces`."""
         started = time.monotonic()
+        task = self.source.task_number(number)  # here: an endless taskset's code makes it, and may block
         policy = self.policies[self.settings.urls[url_index]]
         try:
             if self._agents:
@@ -227,9 +229,9 @@ class EpisodeRunner:
             self._opened.append(source)
             await source.open()
 
-    async def run(self, source_index: int, task: Any, url_index: int, traces: list[str]) -> EpisodeResult:
+    async def run(self, source_index: int, number: int, url_index: int, traces: list[str]) -> EpisodeResult:
         """Play one episode; its traces are put into `traces` as they begin."""
-        return await self._sources[source_index].run(task, url_index, traces)
+        return await self._sources[source_index].run(number, url_index, traces)
 
     def is_unanswered(self, url_index: int, traces: Sequence[str]) -> bool:
         """Return whether an API owes an episode with these traces its first reply. From any thread."""

@@ -201,13 +201,8 @@ class EnvPool:
         worker, lost = self._worker, self._lost
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
-        try:
-            task = source.task_number(number)
-        except Exception as error:  # noqa: BLE001 - an endless taskset's code, which raises anything
-            reason = f"{label} cannot be made: {type(error).__name__}: {error}"
-            return _unfinished(EpisodeState.FAILED, reason, type(error).__name__, started)
         runner, traces = self._runner, list[str]()
-        job = worker.start(runner.run(source_index, task, url_index, traces), label)
+        job = worker.start(runner.run(source_index, number, url_index, traces), label)
         self._awaited.add(job)
         try:
             # Its own future alone: one that thousands share would look through all their callbacks at each end.
@@ -312,6 +307,7 @@ class EnvPool:
                 moved=lambda: list(self._moved.items()),
                 expected=await asyncio.to_thread(fingerprint, source),
                 timeout_s=source.config.timeout_s,
+                load_s=source.load_s,
             )
         await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
 

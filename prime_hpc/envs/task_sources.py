@@ -5,6 +5,8 @@ Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_t
 
 import itertools
 import pickle
+import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,19 +26,26 @@ WINDOW = 4096
 """Tasks of an endless taskset that are kept, the newest ones."""
 FAR = 256
 """So many tasks may take long to make."""
+BUSY_S = 30.0
+"""For so long a thread waits for another one that makes a task, which may never end."""
 
 
 class EndlessTasks:
     """An endless taskset's tasks by number. What is older than the window is made again, from the first one on."""
 
-    def __init__(self, taskset: Iterable[Any]) -> None:
-        self._taskset = taskset
+    def __init__(self, taskset: Iterable[Any], name: str) -> None:
+        """`name`: of the environment."""
+        self._taskset, self._name = taskset, name
+        self._lock = threading.Lock()
+        """Episodes make tasks on the thread of environments, others look at some on theirs."""
         self._start()
 
     def _start(self) -> None:
         self._more: Iterator[Any] = iter(self._taskset)
         self._made = 0
         self._kept: deque[Any] = deque(maxlen=WINDOW)
+        self._end = ""
+        """Why no further one can be made."""
 
     def is_far(self, number: int) -> bool:
         """Return whether many others must be made before this one."""
@@ -44,15 +53,35 @@ class EndlessTasks:
         return number - made > FAR
 
     def __getitem__(self, number: int) -> Any:
-        if number < self._made - len(self._kept):
+        if not self._lock.acquire(timeout=BUSY_S):
+            raise EnvError(f"environment {self._name!r}: another task of it was made for more than {BUSY_S:g} s")
+        try:
+            if number < self._made - len(self._kept):
+                self._start()
+            while self._made <= number:
+                self._kept.append(self._next())
+                self._made += 1
+            return self._kept[number - self._made]
+        finally:
+            self._lock.release()
+
+    def _next(self) -> Any:
+        """Make the next task. Raises EnvError where that fails, from then on: what has raised makes no more."""
+        try:
+            task = None if self._end else next(self._more, None)
+        except Exception as error:  # a taskset's code, which raises anything
+            self._end = f"task {self._made} cannot be made: {type(error).__name__}: {error}"
+            raise self._error() from error
+        except BaseException:  # interrupted, for it kept the loop of all episodes: the next one begins anew
             self._start()
-        while self._made <= number:
-            task = next(self._more, None)
-            if task is None:  # no StopIteration: on a thread nobody would hear of it
-                raise EnvError(f"the taskset says that it is endless, and ends after {self._made} tasks")
-            self._kept.append(task)
-            self._made += 1
-        return self._kept[number - self._made]
+            raise
+        if task is None:  # no StopIteration: on a thread nobody would hear of it
+            self._end = self._end or f"the taskset says that it is endless, and ends after {self._made} tasks"
+            raise self._error()
+        return task
+
+    def _error(self) -> EnvError:
+        return EnvError(f"environment {self._name!r}: {self._end}")
 
 
 @runtime_checkable
@@ -130,15 +159,18 @@ class EnvSource:
         self._part: Split | None = split if is_shared else None
         self._chosen: list[int] | None = None
         try:
+            began = time.monotonic()
             self.env: Any = load_environment(self.env_config)
             self._tasks: list[Any] | PackedTasks | EndlessTasks
             taskset = self.env.taskset
             listed = PackedTasks if isinstance(taskset, OfAnyNumber) else list
-            self._tasks = listed(taskset) if taskset.bounded else EndlessTasks(taskset)
+            self._tasks = listed(taskset) if taskset.bounded else EndlessTasks(taskset, self.name)
         except EnvError:
             raise
         except Exception as error:
             raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        self.load_s = time.monotonic() - began
+        """For which its tasks were loaded."""
         tasks = self._tasks
         self.num_tasks: int | None = None if isinstance(tasks, EndlessTasks) else self._count(len(tasks))
         self.total_tasks = self.num_tasks

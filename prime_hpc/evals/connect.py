@@ -208,7 +208,7 @@ def _subscribe_to_servers(bus: BusClient, servers: Servers) -> None:
         if news.get("role") != "inference":
             return
         if news.get("state") == "lost":
-            servers.report(news["index"])
+            servers.lose(news["index"])
         elif news.get("url"):
             servers.move(news["index"], news["url"])
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -103,7 +104,6 @@ class Player:
         self._kind = kind
         self._on_end = on_end
         self._make_record = make_record
-        self.num_replays = 0
 
     async def play(self, version: Version, keys: Sequence[Key]) -> None:
         """Play these episodes and record each.
@@ -130,23 +130,24 @@ class Player:
 
     async def _episode(self, version: Version, key: Key) -> Record:
         index, source = self._sources[key.env]
-        for play in range(1, MAX_PLAYS + 1):
-            server = await self._servers.pick()
-            try:
-                result = await self._pool.run_episode(index, key.task, server)
-            finally:
-                self._servers.release(server)
+        num_plays = 0
+        while True:
+            server, result = await self._servers.play(partial(self._pool.run_episode, index, key.task))
+            if result is None:  # its server is gone: no fault of the episode, nor of the model
+                continue
+            num_plays += 1
             error, reason = _judge(result, version, self._is_api)
             if result.state is EpisodeState.CANCELLED:
                 raise EvalError(f"the environments were closed: {result.reason}")
             if error in REFUSALS:
                 raise EvalError(_refused(reason, self._kind))
-            if error not in SERVER_ERRORS or self._is_api or play == MAX_PLAYS:
+            if error not in SERVER_ERRORS or self._is_api or num_plays == MAX_PLAYS:
                 break
-            self.num_replays += 1
             self._servers.report(server)
         try:
-            task = source.task(key.task)
+            # an endless taskset's code may block, and a worker's process has made this one
+            endless = source.num_tasks is None
+            task = await asyncio.to_thread(source.task, key.task) if endless else source.task(key.task)
         except Exception:  # an endless taskset's code, which raises anything
             if not error:
                 raise

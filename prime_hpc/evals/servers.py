@@ -5,12 +5,14 @@ again. An API serves one model and is taken as it is.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.client.inference import InferenceClient, InferenceError
+from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.versions import Version
 from prime_hpc.runtime.event_loops import loop_time
@@ -26,7 +28,10 @@ class EvalServer:
     client: InferenceClient | None
     """None: an API."""
     ready: bool = False
-    in_flight: int = 0
+    is_lost: bool = False
+    """Its node is gone: nobody waits for it, until it is started elsewhere."""
+    playing: "set[asyncio.Task[EpisodeResult]]" = field(default_factory=set)
+    """Its episodes in flight."""
     since: float = field(default_factory=loop_time)
     """When it last became ready or ceased to be."""
     restoring: "asyncio.Task[None] | None" = None
@@ -49,26 +54,43 @@ class Servers:
         """Called when a server answers elsewhere."""
 
     async def load(self, version: Version) -> None:
-        """Every server answers and serves `version`.
+        """Every server but those that are lost answers and serves `version`.
 
         Raises:
             EvalError: one does not in time, or refuses it.
         """
         self._version = version
-        await asyncio.gather(*(self._restore(index) for index in range(len(self._servers))))
+        await asyncio.gather(*(self._restore(i) for i, server in enumerate(self._servers) if not server.is_lost))
 
-    async def pick(self) -> int:
-        """Return the ready server with the fewest episodes in flight; give it back with `release`.
+    async def play(
+        self, episode: Callable[[int], Coroutine[Any, Any, EpisodeResult]]
+    ) -> tuple[int, EpisodeResult | None]:
+        """Have an episode played on the ready server with the fewest in flight.
+
+        Args:
+            episode: plays it on a server, by its index.
+
+        Returns:
+            the server, and the result; None where the server was lost meanwhile.
 
         Raises:
             EvalError: none has been ready for too long.
         """
+        index = await self._pick()
+        playing, task = self._servers[index].playing, asyncio.create_task(episode(index))
+        playing.add(task)
+        try:
+            await asyncio.wait({task})
+            return index, None if task.cancelled() else task.result()
+        finally:
+            task.cancel()
+            playing.discard(task)
+
+    async def _pick(self) -> int:
         while True:
             ready = [i for i, server in enumerate(self._servers) if server.ready]
             if ready:
-                index = min(ready, key=lambda i: self._servers[i].in_flight)
-                self._servers[index].in_flight += 1
-                return index
+                return min(ready, key=lambda i: len(self._servers[i].playing))
             for server in self._servers:
                 if server.restoring is not None and server.restoring.done() and server.restoring.exception():
                     server.restoring.result()
@@ -83,9 +105,16 @@ class Servers:
                 except TimeoutError:
                     continue
 
-    def release(self, index: int) -> None:
-        """Note that an episode has ended there."""
-        self._servers[index].in_flight -= 1
+    def lose(self, index: int) -> None:
+        """Have the episodes of a server whose node is gone played elsewhere: nobody would ever answer them."""
+        server = self._servers[index]
+        server.ready, server.is_lost, server.since = False, True, loop_time()
+        logger.warning(f"{len(server.playing)} episodes of {server.url} are played again elsewhere: its node is gone")
+        if server.restoring is not None:
+            server.restoring.cancel()
+            server.restoring = None
+        for task in server.playing:
+            task.cancel()
 
     def report(self, index: int) -> None:
         """Give a server for which an episode failed no other one before it serves the version again."""
@@ -94,17 +123,22 @@ class Servers:
             return
         logger.warning(f"inference server {server.url} failed; looking at it")
         server.ready, server.since = False, loop_time()
-        server.restoring = asyncio.create_task(self._restore(index), name=f"restore-{index}")
+        self._begin_restoring(index)
+
+    def _begin_restoring(self, index: int) -> None:
+        self._servers[index].restoring = asyncio.create_task(self._restore(index), name=f"restore-{index}")
 
     def move(self, index: int, url: str) -> None:
         """Use another address: it was started again there."""
         server = self._servers[index]
-        if server.url == url:
-            return
-        server.url = url
-        if server.client is not None:
-            server.client.move(url)
-        self.on_move(index, url)
+        was_lost, server.is_lost = server.is_lost, False
+        if server.url != url:
+            server.url = url
+            if server.client is not None:
+                server.client.move(url)
+            self.on_move(index, url)
+        if was_lost:
+            self._begin_restoring(index)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -116,16 +150,17 @@ class Servers:
 
     async def _restore(self, index: int) -> None:
         """Have one server serve the version, however long it takes to come back."""
-        server, version = self._servers[index], self._version
-        end = loop_time() + self._patience_s
+        server, end = self._servers[index], loop_time() + self._patience_s
         while server.client is not None:
+            version = self._version
             try:
                 await server.client.wait_ready(max(1.0, end - loop_time()))
                 if version.path is not None:
                     await server.client.update_weights(version.path, version.step)
                 elif await server.client.policy_version() != 0:
                     await server.client.reload_weights()
-                break
+                if version is self._version:  # the next one's turn may have come meanwhile
+                    break
             except InferenceError as error:
                 refused = error.status is not None and 400 <= error.status < 500
                 if refused or loop_time() >= end:

@@ -78,9 +78,12 @@ class TraceLog:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:  # what was still to be written
+                self._say_broken(error)
 
     def _place(self, group: Group) -> dict[str, Any]:
         prompt = group.prompt
@@ -100,9 +103,12 @@ class TraceLog:
             self._room -= len(data)
         except OSError as error:
             self.num_left_out += 1
-            if not self._broken:
-                self._broken = True
-                logger.warning(f"traces cannot be written ({error}); the run goes on without them (said once)")
+            self._say_broken(error)
+
+    def _say_broken(self, error: OSError) -> None:
+        if not self._broken:
+            self._broken = True
+            logger.warning(f"traces cannot be written ({error}); the run goes on without them (said once)")
 
     def _rotate(self, step: int) -> None:
         """Open the step's file, remove those that are too old."""

@@ -198,10 +198,13 @@ class WeightSync:
             OrchestratorError: a server refuses, so that the trainer's memory would be taken.
         """
         self._asleep = True
-        await asyncio.gather(*(self._sleep_one(i) for i in self._table.ready_indices))
+        await asyncio.gather(*(self._sleep_one(index) for index in range(len(self._clients))))
 
-    async def _sleep_one(self, index: int) -> None:
+    async def _sleep_one(self, index: int) -> bool:
+        """Return whether a server sleeps now; one that does not answer does so when it is back (`_restore_server`)."""
         async with self._locks[index]:
+            if not self._table.servers[index].ready and not await self._clients[index].health():
+                return False
             try:
                 await self._clients[index].sleep()
             except InferenceError as error:
@@ -212,6 +215,8 @@ class WeightSync:
                     ) from error
                 logger.warning(f"inference server {url} did not go to sleep: {error}")
                 self.report_error(index)
+                return False
+        return True
 
     def report_error(self, index: int) -> None:
         """Send nothing to a server for which an episode failed, until it was looked at."""
@@ -429,6 +434,8 @@ class WeightSync:
             found = await self._found(index)
         except InferenceError as error:
             logger.debug(f"{server.url} is not ready: {error}")
+            return False
+        if self._asleep and not await self._sleep_one(index):
             return False
         is_there = await asyncio.to_thread(self._is_there, self.current)
         if not self._may_follow.is_set() or self._locks[index].locked():

@@ -15,6 +15,7 @@ import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from tests.support.env_world import World
@@ -222,6 +223,35 @@ def test_a_task_is_made_where_it_is_played_and_fails_its_episode_where_it_cannot
         for result in (bad, far):
             assert result.state is EpisodeState.FAILED and "cannot be made" in result.reason, result.reason
         assert "the well is dry" in bad.reason
+
+    asyncio.run(run())
+
+
+def test_a_task_that_takes_long_to_make_keeps_nobody_else(world: World, tmp_path: Path) -> None:
+    """It is made where episodes are played: the caller's loop goes on, which opens the gate."""
+    log, gate, world.script = tmp_path / "made", tmp_path / "gate", lambda prompt, number: "fine"
+    log.touch()
+    env = EnvConfig(id="tests.support.running_dry", args={"log": str(log), "gate": str(gate)})
+
+    async def run() -> None:
+        async with world.pool(env) as pool:
+            playing = asyncio.create_task(pool.run_episode(0, 7))
+            await until(lambda: len(log.read_text().split()) == 5)
+            gate.touch()
+            assert (await playing).usable
+
+    asyncio.run(run())
+
+
+def test_what_is_endless_and_cannot_be_made_is_said_before_anything_is_played(world: World, tmp_path: Path) -> None:
+    (tmp_path / "made").touch()
+    dry = EnvConfig(id="tests.support.running_dry", args={"log": str(tmp_path / "made")})
+
+    async def run() -> None:
+        async with world.pool(dry) as trained, world.pool(EnvConfig(id="reverse-text"), split="eval") as evaluated:
+            for _ in range(2):
+                with pytest.raises(EnvError, match="running_dry': task 20 cannot be made: ValueError: the well"):
+                    leave_out_trained(evaluated.sources, trained.sources, 4)
 
     asyncio.run(run())
 

@@ -45,6 +45,12 @@ class Server:
         self.version, self.is_asleep = version, False
         return {}
 
+    async def sleep(self) -> dict[str, Any]:
+        if not self.is_up:
+            raise InferenceError("nobody is there")
+        self.is_asleep = True
+        return {}
+
     async def reload_weights(self) -> dict[str, Any]:
         self.version, self.is_asleep = 0, False
         return {}

@@ -2,6 +2,8 @@
 
 import asyncio
 import datetime
+import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -14,10 +16,12 @@ from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.workers import fleet as fleet_module
 from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import MAX_FRAME, FrameError, Unpacker, pack
+from prime_hpc.envs.workers.host import Session
 from prime_hpc.envs.workers.host_link import Connection, Ending, HostLink
 from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_from_plain, settings_to_plain
@@ -73,6 +77,11 @@ def test_messages_come_whole_however_they_are_cut() -> None:
     unpacker = Unpacker()
     found = [message for byte in stream for message in unpacker.feed(bytes([byte]))]
     assert [m["op"] for m in found] == ["one", "two"] and found[1]["data"] == b"\x00" * 1000
+
+
+def test_arguments_may_have_numbers_for_names() -> None:
+    args = {"levels": {1: 0.5, 2: 0.5}}
+    assert Unpacker().feed(pack("open", args=args)) == [{"op": "open", "args": args}]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +231,22 @@ def test_how_a_worker_ended_is_known_though_it_did_at_once(monkeypatch: pytest.M
     asyncio.run(main())
 
 
+def test_a_host_without_room_for_a_worker_says_so_and_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse)  # as where a limit of processes is met
+    orchestrator, control = socket.socketpair()
+    ours, theirs = socket.socketpair()
+    with orchestrator, control, ours, theirs:
+        socket.send_fds(orchestrator, [pack("start", worker=3, label="x", log="", memory=0)], [theirs.fileno()])
+        Session(control).obey([])
+        (told,) = Unpacker().feed(orchestrator.recv(1 << 16))
+        theirs.close()
+        assert (told["op"], told["worker"]) == ("gone", 3) and "no process can be had: [Errno 11]" in told["why"]
+        assert ours.recv(1) == b""  # nobody holds the worker's end
+
+
 class Scripted:
     """A host whose workers do as a test says: `behave(worker)` for each that is started."""
 
@@ -287,7 +312,11 @@ class Peer:
 
 
 async def with_fleet(
-    behave: Callable[[Peer], Awaitable[None]], use: Callable[[Fleet], Awaitable[None]], **limits: Any
+    behave: Callable[[Peer], Awaitable[None]],
+    use: Callable[[Fleet], Awaitable[None]],
+    *,
+    load_s: float = 0.0,
+    **limits: Any,
 ) -> Fleet:
     fleet = Fleet(
         "toy",
@@ -298,6 +327,7 @@ async def with_fleet(
         moved=list,
         expected=CODE,
         timeout_s=60.0,
+        load_s=load_s,
     )
     try:
         async with asyncio.timeout(60):
@@ -382,6 +412,37 @@ def test_a_worker_that_comes_back_with_other_code_plays_nothing() -> None:
         assert result.state is EpisodeState.FAILED and "xyz there" in result.reason
 
     asyncio.run(with_fleet(behave, use))
+
+
+def test_a_worker_that_is_too_large_before_its_first_episode_is_refused() -> None:
+    """Its successors would be, too: the fleet replaced one after the other and waited for ever."""
+
+    async def behave(peer: Peer) -> None:
+        await peer.hear("open")
+        peer.writer.write(pack("opened", fingerprint=CODE) + pack("beat", busy=0.0, memory=3 << 30))
+        await peer.hear("stop")
+
+    async def use(fleet: Fleet) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(EnvError, match=r"holds 3\.00 GiB before its first episode: .*memory_gib = 2,"):
+        asyncio.run(with_fleet(behave, use, memory_gib=2))
+
+
+def test_a_worker_may_take_longer_to_load_what_took_long_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "OPEN_TIMEOUT_S", 0.05)
+
+    async def behave(peer: Peer) -> None:
+        await peer.hear("open")
+        await asyncio.sleep(0.5)
+        peer.say("opened", fingerprint=CODE)
+        peer.answer(await peer.hear("play"), 1.0)
+
+    async def use(fleet: Fleet) -> None:
+        assert (await fleet.run(0, 0)).reward == 1.0
+
+    fleet = asyncio.run(with_fleet(behave, use, load_s=60.0, max_restarts=0))
+    assert not fleet.metrics()["restarts"]
 
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:

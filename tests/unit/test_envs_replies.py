@@ -8,7 +8,9 @@ import pytest
 
 from prime_hpc.envs.benchmarks import programs
 from prime_hpc.envs.benchmarks.programs import MOST_COMPILED, code_in
+from prime_hpc.envs.legacy.parsers import XMLParser, sections
 from prime_hpc.envs.tasksets.choices import letter_in
+from prime_hpc.envs.tasksets.reasoning_gym import extract_answer
 
 
 @pytest.mark.parametrize(
@@ -127,3 +129,18 @@ def test_programs_that_are_none_are_tried_so_many_times(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("line", ["x" + "`" * 200_000 + " y", "```" + "a" * 200_000 + "`", "```" + " " * 200_000 + "`"])
 def test_a_long_line_is_no_fence_in_no_time(line: str) -> None:
     assert code_in(line) == line
+
+
+@pytest.mark.parametrize("unit", ["<answer>", " ", "<answer> ", "</answer>"])
+def test_an_answer_that_never_ends_is_read_in_no_time(unit: str) -> None:
+    reply = "<answer>" + unit * 100_000
+    is_ended = "/" in unit
+    assert extract_answer(reply) == ("" if is_ended else reply.strip())
+    assert XMLParser(["answer"]).parse_answer(reply) == ("" if is_ended else None)
+
+
+def test_the_last_section_of_a_name_counts_from_its_first_beginning_on() -> None:
+    text = "</a> <a> 1 </a> <b>x</b> <a>\n2 <a> 3</a> 4</a> <a>"
+    assert sections(text, "a") == ["1", "2 <a> 3"] and sections(text, "c") == []
+    parsed = XMLParser(["a", ("b", "c")]).parse(text)
+    assert (parsed.a, parsed.b, parsed.c) == ("1", "x", None)

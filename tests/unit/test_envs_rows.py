@@ -288,6 +288,32 @@ def test_prompts_without_a_score_may_hold_images(folder: Path) -> None:
     assert shown(task.data)[0] == str(folder / "a.png") and task.data.handed_on == {"id": 3}
 
 
+def test_prompts_end_with_no_reply(folder: Path) -> None:
+    """As data of SFT has it: the teacher would be asked what comes after the answer, and would have seen it."""
+
+    def prompt_of(**row: Any) -> Any:
+        name = jsonl(folder / "a.jsonl", row)
+        (task,) = EnvSource(EnvConfig(id="prompts", args={"files": [name]}), "train", 0).env.taskset
+        return task.data.prompt
+
+    talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(EnvError, match="line 1: no prompt can be read .`messages` ends with the assistant's reply"):
+        prompt_of(messages=talk)
+    assert prompt_of(messages=talk, question="2 + 3?") == "2 + 3?"
+
+
+def test_no_number_in_a_table_is_no_answer(folder: Path) -> None:
+    """Parquet can hold it, and JSON cannot: what a prompt hands on becomes a line."""
+    nan, at = float("nan"), folder / "a.parquet"
+    rows = [{"prompt": "a", "answer": nan, "label": 3.0}, {"prompt": "b", "answer": nan, "label": nan}]
+    parquet.write_table(pa.Table.from_pylist(rows), at)
+    with pytest.raises(EnvError, match="row 2: no answer for reward 'math'"):
+        data_of(files=[str(at)])
+    assert [data.answer for data in data_of(files=[str(at)], reward="mine.py:formed")] == [3.0, None]
+    tasks = list(EnvSource(EnvConfig(id="prompts", args={"files": [str(at)]}), "train", 0).env.taskset)
+    assert [task.data.handed_on for task in tasks] == [{"answer": None, "label": 3.0}, {"answer": None, "label": None}]
+
+
 def test_a_row_is_an_object_only_while_it_is_played(folder: Path) -> None:
     texts = [f"{n} \ud83c + {2**70}?" for n in range(100)]  # half a character, as JSON can write it, and a long number
     rows = [{"prompt": [{"role": "user", "content": t}], "answer": 2**70, "info": {"n": [t]}} for t in texts]

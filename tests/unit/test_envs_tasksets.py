@@ -85,7 +85,7 @@ def test_an_endless_taskset_keeps_a_window_of_its_tasks(monkeypatch: pytest.Monk
                 yield n
 
     monkeypatch.setattr(task_sources, "WINDOW", 8)
-    tasks = task_sources.EndlessTasks(Numbers())
+    tasks = task_sources.EndlessTasks(Numbers(), "numbers")
     assert [tasks[n] for n in (0, 5, 20, 13)] == [0, 5, 20, 13] and len(made) == 21
     assert len(tasks._kept) == 8
     assert tasks[12] == 12 and len(made) == 21 + 13  # older than the window: made again

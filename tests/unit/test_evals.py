@@ -6,7 +6,7 @@ import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import verifiers.v1 as vf
@@ -18,6 +18,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
 from prime_hpc.evals.compare import compare, lines, read_side
+from prime_hpc.evals.connect import _subscribe_to_servers
 from prime_hpc.evals.episodes import (
     COMPLETED,
     FAILED,
@@ -43,6 +44,7 @@ from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from tests.support import policy_servers
 
 
 def episode(task: int, rollout: int = 0, reward: float | None = 1.0, state: str = COMPLETED, **more: object) -> Record:
@@ -96,6 +98,47 @@ def test_a_task_that_cannot_be_made_fails_its_episode_alone(paths: RunPaths, mak
     assert found[1].reason == "ends after 1 tasks"
     with pytest.raises(EnvError, match="ends after"):  # one that was played is of a task
         asyncio.run(play(EndsEarly(failed=3)))
+
+
+def test_episodes_of_a_lost_node_are_played_elsewhere_and_the_next_version_waits_for_none(paths: RunPaths) -> None:
+    """Nobody would ever answer them: each counted as a timeout, which scores 0, though no reply was sampled."""
+    log, keys = EpisodeLog(paths, 1), [Key(0, "e", task, 0) for task in range(4)]
+    clients, bus, there = [policy_servers.Server(), policy_servers.Server()], policy_servers.Bus(), Version(0)
+
+    class Hangs(EndsEarly):
+        """A pool whose first server is silent while it is `silent`."""
+
+        silent, asked = True, 0
+
+        def task(self, index: int) -> Any:
+            return super().task(0)
+
+        async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+            self.asked += 1
+            if url_index == 0 and self.silent:
+                await asyncio.Event().wait()
+            return await super().run_episode(source_index, 0)
+
+    async def run() -> None:
+        servers, pool, shared = Servers(cast(Any, clients), ["a", "b"], 30.0), Hangs(), cast(Any, bus)
+        _subscribe_to_servers(shared, servers)
+        await servers.load(there)
+        playing = asyncio.create_task(Player(pool, servers, log, max_concurrent=2, is_api=False).play(there, keys[:3]))
+        while pool.asked < 3:
+            await asyncio.sleep(0)
+        clients[0].is_up = False
+        bus.say("server", role="inference", index=0, state="lost", url="a")
+        await playing
+        await servers.load(Version(7, Path("/weights/step_000007")))
+        assert [client.version for client in clients] == [0, 7]
+        clients[0].is_up, pool.silent = True, False
+        bus.say("server", role="inference", index=0, state="starting", url="elsewhere")
+        while not servers._servers[0].ready:
+            await asyncio.sleep(0)
+        assert (clients[0].version, clients[0].base_url) == (7, "elsewhere")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert [log.records[key].state for key in keys[:3]] == [COMPLETED] * 3
 
 
 def test_half_a_last_line_is_cut_off_and_its_episode_played_again(paths: RunPaths) -> None:

@@ -95,6 +95,7 @@ def test_each_conversation_that_is_dropped_is_counted_once_under_its_first_reaso
         (said("", tool_calls=[{"function": {"name": "f", "arguments": '{"x": 1}'}}]), True),
         (said("", tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), False),
         (said("", tool_calls=[{"function": {"name": "f", "arguments": '{"x": 1'}}]), False),
+        (said("", tool_calls=[{"function": {"name": "f", "arguments": "[" * 100_000}}]), False),
         (said('<tool_call>\n{"name": "f", "argu'), False),
         (
             said(

@@ -70,3 +70,8 @@ def test_what_cannot_be_written_costs_traces_alone(tmp_path: Path) -> None:
     log.group(1, make_group(1), "dropped")
     assert log.num_left_out == 2
     log.close()
+    (tmp_path / "traces").unlink()
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "step_000002.jsonl").symlink_to("/dev/full")
+    log.group(2, make_group(0), "dropped")
+    log.close()  # which writes it: at the end of a run too

@@ -90,6 +90,28 @@ def test_engines_that_a_crash_left_asleep_are_woken(
     assert server.version == version and not server.is_asleep
 
 
+def test_engines_that_were_not_ready_when_the_others_went_to_sleep_do_so_too(watched: Any) -> None:
+    """Else they keep memory of the GPU on which the trainer computes: one of which an episode had just failed, and one
+    that comes back meanwhile."""
+    servers, table, sync = watched
+
+    async def main() -> None:
+        table.mark_suspect(0, loop_time())
+        table.mark_suspect(1, loop_time())
+        servers[1].is_up = False
+        await sync.sleep()
+        assert [server.is_asleep for server in servers] == [True, False]
+        servers[1].is_up = True
+        keeping = asyncio.create_task(sync.keep())
+        sync.report_error(0)
+        sync.report_error(1)
+        await until(lambda: len(table.ready_indices) == 2)
+        keeping.cancel()
+        assert all(server.is_asleep for server in servers)
+
+    asyncio.run(main())
+
+
 @pytest.fixture
 def watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,14 +163,18 @@ class Environment:
         """Return the environment that plays an example: this environment, or one of a group."""
         return self
 
-    def check(self) -> None:
-        """Raise EnvError where it cannot be played here: says what and why."""
+    def refuse_own_loop(self) -> None:
+        """Raise EnvError where it asks the model by itself."""
         for name in OWN_LOOPS:
             if hasattr(type(self), name):
                 raise EnvError(
                     f"class {type(self).__name__} has a {name}() of its own, which would ask the model without the "
                     "tokens, log-probabilities and versions that training needs"
                 )
+
+    def check(self) -> None:
+        """Raise EnvError where it cannot be played here: says what and why."""
+        self.refuse_own_loop()
         self.rubric.check()
         unused = [name for name in NOT_CALLED if hasattr(type(self), name)]
         if unused:
@@ -368,7 +372,8 @@ class EnvGroup(Environment):
         return self.env_map[example["task"]]
 
     def check(self) -> None:
-        """Check every environment of the group."""
+        """Check every environment of the group, and the group: no row is played by a method of its own."""
+        self.refuse_own_loop()
         for env in self.envs:
             env.check()
 

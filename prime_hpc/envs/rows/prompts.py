@@ -5,6 +5,7 @@ A row of a JSONL or Parquet file holds `prompt` (a string, or a list of messages
 row that its reply becomes. Images: `rows/shown.py`.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,8 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.rows.reading import PROMPTS, Row, as_messages, read_files
+from prime_hpc.envs.rows.reading import PROMPTS, Row, prompt_column, prompt_in, read_files
 from prime_hpc.envs.rows.shown import with_images
-from prime_hpc.store.dataset.files import prompt_of
 
 __all__ = ["Prompts"]
 
@@ -67,9 +67,10 @@ class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
 
 
 def _data(row: Row, folder: Path | None) -> PromptData:
-    column = next((name for name in PROMPTS if row.get(name)), None)
+    column = prompt_column(row)
     if column is None:
         raise ValueError(f"it has none of {', '.join(PROMPTS)}, but {', '.join(row) or 'nothing'}")
-    prompt, images = with_images(as_messages(prompt_of(row, column)), row, folder)
+    prompt, images = with_images(prompt_in(row, column), row, folder)
     rest = {name: value for name, value in row.items() if name not in (*_OWN, column, images)}
+    rest = json.loads(json.dumps(rest), parse_constant=lambda _: None)  # Parquet's NaN, which no line of JSON can hold
     return PromptData(prompt=prompt, system_prompt=row.get("system"), handed_on=rest)

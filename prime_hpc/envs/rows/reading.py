@@ -14,7 +14,7 @@ from uuid import UUID
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
-from prime_hpc.store.dataset.files import find_data
+from prime_hpc.store.dataset.files import find_data, prompt_of
 
 Row = dict[str, Any]
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
@@ -84,6 +84,18 @@ def prompt_column(row: Row) -> str | None:
     is to be found; where all are, the first."""
     found = [name for name in PROMPTS if row.get(name)]
     return next((name for name in found if not is_answered(as_messages(row[name]))), found[0] if found else None)
+
+
+def prompt_in(row: Row, column: str) -> Any:
+    """Return a row's prompt, a text or messages.
+
+    Raises:
+        ValueError: it ends with the reply that is to be found.
+    """
+    prompt = as_messages(prompt_of(row, column))
+    if is_answered(prompt):
+        raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
+    return prompt
 
 
 def is_answered(prompt: Any) -> bool:

@@ -5,6 +5,7 @@ Rows as TRL and verl have them work as they are: `prompt` (text or messages) or 
 functions: `rows/scoring.py`.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +16,9 @@ from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, as_messages, is_answered, prompt_column, read_files, read_hub
+from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
-from prime_hpc.store.dataset.files import prompt_of
 
 __all__ = ["Rows"]
 
@@ -185,10 +185,8 @@ def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
     if column is None or not row.get(column):
         wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
         raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
-    prompt, system = as_messages(prompt_of(row, column)), row.get("system")
+    prompt, system = prompt_in(row, column), row.get("system")
     system = system if isinstance(system, str) and system.strip() else config.instructions
-    if is_answered(prompt):
-        raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
     if isinstance(prompt, str):
         prompt = config.question.replace("{}", prompt)
     elif config.question != "{}":
@@ -207,7 +205,7 @@ def _answer(config: RowsConfig, row: Row) -> Any:
         value: Any = row
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
+        if value is not None and not (isinstance(value, float) and math.isnan(value)):  # tables say "none" so
             return value
     if config.answer:
         raise ValueError(f"it has no answer `{config.answer}`; its columns are: {', '.join(row) or 'none'}")

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import json
 import pickle
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +18,7 @@ from loguru import logger
 from pydantic import PrivateAttr
 
 from prime_hpc.envs.bounded.calls import CallFailed, call_elsewhere
+from prime_hpc.envs.legacy.parsers import sections
 from prime_hpc.envs.tasksets.generated import GeneratedConfig
 from prime_hpc.envs.tasksets.reverse_text_data import split_of
 
@@ -26,7 +26,6 @@ __all__ = ["ReasoningGymTaskset"]
 
 SYSTEM_PROMPT = "Solve the task. Give the final answer alone inside <answer></answer>."
 _SCORE = "prime_hpc.envs.patches.reasoning_scorers:score"
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MAX_DRAWS_PER_TASK = 100
 """Generators with few distinct questions may not have enough of one split."""
 
@@ -54,8 +53,8 @@ class ReasoningGymData(vf.TaskData):
 
 def extract_answer(reply: str) -> str:
     """Return the reply's final answer."""
-    found = _ANSWER.findall(reply)
-    return (found[-1] if found else reply).strip()
+    found = sections(reply, "answer")
+    return found[-1] if found else reply.strip()
 
 
 class ReasoningGymTask(vf.Task[ReasoningGymData]):
@@ -77,7 +76,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
     @vf.metric
     async def has_answer_tags(self, trace: vf.Trace) -> float:
         """1 when the reply has an <answer> section."""
-        return float(_ANSWER.search(trace.last_reply) is not None)
+        return float(bool(sections(trace.last_reply, "answer")))
 
 
 _said: set[str] = set()

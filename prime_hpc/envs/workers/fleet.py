@@ -27,6 +27,9 @@ from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.runtime.event_loops import loop_time
 
 OPEN_TIMEOUT_S = 120.0
+TIMES_LOADING = 10
+"""So many times as long as this process has loaded the tasks a worker may take for it, beside the time that it has to
+open: all of them load at once."""
 ANSWER_GRACE_S = 3.0
 STOP_TIMEOUT_S = 5.0
 WATCH_S = 0.5
@@ -91,6 +94,7 @@ class Fleet:
         moved: Callable[[], list[tuple[int, str]]],
         expected: dict[str, str],
         timeout_s: float,
+        load_s: float = 0.0,
     ) -> None:
         """Describe a fleet; `start` starts it.
 
@@ -103,6 +107,7 @@ class Fleet:
             moved: servers that are elsewhere by now: index and URL.
             expected: this process's `fingerprint` of the environment.
             timeout_s: of one episode.
+            load_s: for which this process has loaded the tasks.
         """
         self.name, self._config, self._hosts = name, config, hosts
         self._auto = num_workers == "auto"
@@ -110,7 +115,7 @@ class Fleet:
         self._most = (config.max_workers or max(1, cores - 1)) if num_workers == "auto" else num_workers
         self._first = 1 if num_workers == "auto" else num_workers
         self._options, self._moved, self._expected = options, moved, expected
-        self._timeout_s = timeout_s
+        self._timeout_s, self._open_timeout_s = timeout_s, OPEN_TIMEOUT_S + TIMES_LOADING * load_s
         self._book = Assignments()
         self._futures: dict[int, asyncio.Future[EpisodeResult]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -296,7 +301,7 @@ class Fleet:
             stall_s=self._config.stall_s,
         )
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S) as deadline:
+            async with asyncio.timeout(self._open_timeout_s) as deadline:
                 while messages := await worker.connection.receive():
                     for message in messages:
                         self._on_message(worker, message)
@@ -306,7 +311,7 @@ class Fleet:
                         self._finish_aside(worker)
                         return "it grew too large"
         except TimeoutError:
-            worker.connection.kill(f"it did not open within {OPEN_TIMEOUT_S:g} s")
+            worker.connection.kill(f"it did not open within {self._open_timeout_s:.0f} s")
         except _Refused as error:
             worker.state = "gone"
             self._workers.remove(worker)
@@ -367,6 +372,11 @@ class Fleet:
                 worker.busy, worker.memory = float(message["busy"]), int(message["memory"])
                 if self._memory_bytes and worker.memory > self._memory_bytes and worker.state == "open":
                     size = worker.memory / 2**30
+                    if not self.counts.ended and not self._book.load(worker):
+                        raise _Refused(
+                            f"a worker holds {size:.2f} GiB before its first episode: more than env_servers.memory_gib "
+                            f"= {self._config.memory_gib:g}, which each would"
+                        )
                     logger.warning("worker {}[{}] holds {:.2f} GiB: replaced", self.name, worker.slot, size)
                     self.counts.recycled += 1
                     worker.state = "leaving"

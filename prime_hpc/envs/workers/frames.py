@@ -66,7 +66,7 @@ class Unpacker:
 
 def _message(body: bytes) -> dict[str, Any]:
     try:
-        message = msgpack.unpackb(body, unicode_errors="surrogatepass", max_ext_len=0)
+        message = msgpack.unpackb(body, unicode_errors="surrogatepass", max_ext_len=0, strict_map_key=False)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise FrameError(f"no msgpack: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("op"), str):

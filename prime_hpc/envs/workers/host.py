@@ -108,10 +108,20 @@ class Session:
                 self._workers[message["worker"]].kill(str(message["why"]))
 
     def start(self, order: dict[str, Any], fd: int, sockets_of_host: Iterable[socket.socket]) -> None:
-        """Fork a worker that serves the connection `fd`, and nothing else of the host's."""
-        episode = mmap.mmap(-1, mmap.PAGESIZE)
+        """Fork a worker that serves the connection `fd`, and nothing else of the host's.
+
+        Raises:
+            OSError: the orchestrator is gone.
+        """
+        try:
+            episode = mmap.mmap(-1, mmap.PAGESIZE)
+            pid = os.fork()
+        except OSError as error:  # a limit of processes or memory: no fault of the workers that there are
+            os.close(fd)
+            why = f"no process can be had: {error}"
+            self.control.sendall(pack("gone", worker=order["worker"], code=os.EX_OSERR, episode=0, why=why))
+            return
         mark = uuid.uuid4().hex
-        pid = os.fork()
         if pid == 0:
             try:
                 _become_worker(order, fd, episode, mark, sockets_of_host)

@@ -122,13 +122,13 @@ class Worker:
             pool = WorkerPool(settings_from_plain(order["options"]))
             pool.mark, pool.say_last = self._mark, self._send_last
             await pool.__aenter__()
+            code = await asyncio.to_thread(fingerprint, pool.sources[0])
         except (EnvError, KeyError, TypeError, ValueError) as error:
             await self._send_last(pack("refused", reason=str(error)))
             return False
         self._pool = pool
         for index, url in order["moved"]:
             pool.move_server(index, url)
-        code = await asyncio.to_thread(fingerprint, pool.sources[0])
         freeze_gc()
         logger.info(f"plays {pool.sources[0].name}")
         self._send("opened", fingerprint=code)

@@ -65,7 +65,7 @@ def _is_reply(message: dict[str, Any]) -> bool:
         return False
     try:
         return all(isinstance(json.loads(call["function"]["arguments"] or "{}"), dict) for call in calls)
-    except ValueError:
+    except (RecursionError, ValueError):
         return False
 
 

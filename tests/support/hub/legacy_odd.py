@@ -121,6 +121,14 @@ def raises(completion: Any) -> float:
     return 1.0 / (len(completion[-1]["content"]) - 3)
 
 
+class GroupLoop(vf.EnvGroup):
+    """Plays its members' rows by itself."""
+
+    async def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        """Never called here."""
+        raise AssertionError("never called")
+
+
 class Freed(vf.SingleTurnEnv):
     """Says in a file that it was freed: the first handler that is called fails."""
 
@@ -212,6 +220,8 @@ def load_environment(kind: str, log: str = "") -> Any:
             env = vf.SingleTurnEnv(dataset=said * 2, rubric=rubric)
             env.add_rubric(Tidies(log=log))
             return env
+        case "group_loop":
+            return GroupLoop([load_environment("column")])
         case "twice":
             return vf.EnvGroup([load_environment("column"), load_environment("system")], env_names=["a", "a"])
         case "others":
