@@ -13,6 +13,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, STOP
+from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.how_ended import how_it_ended, is_well, last_row, newest_words, own_end, saved_step
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
@@ -41,7 +42,8 @@ class Ended:
     ended: bool
     """True if nothing of it waits or runs any more."""
     outcome: str
-    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`."""
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: whether it has
+    ended cannot be told, or not yet."""
     note: str
     job_id: str | None = None
 
@@ -158,6 +160,8 @@ class _Cancel:
         if not rows and controller is not None:
             end_local(self.run_dir, controller)
             return self._ended("cancelled", "the local job had not begun; ended", str(controller))
+        if rows and (name := objects_of(rows[-1].get("job_id"))) is not None and _is_to_go_on(rows[-1]):
+            return self._pods(name)
         if not rows or rows[-1].get("job_id") is not None or not is_held(own := rows[-1]):
             return self._ended("over", how_it_ended(self.run_dir, rows))
         row = None if self.now else self._stop_and_wait(f"process {own['pid']}", process=own)
@@ -170,6 +174,14 @@ class _Cancel:
         if self._wait_for_process(own):
             return self._ended("cancelled", "ended without a new save")
         return self._ended("unknown", f"process {own['pid']} still ends; see ps", ended=False)
+
+    def _pods(self, name: str) -> Ended:
+        """End a run in pods, of which nobody here can make sure: it is asked by the file alone."""
+        row = None if self.now else self._stop_and_wait(f"the pods of {name}")
+        if row is not None and not _is_to_go_on(row):
+            return self._ended(*own_end(self.run_dir, row, saved_step(self.run_dir)))
+        how = f"kubectl delete job -l app.kubernetes.io/instance={name}"
+        return self._ended("unknown", f"Kubernetes alone ends its pods: `{how}`", ended=False)
 
     def _wait_for_process(self, row: AttemptRow) -> bool:
         """Wait for the supervisor, and for submitit's process that watches it."""
@@ -233,6 +245,11 @@ class _Cancel:
 
     def _tell(self, words: str) -> None:
         self.say(f"{self.run_dir}: {words}")
+
+
+def _is_to_go_on(row: AttemptRow) -> bool:
+    """Return whether an attempt has no end, or was to be followed by another one."""
+    return row.get("ended") is None or row.get("next") is not None
 
 
 def _is_last(row: AttemptRow) -> bool:

@@ -162,10 +162,9 @@ def unseen_by_others(
 def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
     run_dir = made.experiment.run_dir.resolve()
-    is_new = not run_dir.exists()
     refuse_anothers(run_dir)
     with submitting(run_dir):
-        found = None if is_new else resolve_pending_submission(run_dir)
+        found = resolve_pending_submission(run_dir)
         if found is not None:
             return run_dir, found.job_id, True
         claim_directory(made.experiment, run_dir)

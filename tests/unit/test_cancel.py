@@ -17,6 +17,8 @@ from prime_hpc.launch import cancel as cancel_module
 from prime_hpc.launch import local
 from prime_hpc.launch.cancel import Ended
 from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.monitor.where_to import NotThereError, way_to
+from prime_hpc.launch.monitor.who_hangs import find_target
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
@@ -321,6 +323,11 @@ def test_a_run_on_another_cluster_of_the_site_is_asked_about_and_ended_there(
     fake.add(state="RUNNING", comment="prime-hpc:of-another-run")  # on this cluster
     fake.change("100", state="RUNNING", nodes="n1")
     assert status_of(run_dir(config)).state == "starting"
+    target = find_target(str(run_dir(config)))
+    assert target.job is None, "srun does not reach it"
+    with pytest.raises(NotThereError, match="on cluster other: log in there"):
+        way_to(target, "supervisor", 0, [], terminal=False, environ={})
+    assert all(call[1] == "--clusters=other" for call in fake.calls("squeue")[-2:])
     with pytest.raises(ConfigError, match="in Slurm as job 100, RUNNING"):
         submit(load(config))
     assert cancel(config, now=True).outcome == "cancelled"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.launch.monitor.logs import find_source
 from prime_hpc.launch.monitor.run_facts import Queue, RunStatus
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.monitor.status import PatientAsk, collect, status_of
@@ -430,3 +431,12 @@ def test_checkpoint_and_logs(run: Run) -> None:
     status = status_of(run.attempt().path, ask=answering(job("RUNNING")))
     assert status.checkpoint == 10 and status.checkpoint_time is not None
     assert set(status.logs) == {"supervisor", "slurm", "trainer"}
+
+
+def test_a_point_that_was_moved_out_of_its_sweep_has_no_output_of_its_job(run: Run) -> None:
+    (run.path / "logs").mkdir()
+    (run.path / "logs" / "slurm-7_1.out").symlink_to("../../logs/slurm-7_1.out")
+    assert status_of(run.attempt().path, ask=answering()).logs == {}
+    assert find_source(run.path, "slurm") is None
+    (run.path / "logs" / "slurm-12.out").touch()
+    assert status_of(run.path, ask=answering()).logs == {"slurm": str(run.path / "logs" / "slurm-12.out")}

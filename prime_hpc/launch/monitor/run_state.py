@@ -8,6 +8,7 @@ import math
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
 from prime_hpc.slurm.submission_record import local_controller
@@ -209,7 +210,7 @@ def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
     last, record = one.last or AttemptRow(), one.record or SubmissionRecord()
     heard = max(number(last.get("began")) or 0.0, number((one.word or {}).get("time")) or 0.0)
     silent, no_end = max(0.0, now - heard), f"attempt {last['attempt']} wrote no end"
-    if last.get("job_id") is None:
+    if last.get("job_id") is None or objects_of(last["job_id"]) is not None:
         return _of_process(one, silent, no_end)
     job = _find(queue, record, last.get("job_id"), record.get("job_id"))
     if job is None or not job.is_active:
@@ -286,6 +287,8 @@ def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
         return _Verdict("requeued" if outcome != "failed" or comes_back else "failed", cause)
     if not comes_back:
         return _Verdict("failed", cause)
+    if objects_of(last.get("job_id")) is not None:
+        return _Verdict("requeued", f"its pod is made again; ended by: {cause}")
     next_job = _find(queue, record, record.get("successor")) or job
     if _was_cancelled(record, next_job, number(last.get("ended"))):
         return _Verdict("stopped", f"cancelled before it came back; ended by: {cause}")
