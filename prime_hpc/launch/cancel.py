@@ -42,8 +42,8 @@ class Ended:
     ended: bool
     """True if nothing of it waits or runs any more."""
     outcome: str
-    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: whether it has
-    ended cannot be told, or not yet."""
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: it still ends, or
+    that cannot be told."""
     note: str
     job_id: str | None = None
 
@@ -62,7 +62,7 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
         say: told what goes on meanwhile.
 
     Raises:
-        SlurmRefused: Slurm cannot be asked whether there is a job; nothing was done.
+        SlurmRefused: Slurm cannot be asked whether there is a job, or be told to end it.
         ConfigError: its directory cannot be written, so that it cannot be asked to save.
     """
     with on_cluster(cluster_of(run_dir)):
@@ -102,7 +102,10 @@ class _Cancel:
         if running:
             return self._running_job(running[0].job_id)
         ids = {info.job_id for info in waiting}
-        began = [info for info in jobs_of(self.run_dir) if info.job_id in ids and info.nodes]
+        try:
+            began = [info for info in jobs_of(self.run_dir) if info.job_id in ids and info.nodes]
+        except SlurmError as error:
+            return self._not_gone(waiting[-1].job_id, error)
         if began:  # before scancel came: it is ended like one that ran
             return replace(self, now=True)._running_job(began[0].job_id)
         return self._ended("pending", "it was waiting; taken out of the queue", waiting[-1].job_id)
@@ -114,31 +117,51 @@ class _Cancel:
                 self._tell(f"not ended by itself; ending job {job_id}")
             run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
         self._note_cancel()
-        gone = self._wait_for_job(job_id)
-        if not gone and row is not None:  # another attempt began in it
-            self._tell(f"job {job_id} goes on after its attempt ended; ending it")
-            run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+        try:
             gone = self._wait_for_job(job_id)
+            if not gone and row is not None:  # another attempt began in it
+                self._tell(f"job {job_id} goes on after its attempt ended; ending it")
+                run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+                gone = self._wait_for_job(job_id)
+        except SlurmError as error:
+            return self._not_gone(job_id, error)
         if not gone:
-            note = f"job {job_id} still ends after {GONE_TIMEOUT_S:.0f} s; see squeue"
-            return self._ended("unknown", note, job_id, ended=False)
+            return self._not_gone(job_id)
         step = saved_step(self.run_dir, job_id)
         if row is not None:
             return self._ended(*own_end(self.run_dir, row, step), job_id)
         return self._ended("cancelled", f"ended without a new save{newest_words(step)}", job_id)
 
+    def _not_gone(self, job_id: str, trouble: SlurmError | None = None) -> Ended:
+        """Say that Slurm was told to end a job, and that it is not known to have left its nodes."""
+        still = f"still ends after {GONE_TIMEOUT_S:.0f} s; see squeue"
+        unknown = f"was asked to end; whether it has cannot be asked: {trouble}"
+        return self._ended("unknown", f"job {job_id} {unknown if trouble else still}", job_id, ended=False)
+
     def _wait_for_job(self, job_id: str) -> bool:
-        """Wait for the job to leave its nodes. Raises SlurmError when Slurm does not answer."""
+        """Wait for the job to leave its nodes. Raises SlurmError where Slurm does not answer until the deadline."""
         began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
+        trouble: SlurmError | None = None
         while time.monotonic() - began < GONE_TIMEOUT_S:
-            active = [info for info in jobs_of(self.run_dir) if info.is_active]
-            for info in active:
-                if info.is_pending:  # it had requeued itself a moment before, or queued its successor
-                    run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
-            if not any(info.job_id == job_id for info in active):
-                return True
+            try:
+                if not self._is_left(job_id):
+                    return True
+                trouble = None
+            except SlurmError as error:  # a controller that restarts, or is busy with the end of many
+                trouble = error
             time.sleep(pause.next())
+        if trouble is not None:
+            raise trouble
         return False
+
+    def _is_left(self, job_id: str) -> bool:
+        """Return whether the job has not ended; what of the run waits meanwhile is taken out of the queue. Raises
+        SlurmError."""
+        active = [info for info in jobs_of(self.run_dir) if info.is_active]
+        for info in active:
+            if info.is_pending:  # it had requeued itself a moment before, or queued its successor
+                run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+        return any(info.job_id == job_id for info in active)
 
     def _is_on_nodes(self, job_id: str) -> bool:
         """Return whether the job holds nodes, as far as can be told now."""
