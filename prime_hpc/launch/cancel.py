@@ -42,8 +42,8 @@ class Ended:
     ended: bool
     """True if nothing of it waits or runs any more."""
     outcome: str
-    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: it still ends, or
-    that cannot be told."""
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: it still ends,
+    or nobody can tell."""
     note: str
     job_id: str | None = None
 

@@ -74,7 +74,8 @@ def submit(
         from prime_hpc.launch.local import submit_local
 
         return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
-    loaded = for_evaluation(loaded)
+    waits = bool(loaded.experiment.slurm.dependency)
+    loaded = for_evaluation(loaded, waits=waits)
     made = render_submission(loaded, as_rendered=dry_run)
     _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of
     if dry_run:
@@ -84,7 +85,7 @@ def submit(
         show_dry_run(slurm_plan(made.experiment, made.site), made.text, as_json)
         return 0
 
-    elsewhere, waits = starts_elsewhere(made.experiment, made.site), bool(made.experiment.slurm.dependency)
+    elsewhere = starts_elsewhere(made.experiment, made.site)
     check(loaded, by_slurm=True, starts_elsewhere=elsewhere, waits=waits)
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
