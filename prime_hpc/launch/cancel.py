@@ -42,8 +42,8 @@ class Ended:
     ended: bool
     """True if nothing of it waits or runs any more."""
     outcome: str
-    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: it still ends,
-    or nobody can tell."""
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: it may be
+    there yet."""
     note: str
     job_id: str | None = None
 

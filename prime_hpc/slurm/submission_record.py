@@ -156,7 +156,8 @@ def submitting(run_dir: Path) -> Iterator[None]:
 
 
 def _show_life(lock: Path, over: threading.Event) -> None:
-    """Touch a lock that is held: a large sweep takes longer to be sent, and to be ended, than a dead client's counts."""
+    """Touch a lock that is held: a large sweep takes longer to be sent, and to be ended, than a dead client's lock
+    counts."""
     while not over.wait(_SIGN_EVERY_S):
         with suppress(OSError):
             os.utime(lock)
