@@ -14,6 +14,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.supervisor import KubernetesConfig
+from prime_hpc.kubernetes.job_id import job_of
 from prime_hpc.runtime.role_context import NODE
 from prime_hpc.slurm.allocation import Allocation, read_allocation
 from prime_hpc.slurm.options import ENV_NODES, num_env_nodes
@@ -118,7 +119,7 @@ def read_nodes(environ: Mapping[str, str] = os.environ) -> Allocation | None:
         return read_allocation(environ)
     said = json.loads(environ[PODS])
     return Allocation(
-        job_id=f"kubernetes:{said['name']}",
+        job_id=job_of(said["name"]),
         hosts=tuple(tuple(group) for group in said["hosts"]),
         batch_host=environ.get(NODE) or f"{said['name']}-{SUPERVISOR}.{said['name']}",
         restarts=0,

@@ -13,6 +13,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, STOP
+from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.how_ended import how_it_ended, is_well, last_row, newest_words, own_end, saved_step
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
@@ -41,7 +42,8 @@ class Ended:
     ended: bool
     """True if nothing of it waits or runs any more."""
     outcome: str
-    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`."""
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it ended by itself), or `unknown`: it may be
+    there yet."""
     note: str
     job_id: str | None = None
 
@@ -60,7 +62,7 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
         say: told what goes on meanwhile.
 
     Raises:
-        SlurmRefused: Slurm cannot be asked whether there is a job; nothing was done.
+        SlurmRefused: Slurm cannot be asked whether there is a job, or be told to end it.
         ConfigError: its directory cannot be written, so that it cannot be asked to save.
     """
     with on_cluster(cluster_of(run_dir)):
@@ -100,7 +102,10 @@ class _Cancel:
         if running:
             return self._running_job(running[0].job_id)
         ids = {info.job_id for info in waiting}
-        began = [info for info in jobs_of(self.run_dir) if info.job_id in ids and info.nodes]
+        try:
+            began = [info for info in jobs_of(self.run_dir) if info.job_id in ids and info.nodes]
+        except SlurmError as error:
+            return self._not_gone(waiting[-1].job_id, error)
         if began:  # before scancel came: it is ended like one that ran
             return replace(self, now=True)._running_job(began[0].job_id)
         return self._ended("pending", "it was waiting; taken out of the queue", waiting[-1].job_id)
@@ -112,31 +117,51 @@ class _Cancel:
                 self._tell(f"not ended by itself; ending job {job_id}")
             run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
         self._note_cancel()
-        gone = self._wait_for_job(job_id)
-        if not gone and row is not None:  # another attempt began in it
-            self._tell(f"job {job_id} goes on after its attempt ended; ending it")
-            run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+        try:
             gone = self._wait_for_job(job_id)
+            if not gone and row is not None:  # another attempt began in it
+                self._tell(f"job {job_id} goes on after its attempt ended; ending it")
+                run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+                gone = self._wait_for_job(job_id)
+        except SlurmError as error:
+            return self._not_gone(job_id, error)
         if not gone:
-            note = f"job {job_id} still ends after {GONE_TIMEOUT_S:.0f} s; see squeue"
-            return self._ended("unknown", note, job_id, ended=False)
+            return self._not_gone(job_id)
         step = saved_step(self.run_dir, job_id)
         if row is not None:
             return self._ended(*own_end(self.run_dir, row, step), job_id)
         return self._ended("cancelled", f"ended without a new save{newest_words(step)}", job_id)
 
+    def _not_gone(self, job_id: str, trouble: SlurmError | None = None) -> Ended:
+        """Say that Slurm was told to end a job, and that it is not known to have left its nodes."""
+        still = f"still ends after {GONE_TIMEOUT_S:.0f} s; see squeue"
+        unknown = f"was asked to end; whether it has cannot be asked: {trouble}"
+        return self._ended("unknown", f"job {job_id} {unknown if trouble else still}", job_id, ended=False)
+
     def _wait_for_job(self, job_id: str) -> bool:
-        """Wait for the job to leave its nodes. Raises SlurmError when Slurm does not answer."""
+        """Wait for the job to leave its nodes. Raises SlurmError where Slurm does not answer until the deadline."""
         began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
+        trouble: SlurmError | None = None
         while time.monotonic() - began < GONE_TIMEOUT_S:
-            active = [info for info in jobs_of(self.run_dir) if info.is_active]
-            for info in active:
-                if info.is_pending:  # it had requeued itself a moment before, or queued its successor
-                    run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
-            if not any(info.job_id == job_id for info in active):
-                return True
+            try:
+                if not self._is_left(job_id):
+                    return True
+                trouble = None
+            except SlurmError as error:  # a controller that restarts, or is busy with the end of many
+                trouble = error
             time.sleep(pause.next())
+        if trouble is not None:
+            raise trouble
         return False
+
+    def _is_left(self, job_id: str) -> bool:
+        """Return whether the job has not ended; what of the run waits meanwhile is taken out of the queue. Raises
+        SlurmError."""
+        active = [info for info in jobs_of(self.run_dir) if info.is_active]
+        for info in active:
+            if info.is_pending:  # it had requeued itself a moment before, or queued its successor
+                run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+        return any(info.job_id == job_id for info in active)
 
     def _is_on_nodes(self, job_id: str) -> bool:
         """Return whether the job holds nodes, as far as can be told now."""
@@ -158,6 +183,8 @@ class _Cancel:
         if not rows and controller is not None:
             end_local(self.run_dir, controller)
             return self._ended("cancelled", "the local job had not begun; ended", str(controller))
+        if rows and (name := objects_of(rows[-1].get("job_id"))) is not None and _is_to_go_on(rows[-1]):
+            return self._pods(name)
         if not rows or rows[-1].get("job_id") is not None or not is_held(own := rows[-1]):
             return self._ended("over", how_it_ended(self.run_dir, rows))
         row = None if self.now else self._stop_and_wait(f"process {own['pid']}", process=own)
@@ -170,6 +197,14 @@ class _Cancel:
         if self._wait_for_process(own):
             return self._ended("cancelled", "ended without a new save")
         return self._ended("unknown", f"process {own['pid']} still ends; see ps", ended=False)
+
+    def _pods(self, name: str) -> Ended:
+        """End a run in pods, of which nobody here can make sure: it is asked by the file alone."""
+        row = None if self.now else self._stop_and_wait(f"the pods of {name}")
+        if row is not None and not _is_to_go_on(row):
+            return self._ended(*own_end(self.run_dir, row, saved_step(self.run_dir)))
+        how = f"kubectl delete job -l app.kubernetes.io/instance={name}"
+        return self._ended("unknown", f"Kubernetes alone ends its pods: `{how}`", ended=False)
 
     def _wait_for_process(self, row: AttemptRow) -> bool:
         """Wait for the supervisor, and for submitit's process that watches it."""
@@ -233,6 +268,11 @@ class _Cancel:
 
     def _tell(self, words: str) -> None:
         self.say(f"{self.run_dir}: {words}")
+
+
+def _is_to_go_on(row: AttemptRow) -> bool:
+    """Return whether an attempt has no end, or was to be followed by another one."""
+    return row.get("ended") is None or row.get("next") is not None
 
 
 def _is_last(row: AttemptRow) -> bool:

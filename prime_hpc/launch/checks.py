@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.engine_groups import MODELS, served_by
+from prime_hpc.config.engine_groups import MODELS, SECTIONS, engine_roles, served_by
 from prime_hpc.config.env_files import READERS, named_files, short_id
 from prime_hpc.config.families import STORED_AS
 from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
@@ -20,9 +20,11 @@ from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
+from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
 from prime_hpc.launch.storage import WEIGHT_SUFFIXES, storage_problems
+from prime_hpc.runtime.device import planned_device
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
@@ -47,6 +49,7 @@ def check(
     by_slurm: bool = False,
     starts_elsewhere: bool = False,
     waits: bool = False,
+    is_here: bool = False,
 ) -> None:
     """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it.
 
@@ -57,6 +60,7 @@ def check(
         starts_elsewhere: the job starts from another Python environment than this one (a container, a pack): one that
             is not installed here is for lint to warn of, and for the job's own check to refuse.
         waits: the job waits for another one (`slurm.dependency`), which may make the model or the data.
+        is_here: it runs on this machine.
     """
     experiment = loaded.experiment
     problems = [
@@ -67,11 +71,27 @@ def check(
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
+        *(engine_problems(experiment, role) if is_here else []),
         *storage_problems(experiment, role, by_slurm),
     ]
     if problems:
         once = {(p.key, p.message): p for p in problems}.values()  # trainer and engines load the same model
         raise ConfigError(Problem(p.message, p.key, loaded.provenance.get(p.key or "", p.origin)) for p in once)
+
+
+def engine_problems(experiment: Experiment, role: str | None = None) -> Iterator[Problem]:
+    """Yield what engines that start on this machine (`role`: of one group) would refuse once they run: a backend that
+    is not installed, and keys that ask it for what it does not do."""
+    for group in [group for group in engine_roles(experiment) if role in (None, group)]:
+        view, section = served_by(experiment, group), SECTIONS[group]
+        assert view.inference is not None
+        backend = load_backend(view.inference.backend, f"{section}.backend")
+        if missing := backend.missing():
+            yield Problem(f"{backend.title}: {missing}", f"{section}.backend")
+        device = planned_device(experiment.device).type
+        for refusal in backend.refusals(view.model_copy(update={"device": device})):
+            key = refusal.key.replace("inference.", f"{section}.", 1)
+            yield Problem(f"{refusal.reason}; {refusal.remedy}", key)
 
 
 def _samples(experiment: Experiment, role: str | None) -> bool:

@@ -240,7 +240,7 @@ def run_role(loaded: Loaded, role: str) -> int:
         ConfigError: the experiment cannot run here.
     """
     experiment = loaded.experiment
-    check(loaded, role)
+    check(loaded, role, is_here=True)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
     gpus = [] if role == "orchestrator" else role_gpus(experiment, role, usable_gpus(experiment, os.environ))

@@ -51,7 +51,7 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
         ConfigError: the experiment cannot run here, or its run directory holds another run.
     """
     loaded = for_evaluation(loaded)
-    check(loaded)
+    check(loaded, is_here=site is None)
     if site is None and (problem := flash_problem(loaded.experiment, is_here=True)):
         raise ConfigError(Problem(f"{problem}; {REMEDY}", "model.attn", loaded.provenance.get("model.attn")))
     run_dir = loaded.experiment.run_dir.resolve()
@@ -210,7 +210,7 @@ def _delete(run_dir: Path) -> None:
             path.unlink()
 
 
-def for_evaluation(loaded: Loaded) -> Loaded:
+def for_evaluation(loaded: Loaded, *, waits: bool = False) -> Loaded:
     """Return the experiment with what follows from its files; other kinds pass through unchanged.
 
     Called before anything is checked, planned or written.
@@ -218,15 +218,25 @@ def for_evaluation(loaded: Loaded) -> Loaded:
     `seq_len`, where nobody states it, is at most the model's own context; `model.lora` has the rank of the adapters in
     `eval.weights_dir`, so that the engines have room for them.
 
+    Args:
+        loaded: the experiment.
+        waits: its job waits for another one (`slurm.dependency`), which may make the versions.
+
     Raises:
         ConfigError: versions that are asked for are not there.
     """
     experiment = loaded.experiment
     if experiment.trains:
         return loaded
-    versions = find_versions(experiment.eval)
     changes: dict[str, object] = {}
-    rank = adapter_rank(versions)
+    try:
+        versions = find_versions(experiment.eval)
+    except ConfigError:
+        if not waits or experiment.eval.weights_dir is None:
+            raise
+        rank = _rank_to_come(experiment.eval.weights_dir)
+    else:
+        rank = adapter_rank(versions)
     if rank is not None and experiment.model.lora is None and experiment.eval.client is None:
         changes["model"] = experiment.model.model_copy(update={"lora": LoraConfig(rank=rank)})
     limit = (read_config(experiment.model.name) or {}).get("max_position_embeddings")
@@ -235,3 +245,12 @@ def for_evaluation(loaded: Loaded) -> Loaded:
     if not changes:
         return loaded
     return replace(loaded, experiment=experiment.model_copy(update=changes))
+
+
+def _rank_to_come(weights_dir: Path) -> int | None:
+    """Return the rank of the adapters that a run will make, as its own config says; None: none, or nobody knows."""
+    for run_dir in (weights_dir, weights_dir.parent):
+        with suppress(ConfigError):
+            lora = read_experiment(run_dir / RUN_YAML).model.lora
+            return None if lora is None else lora.rank
+    return None

@@ -74,7 +74,8 @@ def submit(
         from prime_hpc.launch.local import submit_local
 
         return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
-    loaded = for_evaluation(loaded)
+    waits = bool(loaded.experiment.slurm.dependency)
+    loaded = for_evaluation(loaded, waits=waits)
     made = render_submission(loaded, as_rendered=dry_run)
     _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of
     if dry_run:
@@ -84,7 +85,7 @@ def submit(
         show_dry_run(slurm_plan(made.experiment, made.site), made.text, as_json)
         return 0
 
-    elsewhere, waits = starts_elsewhere(made.experiment, made.site), bool(made.experiment.slurm.dependency)
+    elsewhere = starts_elsewhere(made.experiment, made.site)
     check(loaded, by_slurm=True, starts_elsewhere=elsewhere, waits=waits)
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
@@ -162,10 +163,9 @@ def unseen_by_others(
 def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
     run_dir = made.experiment.run_dir.resolve()
-    is_new = not run_dir.exists()
     refuse_anothers(run_dir)
     with submitting(run_dir):
-        found = None if is_new else resolve_pending_submission(run_dir)
+        found = resolve_pending_submission(run_dir)
         if found is not None:
             return run_dir, found.job_id, True
         claim_directory(made.experiment, run_dir)

@@ -29,6 +29,8 @@ ENDED = (
 )
 """States of a job that has ended, worst first."""
 
+JOB_ID = re.compile(r"\d+([_+]\d+)?")
+"""Ids of Slurm's; those of other launchers' jobs (a run's pods) are none."""
 _SINGLE_QUESTIONS = 4
 """Up to so many jobs that are not this user's (or forgotten) are asked for one by one."""
 _VAGUE = ("Priority", "Resources", "Dependency")
@@ -107,7 +109,7 @@ def jobs(
     """Ask the controller about jobs: waiting, running, and ended in the last minutes.
 
     Args:
-        ids: job ids (`12`; of an array `12` or `12_3`); None: all jobs of this user.
+        ids: job ids (`12`; of an array `12` or `12_3`), others are passed over; None: all jobs of this user.
         timeout_s: deadline of each question.
         of_others: all of this user's jobs are known not to be among them.
 
@@ -119,7 +121,7 @@ def jobs(
     Raises:
         SlurmError: Slurm cannot be asked.
     """
-    wanted = None if ids is None else {str(i) for i in ids}
+    wanted = None if ids is None else {str(i) for i in ids if JOB_ID.fullmatch(str(i))}
     if wanted is not None and not wanted:
         return {}
 
@@ -185,7 +187,7 @@ def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> l
 
 def history(job_id: str, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
     """Every run of a job in the accounting, oldest first; empty where there is no accounting."""
-    return _sacct(["-j", job_id], timeout_s)
+    return _sacct(["-j", job_id], timeout_s) if JOB_ID.fullmatch(job_id) else []
 
 
 def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:

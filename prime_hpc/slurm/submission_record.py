@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -22,13 +23,15 @@ from prime_hpc.config.run_files import SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.attempts import process_token
+from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, SubmissionState, read_json, read_record
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
 """In a job's environment: its token, a space, its run directory."""
 LOCK = ".submitting"
 _FOREIGN_LOCK_S = 300.0
-"""A submit on another host, whose process cannot be looked at, counts as dead after so long."""
+"""A submit on another host, whose process cannot be looked at, counts as dead after so long without a sign of life."""
+_SIGN_EVERY_S = 30.0
 
 
 class SubmissionUnderWay(ConfigError):
@@ -141,12 +144,23 @@ def submitting(run_dir: Path) -> Iterator[None]:
             _move_aside(lock, found)
     except OSError as error:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+    over = threading.Event()
+    threading.Thread(target=_show_life, args=(lock, over), name="submitting", daemon=True).start()
     try:
         yield
     finally:
+        over.set()
         # --clean may have deleted it; that of another one is not ours to remove
         if _text_of(lock) == mine:
             lock.unlink(missing_ok=True)
+
+
+def _show_life(lock: Path, over: threading.Event) -> None:
+    """Touch a lock that is held: a large sweep takes longer to be sent, and to be ended, than a dead client's lock
+    counts."""
+    while not over.wait(_SIGN_EVERY_S):
+        with suppress(OSError):
+            os.utime(lock)
 
 
 def _text_of(lock: Path) -> str:
@@ -172,14 +186,16 @@ def _is_held(lock: Path, text: str) -> bool:
     """Return whether the client that wrote this lock may still be at work."""
     try:
         holder = json.loads(text)
-        host, pid, since = holder["host"], int(holder["pid"]), float(holder["time"])
+        host, pid, since = holder["host"], int(holder["pid"]), float(holder["time"])  # by its own clock
     except (ValueError, KeyError, TypeError):
         # it was killed between creating the file and writing into it, or is about to
         with suppress(FileNotFoundError):
             return abs(time.time() - lock.stat().st_mtime) < 5  # a clock may have been set back
         return False
     if host != socket.gethostname():
-        return abs(time.time() - since) < _FOREIGN_LOCK_S
+        with suppress(FileNotFoundError):
+            return abs(file_age_s(lock)) < _FOREIGN_LOCK_S
+        return False
     if holder.get("process"):
         return process_token(pid) == holder["process"]
     from prime_hpc.runtime.process_tree import runs_since

@@ -58,7 +58,7 @@ from prime_hpc.supervisor.attempt.early_end import (
 from prime_hpc.supervisor.attempt.fence import EXIT_GONE
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
-from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide, mode_of_run, return_to_queue
+from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide_for, mode_of_run, return_to_queue
 from prime_hpc.supervisor.attempt.start import await_made, begin_attempt, run_paths
 from prime_hpc.supervisor.attempt.successor import require_successor
 from prime_hpc.supervisor.preflight.phase import Checkup
@@ -386,7 +386,7 @@ def _apply_restart_policy(
     last = rows[-1]
     site = patience(lambda: tell_unreadable_apart(lambda: read_site(run_dir)))
     mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
-    decision = decide(rows, experiment.slurm.restart, mode, is_service=experiment.trainer.tinker is not None)
+    decision = decide_for(experiment, run_dir, rows, mode)
     record_bad_nodes(experiment, last)
     if not decision.again:
         if last["outcome"] not in FINAL:

@@ -17,6 +17,8 @@ from prime_hpc.launch import cancel as cancel_module
 from prime_hpc.launch import local
 from prime_hpc.launch.cancel import Ended
 from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.monitor.where_to import NotThereError, way_to
+from prime_hpc.launch.monitor.who_hangs import find_target
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
@@ -321,6 +323,11 @@ def test_a_run_on_another_cluster_of_the_site_is_asked_about_and_ended_there(
     fake.add(state="RUNNING", comment="prime-hpc:of-another-run")  # on this cluster
     fake.change("100", state="RUNNING", nodes="n1")
     assert status_of(run_dir(config)).state == "starting"
+    target = find_target(str(run_dir(config)))
+    assert target.job is None, "srun does not reach it"
+    with pytest.raises(NotThereError, match="on cluster other: log in there"):
+        way_to(target, "supervisor", 0, [], terminal=False, environ={})
+    assert all(call[1] == "--clusters=other" for call in fake.calls("squeue")[-2:])
     with pytest.raises(ConfigError, match="in Slurm as job 100, RUNNING"):
         submit(load(config))
     assert cancel(config, now=True).outcome == "cancelled"
@@ -447,3 +454,41 @@ def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
         SlurmRefused, match=r"the controller is down.*; `touch /.*/STOP` has one that runs save and end"
     ):
         cancel(config)
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_cancel_says_what_it_knows_where_slurm_falls_silent_after_scancel(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, now: bool
+) -> None:
+    submit(load(config))
+    if now:
+        fake.change("100", state="RUNNING", nodes="n1")
+    scancel = cancel_module.run_slurm
+
+    def then_silent(argv: list[str], *others: float) -> str:
+        said = scancel(argv, *others)
+        fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
+        return said
+
+    monkeypatch.setattr(cancel_module, "run_slurm", then_silent)
+    monkeypatch.setattr(cancel_module, "GONE_TIMEOUT_S", 0.2)
+    result = cancel(config, now=now)
+    assert (result.ended, result.outcome, result.job_id) == (False, "unknown", "100")
+    assert result.note.startswith("job 100 was asked to end; whether it has cannot be asked: `squeue")
+    assert fake.jobs()[0]["state"] == "CANCELLED"
+
+
+def test_cancel_waits_for_a_controller_that_is_busy_after_scancel(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    scancel = cancel_module.run_slurm
+
+    def then_busy(argv: list[str], *others: float) -> str:
+        said = scancel(argv, *others)
+        fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Socket timed out", only_once=True)
+        return said
+
+    monkeypatch.setattr(cancel_module, "run_slurm", then_busy)
+    assert cancel(config, now=True).outcome == "cancelled"

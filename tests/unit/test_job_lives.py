@@ -47,7 +47,8 @@ def sacct(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lives_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sacct(tmp_path, SACCT, monkeypatch)
-    lives = job_lives(["12", "20", "30_7"])
+    lives = job_lives(["12", "20", "30_7", "kubernetes:r"])
+    assert "-j 12,20,30_7 " in (tmp_path / "asked").read_text(), "a run's pods are no job of Slurm's"
     by_name = {name: [life for life in lives if name in life.names] for name in ("12", "20", "21", "30_7", "37")}
     first, second = by_name["12"]
     assert (first.start, first.end, first.cpus, first.gpus) == (at("10:00:00"), at("11:00:00"), 32, 8)

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.config import ConfigError, load_run
+from prime_hpc.config import ConfigError, Loaded, load_run, write_snapshot
+from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.launch import local
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.local import run_role
 from prime_hpc.launch.plan.plan import local_plan
 from prime_hpc.launch.plan.plan_text import plan_text
-from prime_hpc.launch.prepare import prepare_run
+from prime_hpc.launch.prepare import for_evaluation, prepare_run
 from prime_hpc.launch.storage import weights_bytes
 from prime_hpc.store.attempts import begin, write_attempt
+from prime_hpc.supervisor.attempt.start import await_made
 from tests.support.launch import loaded, make_model
 
 
@@ -88,6 +91,46 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=words):
         prepare_run(replace(one, experiment=one.experiment.model_copy(update={"model": flash})))
     assert not (tmp_path / "out" / "x").exists()
+
+
+def with_adapter(one: Loaded, rank: int) -> Loaded:
+    model = one.experiment.model.model_copy(update={"lora": LoraConfig(rank=rank)})
+    return replace(one, experiment=one.experiment.model_copy(update={"model": model}))
+
+
+def test_what_its_engines_would_refuse_is_said_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    one = with_adapter(loaded(tmp_path, model, inference={"backend": "transformers"}), rank=1)
+    with pytest.raises(ConfigError, match=r"model.lora: the transformers backend serves no adapters"):
+        prepare_run(one)
+    with pytest.raises(ConfigError, match="serves no adapters"):
+        run_role(one, "inference")
+    assert not (tmp_path / "out" / "x").exists()
+    check(one)  # of a job, whose nodes may have other devices: lint's
+    check(one, "trainer", is_here=True)
+    check(loaded(tmp_path, model, inference={"backend": "transformers"}), is_here=True)
+
+
+def test_versions_that_another_job_makes_are_not_missed_by_an_evaluation_that_waits_for_it(
+    tmp_path: Path, model: Path
+) -> None:
+    run = tmp_path / "made"
+    alone = {"kind": "eval", "inference": {}, "orchestrator": {}, "eval": {"environment_ids": ["reverse-text"]}}
+    alone["eval"] |= {"weights_dir": str(run / "weights"), "steps": [20]}
+    one = loaded(tmp_path, model, **alone)
+    run.mkdir()
+    write_snapshot(with_adapter(loaded(tmp_path, model), rank=4).experiment, run, [])
+    with pytest.raises(ConfigError, match="is not a directory"):
+        for_evaluation(one)
+    lora = for_evaluation(one, waits=True).experiment.model.lora
+    assert lora is not None and lora.rank == 4, "as the run's own config says"
+    with pytest.raises(ConfigError, match=r"eval.weights_dir: .*has not made it"):
+        await_made(one.experiment, within_s=0)
+    version = run / "weights" / "step_000020"
+    version.mkdir(parents=True)
+    (version / "adapter_config.json").write_text('{"r": 8}')
+    await_made(one.experiment, within_s=0)
+    lora = for_evaluation(one, waits=True).experiment.model.lora
+    assert lora is not None and lora.rank == 8
 
 
 @pytest.mark.parametrize("name", ["reverse_text", "Reverse-Text", "hypothesis", "prime_hpc.envs.tasksets.reverse_text"])

@@ -21,7 +21,7 @@ from prime_hpc.supervisor.prometheus import families
 from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, target_of
 from prime_hpc.supervisor.prometheus.figures import Figures
-from prime_hpc.supervisor.prometheus.folder import FOLDER, TOKEN, read_token, take_token
+from prime_hpc.supervisor.prometheus.folder import FOLDER, TOKEN, read_target, read_token, take_token
 from prime_hpc.supervisor.prometheus.servers import merge
 from prime_hpc.supervisor.server_loads import ServerLoads
 from tests.unit.test_live import append, make_run, sampled_row, trainer_row
@@ -312,6 +312,24 @@ def test_what_a_file_system_lets_through_after_the_end_is_taken_back(
     if exporter._address:
         with pytest.raises(OSError):
             ask(int(exporter._address.rpartition(":")[2]))
+
+
+def test_an_attempt_that_was_overtaken_leaves_the_newer_ones_address(tmp_path: Path) -> None:
+    run, folder = make_run(tmp_path / "demo"), tmp_path / FOLDER
+    cut_off = start(run)
+    until(folder / "demo.json")
+    before = read_target(folder, "demo")
+    newer = start(run)
+    try:
+        end = time.monotonic() + WAIT_S
+        while (target := read_target(folder, "demo")) == before:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        cut_off.close()
+        assert read_target(folder, "demo") == target
+    finally:
+        newer.close()
+    assert [path.name for path in folder.iterdir()] == [TOKEN]
 
 
 def test_another_run_on_the_port_is_not_taken_for_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from prime_hpc.slurm.submission_record import (
     write_record,
 )
 from prime_hpc.store.run_dirs import SubmissionRecord, job_ids, read_record
+from tests.support.submissions import wait_for
 
 
 def opened(run_dir: Path, token: str = "t") -> SubmissionRecord:
@@ -132,6 +133,20 @@ def test_a_lock_that_may_be_alive_is_respected(tmp_path: Path, is_empty: bool) -
     (tmp_path / submission_record.LOCK).write_text("" if is_empty else holder(host="elsewhere"))
     with pytest.raises(ConfigError, match="under way"), submitting(tmp_path):
         pass
+
+
+def test_a_lock_that_its_holder_keeps_on_another_host_is_respected_however_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / submission_record.LOCK
+    lock.write_text(holder(host="elsewhere", time=time.time() - 1e4))
+    with pytest.raises(ConfigError, match="under way"), submitting(tmp_path):
+        pass
+    lock.unlink()
+    monkeypatch.setattr(submission_record, "_SIGN_EVERY_S", 0.02)
+    with submitting(tmp_path):
+        os.utime(lock, (1, 1))
+        wait_for(lambda: lock.stat().st_mtime > 1)
 
 
 def test_a_lock_whose_holder_ends_as_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,11 +19,13 @@ from prime_hpc.slurm.client import first_end, parse_shown
 from prime_hpc.slurm.options import resolve_mode
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.script import render_job
+from prime_hpc.slurm.submission_record import open_record, write_record
 from prime_hpc.slurm.termination import JobLog, parse_termination
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
+from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, decide_for, mode_of_run
 from prime_hpc.supervisor.stop_requests import Controls
 
 JOB = (
@@ -136,6 +138,21 @@ def test_an_error_that_its_role_calls_permanent_is_not_tried_a_third_time() -> N
     assert decide([failed, {**failed, "permanent": False}], policy, "requeue").again
     of_a_version_before = {key: value for key, value in failed.items() if key != "permanent"}
     assert decide([of_a_version_before] * 2, policy, "requeue").again, "whatever its words"
+
+
+def test_what_failed_before_the_run_was_resumed_does_not_count(tmp_path: Path) -> None:
+    slurm = SlurmConfig(restart=RestartConfig(max_crashes=2, max_attempts=9))
+    experiment = Experiment(slurm=slurm)
+    began = [{"began": 10.0 * number, "attempt": number} for number in range(1, 9)]
+    rows = [cast(AttemptRow, {**row("failed", None), "cause": "x", **one}) for one in began]
+    assert not decide_for(experiment, tmp_path, rows[:4], "requeue").again
+    open_record(tmp_path, token="t", state="sent", command=[], layout="packed", cluster=None)
+    write_record(tmp_path, time=45.0)
+    assert decide_for(experiment, tmp_path, rows[:5], "requeue").why == "attempt 6 follows, 1 without progress so far"
+    assert not decide_for(experiment, tmp_path, rows[:7], "requeue").again
+    assert decide_for(experiment, tmp_path, rows[:4], "requeue").again, "the newest counts, whatever its node's clock"
+    last = cast(AttemptRow, {**rows[7], "attempt": 9})
+    assert "max_attempts" in decide_for(experiment, tmp_path, [*rows, last], "requeue").why
 
 
 def test_preemption_never_counts_as_a_crash() -> None:

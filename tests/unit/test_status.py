@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.launch.monitor.logs import find_source
 from prime_hpc.launch.monitor.run_facts import Queue, RunStatus
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.monitor.status import PatientAsk, collect, status_of
@@ -289,6 +290,20 @@ def test_submitted_again_after_its_end(run: Run) -> None:
     run.sent("20", age=10).attempt(ended=60, outcome="failed", cause="OOM")
     status = run.status(job("PENDING", "20", reason="Priority"))
     assert (status.state, status.job_id, status.cause) == ("pending", "20", "OOM")
+    assert (status.attempt, status.attempt_text) == (1, "after attempt 1")
+
+
+@pytest.mark.parametrize("way", ["resumed", "requeued"])
+def test_between_two_attempts_nothing_is_said_of_the_one_that_is_over(run: Run, way: str) -> None:
+    stall = {"step": 4, "seconds": 90, "headline": "rank 3 is stopped", "file": "x"}
+    facts = {"stall": stall, "servers": {"inference[0]": {"running": 9}}, "gpus": {"n1": {"num_gpus": 8}}}
+    run.sent("12" if way == "requeued" else "20", age=10 if way == "resumed" else 600)
+    run.attempt(ended=60, outcome="failed", next="requeue").word("ended", **facts)
+    status = run.status(job("PENDING", "12" if way == "requeued" else "20"))
+    assert (status.stall, status.servers, status.gpus) == (None, {}, {})
+    assert status.attempt_text == "after attempt 1"
+    status = run.attempt(2).word(attempt=2, **facts).status(job("RUNNING"), job("RUNNING", "20"))
+    assert (status.attempt_text, bool(status.stall)) == ("attempt 2 (first start)", True)
 
 
 def test_without_slurm_the_process_decides(run: Run) -> None:
@@ -430,3 +445,12 @@ def test_checkpoint_and_logs(run: Run) -> None:
     status = status_of(run.attempt().path, ask=answering(job("RUNNING")))
     assert status.checkpoint == 10 and status.checkpoint_time is not None
     assert set(status.logs) == {"supervisor", "slurm", "trainer"}
+
+
+def test_a_point_that_was_moved_out_of_its_sweep_has_no_output_of_its_job(run: Run) -> None:
+    (run.path / "logs").mkdir()
+    (run.path / "logs" / "slurm-7_1.out").symlink_to("../../logs/slurm-7_1.out")
+    assert status_of(run.attempt().path, ask=answering()).logs == {}
+    assert find_source(run.path, "slurm") is None
+    (run.path / "logs" / "slurm-12.out").touch()
+    assert status_of(run.path, ask=answering()).logs == {"slurm": str(run.path / "logs" / "slurm-12.out")}

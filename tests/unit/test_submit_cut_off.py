@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError
+from prime_hpc.launch import submission
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
@@ -215,3 +216,19 @@ def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:
         client.kill()
         client.communicate(timeout=280)
     assert fake.jobs() == []
+
+
+def test_a_submit_before_this_one_is_found_though_its_directory_was_not_to_be_seen(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made a moment ago, or a network file system's client remembers for a minute that it was not there."""
+    look = submission.refuse_anothers
+
+    def meanwhile(directory: Path) -> None:
+        monkeypatch.setattr(submission, "refuse_anothers", look)
+        submit(load(config))
+
+    monkeypatch.setattr(submission, "refuse_anothers", meanwhile)
+    with pytest.raises(ConfigError, match="this run is in Slurm as job 100"):
+        submit(load(config))
+    assert len(fake.jobs()) == 1

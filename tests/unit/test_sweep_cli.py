@@ -8,6 +8,8 @@ import pytest
 from prime_hpc.cli import main
 from prime_hpc.launch.sweep.resolve import load_base, resolve_points
 from prime_hpc.launch.sweep.state import Sweep, merge_points, write_text
+from prime_hpc.slurm import client
+from tests.support.fake_slurm import FakeSlurm
 
 
 @pytest.fixture
@@ -137,3 +139,13 @@ def test_help_names_the_actions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("submit|status|results|cancel|resume", "--plot", "--metric", "--dry-run"))
+
+
+def test_that_there_is_no_slurm_conf_is_said_once(
+    folder: Path, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
+    monkeypatch.setattr(client, "cluster_name", lambda environ: None)
+    fake.behave("sinfo", code=1, stderr="sinfo: fatal: Could not establish a configuration source")
+    main(["sweep", "submit", "lr.yaml", "--dry-run", "--launch", "auto"])
+    assert capsys.readouterr().err.count("no slurm.conf is in force") == 1

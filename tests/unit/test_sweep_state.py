@@ -18,6 +18,8 @@ from prime_hpc.launch.sweep.state import (
     point_run_dir,
     read_sweep,
 )
+from prime_hpc.launch.sweep.submit import submit_sweep
+from tests.support.sweeps import make_experiment, write_sweep
 
 
 @pytest.fixture
@@ -250,3 +252,22 @@ def test_whole_way_through_files(tmp_path: Path) -> None:
     rows = merge_points(again := read_sweep(sweep.dir), resolve_points(load_base(path, [], {})))
     assert [(row.index, row.name) for row, _ in rows] == [(2, "seed2"), (1, "seed1"), (0, "seed0")]
     assert [row.values for row in again.rows] == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+
+
+def test_points_that_evaluate_adapters_have_room_for_them_and_the_models_own_context(tmp_path: Path) -> None:
+    model = make_experiment(tmp_path) / "model"  # of 512 positions
+    for step in (10, 20):
+        version = tmp_path / "run" / "weights" / f"step_{step:06d}"
+        version.mkdir(parents=True)
+        (version / "adapter_config.json").write_text(json.dumps({"r": step}))
+    (tmp_path / "exp.yaml").write_text(
+        f"kind: eval\nlaunch: local\noutput_dir: {tmp_path / 'out'}\nmodel: {{name: {model}}}\ninference: {{}}\n"
+        f"eval: {{environment_ids: [reverse-text], weights_dir: {tmp_path / 'run'}}}\n"
+    )
+    path = write_sweep(tmp_path, "axes: {product: {eval.steps: [[10], [20], [30]]}}\n")
+    report = submit_sweep(load_base(path, [], {}), dry_run=True)
+    made = [job.experiment for job in report.jobs]
+    assert [(one.model.lora and one.model.lora.rank, one.seq_len) for one in made] == [(10, 512), (20, 512)]
+    assert [str(row.reason).partition(";")[0] for row in report.invalid] == [
+        f"eval.steps: {tmp_path / 'run' / 'weights'} holds no step 30"
+    ]

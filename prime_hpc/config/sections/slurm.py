@@ -110,8 +110,8 @@ class RestartConfig(Section):
     orchestrator goes on too, with all rollouts in flight and its batches since the checkpoint; the second time in a row
     that nothing new was saved, the job is requeued."""
     max_crashes: int = Field(3, ge=0)
-    """Crashes in a row without a newly saved step after which the job stays down; two that end with the same error of
-    data, code or keys are enough."""
+    """Crashes in a row without a newly saved step, since the run was submitted or resumed, after which the job stays
+    down; two that end with the same error of data, code or keys are enough."""
     max_attempts: int = Field(200, ge=1)
     """Attempts in all."""
     node_timeout_s: float = Field(30, gt=1)

@@ -137,9 +137,11 @@ def evaluated(subject: Subject) -> Iterator[Finding]:
     except ConfigError as error:
         # like a model and data, a run may be made yet
         is_there = config.weights_dir is not None and os.path.isdir(config.weights_dir)  # noqa: PTH112 - EACCES
-        severity: Severity = "error" if is_there else "warning"
+        waits = subject.is_slurm and bool(subject.experiment.slurm.dependency)
+        severity: Severity = "error" if is_there and not waits else "warning"
+        remedy = "the job that this one waits for has to make it" if waits else "a run, or its weights, before submit"
         for problem in error.problems:
-            yield Finding("PH243", severity, problem.key, problem.message, "a run, or its weights, before submit")
+            yield Finding("PH243", severity, problem.key, problem.message, remedy)
     except OSError as error:
         message = f"{config.weights_dir} cannot be read: {error.strerror}"
         yield Finding("PH243", "warning", "eval.weights_dir", message, "a run that you may read")

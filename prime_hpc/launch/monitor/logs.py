@@ -21,6 +21,7 @@ from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.launch.monitor.run_progress import newest_file
 from prime_hpc.store.run_dirs import read_rows
 
 _SERVERS = ("inference", "teacher")
@@ -137,8 +138,8 @@ def _job_output(run_dir: Path, attempt: int | None) -> Source | None:
         )
         path = logs / f"slurm-{job}.out"
         return Source(path, "slurm", attempt) if job and path.exists() else None
-    files = [*logs.glob("slurm-*.out"), *logs.glob("submitit/*_log.out")]
-    return Source(max(files, key=lambda path: path.stat().st_mtime), "slurm") if files else None
+    newest = newest_file([*logs.glob("slurm-*.out"), *logs.glob("submitit/*_log.out")])
+    return None if newest is None else Source(newest, "slurm")
 
 
 def what_there_is(run_dir: Path) -> str:

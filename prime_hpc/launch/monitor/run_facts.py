@@ -79,6 +79,9 @@ class RunStatus:
     trend: list[float] = field(default_factory=list)
     """Its last values, oldest first."""
     attempt: int | None = None
+    """The newest that has begun."""
+    is_between: bool = False
+    """That attempt is over, and the next one is on its way."""
     why: str | None = None
     """Why the newest attempt began."""
     cause: str | None = None
@@ -140,6 +143,12 @@ class RunStatus:
     def is_under_way(self) -> bool:
         """True if something was started that has not ended."""
         return self.state in UNDER_WAY
+
+    @property
+    def attempt_text(self) -> str:
+        """Return the newest attempt, for people."""
+        why = f" ({self.why})" if self.why and not self.is_between else ""
+        return f"{'after ' if self.is_between else ''}attempt {self.attempt}{why}"
 
     @property
     def progress(self) -> str:

@@ -1,5 +1,6 @@
 """Figures of a run from the ends of its files: step, reward, pace, checkpoint, logs."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable
@@ -123,14 +124,23 @@ def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
     found: dict[str, str] = {}
     if os.access(logs / "supervisor.log", os.F_OK):  # Path.exists raises where the folder is not ours to read
         found["supervisor"] = str(logs / "supervisor.log")
-    outputs = sorted(logs.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime)
-    if outputs:
-        found["slurm"] = str(outputs[-1])
+    if (output := newest_file(logs.glob("slurm-*.out"))) is not None:
+        found["slurm"] = str(output)
     folder = logs / f"attempt_{attempt}"
     for file in sorted(folder.glob("*/*.log")) if attempt is not None else []:
         if file.stem == file.parent.name or file.parent.name in ("inference", "teacher"):
             found[file.stem] = str(file)
     return found
+
+
+def newest_file(paths: Iterable[Path]) -> Path | None:
+    """Return the file that was changed last; None where none is there. Links that lead nowhere (a sweep's log, of a
+    point that was moved out of it) are passed over."""
+    found: list[tuple[float, Path]] = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append((path.stat().st_mtime, path))
+    return max(found)[1] if found else None
 
 
 def last_row_time(path: Path) -> float | None:

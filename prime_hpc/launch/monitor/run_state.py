@@ -8,6 +8,7 @@ import math
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
 from prime_hpc.slurm.submission_record import local_controller
@@ -83,6 +84,7 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     record, last, word = one.record or {}, one.last, one.word or {}
     status = RunStatus(one.path.name, str(one.path), "not started", since=one.since or None)
     status.word = number(word.get("time"))
+    is_new = _is_newer(one)
     if last is not None:
         status.attempt, status.why = last["attempt"], last.get("why")
         status.host, status.pid = last.get("host"), last.get("pid")
@@ -93,7 +95,7 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     if over is not None:
         status.cause, status.outcome, status.ended = over.get("cause"), over.get("outcome"), number(over["ended"])
     status.step, status.max_steps = integer(word.get("step")), integer(word.get("max_steps"))
-    if last is None or _is_newer(one):
+    if last is None or is_new:
         status.nodes, status.roles = {}, {}
         job_id = record.get("job_id") if record.get("state") != "local" else None
         verdict = _of_submission(one, queue, now)
@@ -105,11 +107,15 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     status.state, status.note, status.job_id = verdict.state, verdict.note, None if job_id is None else str(job_id)
     if verdict.job is not None:
         _take_job(status, verdict.job)
+    is_over = is_new or status.state == "requeued" or (last is not None and last.get("ended") is not None)
+    status.is_between = last is not None and is_over and status.is_under_way
+    if status.is_final or status.is_between:
+        status.servers, status.gpus, status.doing = {}, {}, {}
     if status.is_final:
-        status.servers, status.gpus, status.doing, status.time_left_s = {}, {}, {}, None
+        status.time_left_s = None
         return status
     status.no_successor = record.get("no_successor")
-    if isinstance(stall := word.get("stall"), dict):
+    if isinstance(stall := word.get("stall"), dict) and not status.is_between:
         step, seconds = integer(stall.get("step")) or 0, number(stall.get("seconds")) or 0.0
         status.stall = f"step {step + 1} for {span(seconds)}: {stall.get('headline')}"
         status.stall += f"; see {stall.get('file')}"
@@ -209,7 +215,7 @@ def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
     last, record = one.last or AttemptRow(), one.record or SubmissionRecord()
     heard = max(number(last.get("began")) or 0.0, number((one.word or {}).get("time")) or 0.0)
     silent, no_end = max(0.0, now - heard), f"attempt {last['attempt']} wrote no end"
-    if last.get("job_id") is None:
+    if last.get("job_id") is None or objects_of(last["job_id"]) is not None:
         return _of_process(one, silent, no_end)
     job = _find(queue, record, last.get("job_id"), record.get("job_id"))
     if job is None or not job.is_active:
@@ -286,6 +292,8 @@ def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
         return _Verdict("requeued" if outcome != "failed" or comes_back else "failed", cause)
     if not comes_back:
         return _Verdict("failed", cause)
+    if objects_of(last.get("job_id")) is not None:
+        return _Verdict("requeued", f"its pod is made again; ended by: {cause}")
     next_job = _find(queue, record, record.get("successor")) or job
     if _was_cancelled(record, next_job, number(last.get("ended"))):
         return _Verdict("stopped", f"cancelled before it came back; ended by: {cause}")

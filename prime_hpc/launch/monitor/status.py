@@ -148,7 +148,7 @@ def _ask_about(evidence: list[Evidence], ask: Ask) -> dict[str | None, Queue]:
         by_token = False
         for one in evidence:
             if _cluster(one) == cluster:
-                wanted |= {i for i in jobs_in_doubt(one, time.time()) if i.replace("_", "").isdigit()}
+                wanted |= jobs_in_doubt(one, time.time())
                 by_token |= is_sending(one)
         with on_cluster(None if cluster == cluster_name() else cluster):
             answers[cluster] = ask(wanted, by_token) if wanted or by_token else Queue()

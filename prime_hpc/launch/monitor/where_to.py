@@ -13,11 +13,13 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.site import read_site
 from prime_hpc.config.snapshot import read_experiment
+from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.monitor.who_hangs import Target
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.hostlist import expand_hosts
 from prime_hpc.slurm.jobs import JobInfo, jobs
+from prime_hpc.slurm.submission_record import cluster_of
 
 _MODULE = "prime_hpc.supervisor.roles.shell_on_node"
 _SERVERS = ("inference", "teacher")
@@ -68,15 +70,15 @@ def way_to(
     number = rank or 0
     there = [sys.executable, "-P", "-m", _MODULE, str(target.path), role, str(number)]
     there += ["--", *command] if command else []
-    if status.job_id is not None and not status.job_id.split("_")[0].isdigit():
-        raise NotThereError(
-            f"the run is in pods ({status.job_id}): `kubectl exec -it POD -- bash` opens a shell in one"
-        )
+    if (name := objects_of(status.job_id)) is not None:
+        raise NotThereError(f"the run is in pods ({name}-...): `kubectl exec -it POD -- bash` opens a shell in one")
     label = _check(target.path, status, role, number)
     if status.job_id is None:
         if status.host not in (None, socket.gethostname()):
             raise NotThereError(f"the run is on {status.host}, and no job of Slurm: log in there and ask again")
         return Way(there, dict(environ))
+    if (cluster := cluster_of(target.path)) is not None:
+        raise NotThereError(f"the run is on cluster {cluster}: log in there and ask again")
     if target.job is None or not target.job.nodes:
         raise NotThereError(f"Slurm does not say where job {status.job_id} is: try again, or see `prime-hpc status`")
     host = _host_of(target.path, status, target.job, label, number)

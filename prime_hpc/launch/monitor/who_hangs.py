@@ -22,6 +22,7 @@ from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.slurm.client import SlurmError, clean_environment
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.jobs import JobInfo, jobs
+from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import find_run, outputs_folder
 from prime_hpc.supervisor.stalls.collect import WHY, Seen, from_lines, report
 
@@ -75,8 +76,9 @@ def find_target(word: str) -> Target:
     def read() -> Target:
         path = find_run(word).absolute()
         status = status_of(path)
-        job = jobs([status.job_id]).get(status.job_id) if status.job_id and status.is_under_way else None
-        return Target(path, status, job)
+        is_here = cluster_of(path) is None  # srun reaches no other one
+        is_asked = status.job_id and status.is_under_way and is_here
+        return Target(path, status, jobs([status.job_id]).get(status.job_id) if is_asked else None)
 
     try:
         return within(READ_WITHIN_S, read)

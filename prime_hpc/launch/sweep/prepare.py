@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
@@ -18,6 +19,7 @@ from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint.lint import lint
+from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.launch.sweep.resolve import Point
 from prime_hpc.launch.sweep.state import PointRow, Sweep
 
@@ -47,7 +49,10 @@ def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[i
         if row.index in wanted and point.loaded is not None:
             changes = {"name": row.name, "output_dir": sweep.dir}
             experiment = point.loaded.experiment.model_copy(update=changes)
-            jobs.append(Job(row, experiment, dataclasses.replace(point.loaded, experiment=experiment)))
+            loaded = dataclasses.replace(point.loaded, experiment=experiment)
+            with suppress(ConfigError):  # versions that are not there: lint says so
+                loaded = for_evaluation(loaded, waits=bool(experiment.slurm.dependency))
+            jobs.append(Job(row, loaded.experiment, loaded))
     return jobs
 
 

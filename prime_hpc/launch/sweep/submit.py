@@ -53,7 +53,7 @@ def _stay_here(points: Sequence[Point]) -> None:
     slurms = [point.loaded.experiment.slurm for point in points if point.loaded is not None]
     stated = next((slurm.cluster for slurm in slurms if slurm.cluster), None)
     other = other_cluster(stated)
-    if other is not None and _for_slurm(points):
+    if other is not None:
         where = f"slurm.cluster = {stated}" if stated else f"SLURM_CLUSTERS={other}"
         raise ConfigError(
             Problem(f"{where}: a sweep goes to the cluster where it is submitted; log in there", "slurm.cluster")
@@ -68,13 +68,15 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     views = look(sweep, ask=ask_strictly)
     wanted = {view.row.index for view in views if view.state in (*states, "invalid")}
     jobs = jobs_of(sweep, pairs, wanted)
-    _stay_here(points)
+    by_slurm = _for_slurm(points)
+    if by_slurm:
+        _stay_here(points)
     site = load_site(_first_site(points))
-    feed = feed if _for_slurm(points) else None
+    feed = feed if by_slurm else None
     jobs, findings = _sound(sweep, jobs, views, site, touch=not dry_run, feed=feed)
     report = Report(sweep, views, jobs, warnings=[*_warnings(sweep, points), *findings])
     report.code = BAD_POINTS if report.invalid else OK
-    report.is_local = not _for_slurm(points)
+    report.is_local = not by_slurm
     file = base.spec.file
     if report.is_local:
         _run_local(base, report, site, dry_run=dry_run)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prime_hpc.slurm.client import sacct_rows
+from prime_hpc.slurm.jobs import JOB_ID
 from prime_hpc.slurm.times import parse_time
 
 TIMEOUT_S = 20.0
@@ -37,12 +38,12 @@ def job_lives(ids: Iterable[str]) -> list[JobLife]:
     """Ask sacct; empty where there is no accounting, or where it does not answer: nothing may depend on it.
 
     Args:
-        ids: of jobs and of arrays' tasks.
+        ids: of jobs and of arrays' tasks; others are passed over, for which sacct would refuse all.
 
     Returns:
         the lives of all these jobs that held nodes, oldest first.
     """
-    wanted = sorted(set(ids))
+    wanted = sorted({job_id for job_id in ids if JOB_ID.fullmatch(job_id)})
     lives: list[JobLife] = []
     for first in range(0, len(wanted), _MOST_AT_ONCE):
         some = ",".join(wanted[first : first + _MOST_AT_ONCE])

@@ -19,7 +19,12 @@ from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow
 from prime_hpc.supervisor.attempt.bad_nodes import record_bad_nodes
 from prime_hpc.supervisor.attempt.early_end import StartEnded
-from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
+from prime_hpc.supervisor.attempt.restart_policy import (
+    attempts_without_progress,
+    decide_for,
+    mode_of_run,
+    since_submitted,
+)
 from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
 from prime_hpc.supervisor.supervisor import Supervisor
 
@@ -80,9 +85,9 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
 
 def _reason_against(experiment: Experiment, run_dir: Path, rows: list[AttemptRow]) -> str | None:
     """Why the job goes back to the queue, or down, instead."""
-    is_service = experiment.trainer.tinker is not None
-    decision = decide(rows, experiment.slurm.restart, mode_of_run(run_dir), is_service=is_service)
+    decision = decide_for(experiment, run_dir, rows, mode_of_run(run_dir))
     if not decision.again:
         return decision.why
-    idle = attempts_without_progress(rows, is_service=is_service)
+    is_service = experiment.trainer.tinker is not None
+    idle = attempts_without_progress(since_submitted(run_dir, rows), is_service=is_service)
     return f"{idle} attempts in a row saved nothing new" if idle > 1 else None

@@ -232,7 +232,7 @@ class _Policy:
     def _read(self) -> None:
         from prime_hpc.config import load_run
         from prime_hpc.store.attempts import read_attempts
-        from prime_hpc.supervisor.attempt.restart_policy import decide, mode_of_run
+        from prime_hpc.supervisor.attempt.restart_policy import decide_for, mode_of_run
         from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
 
         try:
@@ -242,8 +242,7 @@ class _Policy:
             # the attempt is still open in the ledger; the next one finds out what became of it
             saved = saved_step_if_known(paths, rows[-1].get("saved_before"))
             rows[-1] |= {"outcome": "node_lost", "saved_step": saved}
-            mode, is_service = mode_of_run(self._run_dir), experiment.trainer.tinker is not None
-            decision = decide(rows, experiment.slurm.restart, mode, is_service=is_service)
+            decision = decide_for(experiment, self._run_dir, rows, mode_of_run(self._run_dir))
             self._answer = decision.again, decision.why
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             self._answer = self._known.mode != "off", f"the run's policy cannot be read ({error})"

@@ -11,7 +11,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config import load_run
+from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.sections.slurm import RestartConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.slurm.client import SlurmError
@@ -19,6 +19,7 @@ from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.requeue import leave_out, requeue
 from prime_hpc.slurm.script import restart_mode
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when another attempt follows (a successor, queued with afternotok, is
@@ -74,16 +75,36 @@ def _repeats_itself(rows: Sequence[Mapping[str, Any]]) -> bool:
     return is_same and all(row.get("permanent") for row in last) and attempts_without_progress(last) == 2
 
 
+def since_submitted(run_dir: Path, rows: Sequence[AttemptRow]) -> list[AttemptRow]:
+    """Return the attempts since somebody submitted the run last, who has looked at why those before ended. The newest
+    is always one: clocks of nodes differ."""
+    submitted = (read_record(run_dir) or SubmissionRecord()).get("time") or 0.0
+    return [row for row in rows if row is rows[-1] or (row.get("began") or 0.0) >= submitted]
+
+
+def decide_for(experiment: Experiment, run_dir: Path, rows: Sequence[AttemptRow], mode: Mode) -> Decision:
+    """`decide` of a run, by all its attempts so far."""
+    own = since_submitted(run_dir, rows)
+    is_service = experiment.trainer.tinker is not None
+    return decide(own, experiment.slurm.restart, mode, is_service=is_service, num_before=len(rows) - len(own))
+
+
 def decide(
-    rows: Sequence[Mapping[str, Any]], config: RestartConfig, mode: Mode, *, is_service: bool = False
+    rows: Sequence[Mapping[str, Any]],
+    config: RestartConfig,
+    mode: Mode,
+    *,
+    is_service: bool = False,
+    num_before: int = 0,
 ) -> Decision:
     """Return whether the attempt that `rows` end with is followed by another.
 
     Args:
-        rows: all attempts so far, the last one ended.
+        rows: the attempts since the run was submitted, the last one ended.
         config: the policy.
         mode: how this job could come back.
         is_service: it has no last step, and no work to do where nobody asks.
+        num_before: attempts of earlier submissions.
     """
     last = rows[-1]
     outcome = last["outcome"]
@@ -95,14 +116,15 @@ def decide(
         return Decision(False, "the config cannot run here: another attempt would fail in the same way")
     if _repeats_itself(rows):
         return Decision(False, "two attempts ended with the same error of what they were given: a third would too")
-    if len(rows) >= config.max_attempts:
+    num_attempts = num_before + len(rows)
+    if num_attempts >= config.max_attempts:
         return Decision(False, f"slurm.restart.max_attempts = {config.max_attempts} attempts were made")
     idle = attempts_without_progress(rows, is_service=is_service)
     if idle > config.max_crashes:
         return Decision(
             False, f"{idle} attempts in a row saved nothing new (slurm.restart.max_crashes = {config.max_crashes})"
         )
-    return Decision(True, f"attempt {len(rows) + 1} follows" + (f", {idle} without progress so far" if idle else ""))
+    return Decision(True, f"attempt {num_attempts + 1} follows" + (f", {idle} without progress so far" if idle else ""))
 
 
 def return_to_queue(

@@ -9,6 +9,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.evals.episodes import num_episodes
+from prime_hpc.evals.versions import find_versions
 from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts, saved_claims
 from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.checkpoint.failed_reads import FailedReads, clear_failed_reads
@@ -72,7 +73,7 @@ def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None
 
 
 def await_made(experiment: Experiment, within_s: float = MADE_WITHIN_S) -> None:
-    """Wait for what the job before this one (`slurm.dependency`) was to make: the model, the data.
+    """Wait for what the job before this one (`slurm.dependency`) was to make: the model, the data, the versions.
 
     Raises:
         ConfigError: it has not been made: no attempt would find it.
@@ -89,6 +90,12 @@ def _not_made(experiment: Experiment) -> list[Problem]:
     problems, name = [], experiment.model.name
     if is_local_path(name) and not os.path.isdir(Path(name).expanduser()):  # noqa: PTH112 - Path's raises on EACCES
         problems.append(Problem(f"{name} is not there: {NOT_MADE}", "model.name"))
+    try:
+        find_versions(experiment.eval) if experiment.kind == "eval" else None
+    except ConfigError as error:
+        problems += [Problem(f"{said.message}: {NOT_MADE}", said.key) for said in error.problems]
+    except OSError:
+        return problems
     sources = {"sft.data": experiment.sft.data, "sft.eval": experiment.sft.eval_source}
     for key, source in sources.items() if experiment.kind == "sft" else ():
         try:

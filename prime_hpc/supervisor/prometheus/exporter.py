@@ -84,26 +84,27 @@ class Exporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Hand nothing on any more, and take the run's files out of the folder."""
+        """Hand nothing on any more."""
         self._closed.set()
         if self._endpoint is not None:
             self._endpoint.close()
         if self._thread is not None:
             self._thread.join(1.0)
-        with contextlib.suppress(OSError):
-            for suffix in (".json", ".prom"):
-                file_of(self._folder, self._run, suffix).unlink(missing_ok=True)
+        self._take_back()
 
     def _work(self, on_nodes: bool) -> None:
         self._collect_until_closed(on_nodes)
-        # `close` waits for a second only: what a file system that hung let through later is taken back here
-        with contextlib.suppress(OSError):
-            if self._config.textfile:
-                file_of(self._folder, self._run, ".prom").unlink(missing_ok=True)
-            if self._address and read_target(self._folder, self._run) == self._address:  # not the next attempt's
-                file_of(self._folder, self._run, ".json").unlink(missing_ok=True)
+        self._take_back()  # `close` waits for a second only: a file system that hung may let files through later
         if self._endpoint is not None:
             self._endpoint.close()
+
+    def _take_back(self) -> None:
+        """Take the files out of the folder; where a newer attempt answers, which may have begun elsewhere, its own."""
+        with contextlib.suppress(OSError):
+            if read_target(self._folder, self._run) not in (None, self._address):
+                return
+            for suffix in (".json", ".prom"):
+                file_of(self._folder, self._run, suffix).unlink(missing_ok=True)
 
     def _collect_until_closed(self, on_nodes: bool) -> None:
         self._try(self._collect)

@@ -140,8 +140,7 @@ def render_one(status: RunStatus) -> str:
     if _note(status):
         rows.append(("note", _note(status)))
     job = [f"job {status.job_id}"] if status.job_id else []
-    if status.attempt is not None:
-        job.append(f"attempt {status.attempt}" + (f" ({status.why})" if status.why else ""))
+    job += [status.attempt_text] if status.attempt is not None else []
     if status.since is not None:
         job.append(f"since {local_time(status.since)}")
     rows.append(("attempt", ", ".join(job) or "none yet"))

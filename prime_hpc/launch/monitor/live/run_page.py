@@ -81,8 +81,7 @@ def _about(live: LiveRun) -> Iterator[tuple[str, Text | str]]:
         yield "note", "; ".join(filter(None, [status.note, starts]))
     attempt = [f"job {status.job_id}"] if status.job_id else []
     attempt += [f"Slurm says {status.slurm}"] if status.slurm else []
-    if status.attempt is not None:
-        attempt.append(f"attempt {status.attempt}" + (f" ({status.why})" if status.why else ""))
+    attempt += [status.attempt_text] if status.attempt is not None else []
     attempt += [f"since {local_time(status.since)}"] if status.since is not None else []
     yield "attempt", ", ".join(attempt) or "none yet"
     left = [f"about {time_left(status.eta_s)} to the last step"] if status.eta_s is not None else []
