@@ -9,10 +9,11 @@ Exit codes:
     2    wrong usage or a wrong config (nothing was started)
     3    Slurm refused, or could not be asked
     66   the run directory was deleted or moved under the run
-    74   something that the start of an attempt reads cannot be read now
+    74   a file cannot be read now, the start of an attempt's or another
     130  interrupted (Ctrl-C)
 """
 
+import errno
 import io
 import os
 import sys
@@ -22,7 +23,9 @@ from functools import partial
 from prime_hpc import __version__
 from prime_hpc.cli.verb_table import VERBS
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, UNREADABLE, INTERRUPTED = 0, 1, 2, 74, 130
+_OF_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+"""Errors of a file or a disk, and of no program."""
 
 ROLES = ("trainer", "orchestrator", "inference")
 
@@ -111,15 +114,19 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
     except ConfigError as error:
         print(f"{program}: {error.render()}", file=sys.stderr)
         return error.exit_code
-    except (RuntimeError, UnicodeEncodeError, PermissionError) as error:
-        if not (reason := _of_this_machine(error)):
+    except (RuntimeError, UnicodeEncodeError, OSError) as error:
+        from prime_hpc.store.errors import StoreError, Unreadable
+
+        is_of_store = isinstance(error, StoreError)
+        if not (reason := str(error) if is_of_store else _of_this_machine(error)):
             raise
         print(f"{program}: error: {reason}", file=sys.stderr)
-        return USAGE
+        return UNREADABLE if isinstance(error, Unreadable) else FAILED if is_of_store else USAGE
 
 
 def _of_this_machine(error: Exception) -> str:
-    """Say why a path that was given cannot be one here, where that is what went wrong; else empty."""
+    """Say what of this machine is in the way: a path that cannot be one here, a disk that is full; empty where it is
+    something else that went wrong."""
     if isinstance(error, UnicodeEncodeError):
         if error.reason != "surrogates not allowed":
             return ""
@@ -129,8 +136,8 @@ def _of_this_machine(error: Exception) -> str:
             f"{around!r} holds bytes that are no text in this locale ({sys.getfilesystemencoding()}): "
             "export LC_ALL=C.UTF-8, or rename the file or folder"
         )
-    if isinstance(error, PermissionError):
-        return f"{error.filename}: {error.strerror}" if error.filename else ""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename and error.errno in _OF_MACHINE else ""
     from prime_hpc.runtime.failures import missing_home
 
     return missing_home(error)

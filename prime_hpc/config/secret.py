@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.runtime.atomic_write import write_atomic
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
@@ -334,14 +335,7 @@ def write_secrets(folder: Path, texts: Mapping[str, str], keep: str = "", only: 
     home.mkdir(mode=0o700, exist_ok=True)
     home.chmod(0o700)
     for name, text in texts.items():
-        temporary = home / f".{name}.{os.getpid()}.tmp"
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(home / name)
+        write_atomic(home / name, text, mode=0o600)
     for path in home.iterdir():
         if path.name not in texts and path.name.startswith(only) and not (keep and path.name.startswith(keep)):
             path.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, wri
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
+from prime_hpc.runtime.atomic_write import write_atomic
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -41,7 +42,7 @@ def list_sites(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """Name -> file of every profile that can be found."""
     found: dict[str, Path] = {}
     for folder in site_folders(environ):
-        for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else []:
+        for path in sorted(folder.glob("*.yaml")) if os.path.isdir(folder) else []:  # noqa: PTH112 - closed: none
             if path.name[0] != "." and os.path.isfile(path):  # noqa: PTH113 - an editor's lock is a link to nowhere
                 found.setdefault(path.stem, path)
     return found
@@ -144,7 +145,7 @@ def write_site(site: SiteConfig, run_dir: Path) -> None:
     """Keep the profile with the run."""
     tree, texts = put_back(site.model_dump(mode="json", exclude_defaults=True), site, prefix=OF_SITE)
     write_secrets(run_dir, texts, only=OF_SITE)
-    (run_dir / SITE_YAML).write_text(dump_yaml(tree | {"name": site.name}), encoding="utf-8")
+    write_atomic(run_dir / SITE_YAML, dump_yaml(tree | {"name": site.name}))
 
 
 def read_site(run_dir: Path) -> SiteConfig:

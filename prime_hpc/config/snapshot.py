@@ -252,7 +252,10 @@ def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for distribution in distributions():
         # Two header lines by hand: the e-mail parser behind `.metadata` takes 1 ms a package.
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        try:
+            text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        except UnicodeDecodeError as error:  # an old package, whose author's name is in Latin-1
+            text = error.object.decode(errors="replace")
         name, version = (re.search(rf"^{key}: *(\S+)", text, re.M) for key in ("Name", "Version"))
         if name and version:  # a half-removed package leaves an empty directory
             found.setdefault(name[1], version[1])

@@ -13,6 +13,7 @@ from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
+from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.orchestrator import check_labels
 from prime_hpc.config.sources.other_names import instead_of
 
@@ -157,7 +158,7 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
 
 
 def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
-    """Yield the figures that others are compared with or weighed by, with their keys."""
+    """Yield the figures that others are compared with, weighed or counted by, with their keys."""
     orchestrator, kl = experiment.orchestrator, experiment.trainer.loss.kl
     yield "orchestrator.advantage.timeout_reward", orchestrator.advantage.timeout_reward
     yield "trainer.loss.kl.coef", kl.coef if kl is not None else None
@@ -169,6 +170,21 @@ def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
     for index, rule in enumerate(experiment.alarms.rules):
         yield f"alarms.rules.{index}.below", rule.below
         yield f"alarms.rules.{index}.above", rule.above
+    yield "sft.data.num_epochs", experiment.sft.data.num_epochs
+    yield from _deadlines(experiment)
+
+
+def _deadlines(section: Section, above: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the lengths of time: a wait without an end is none that every part of the system can make."""
+    for name, value in section:
+        if isinstance(value, float) and name.endswith("_s"):
+            yield f"{above}{name}", value
+        elif isinstance(value, Section):
+            yield from _deadlines(value, f"{above}{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, Section):
+                    yield from _deadlines(item, f"{above}{name}.{index}.")
 
 
 def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:

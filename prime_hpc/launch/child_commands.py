@@ -19,6 +19,7 @@ from prime_hpc.config.run_files import RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
+from prime_hpc.store.io import files
 from prime_hpc.store.run_dirs import find_run, outputs_folder
 
 POLL_S = 0.5
@@ -104,7 +105,7 @@ def add_child(parent: Parent, loaded: Loaded) -> Path:
     if os.path.lexists(final):
         raise ConfigError(Problem(f"{final} exists already; choose another --id, or remove it first", "name"))
     check(loaded, "orchestrator")
-    stage = final.with_name(f".adding-{final.name}-{os.getpid()}")
+    stage = final.with_name(f".adding-{final.name}-{files.unique_suffix()}")
     try:
         stage.mkdir(parents=True)
         write_snapshot(loaded.experiment, stage, sys.argv)
@@ -124,11 +125,13 @@ class Row:
     state: ChildState | None
     is_at_rest: bool
     """It has not ended, and its trainer does not run: the state is that one's last word."""
+    is_to_stop: bool
+    """It was removed, and ends at its trainer's next look."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         state = asdict(self.state) if self.state else {"phase": "new"}
-        return {"name": self.name, "path": self.path, "at_rest": self.is_at_rest, **state}
+        return {"name": self.name, "path": self.path, "at_rest": self.is_at_rest, "to_stop": self.is_to_stop, **state}
 
 
 def list_rows(parent_dir: Path) -> list[Row]:
@@ -136,7 +139,10 @@ def list_rows(parent_dir: Path) -> list[Row]:
     states = {name: read_state(parent_dir / name) for name in list_children(parent_dir)}
     live = [name for name, state in states.items() if state is not None and not state.has_ended]
     at_rest = live if live and _is_away(parent_dir) else []
-    return [Row(name, str(parent_dir / name), state, name in at_rest) for name, state in states.items()]
+    to_stop = [name for name in live if (parent_dir / name / STOP).exists()]
+    return [
+        Row(name, str(parent_dir / name), state, name in at_rest, name in to_stop) for name, state in states.items()
+    ]
 
 
 def _is_away(parent_dir: Path) -> bool:
@@ -182,12 +188,10 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
         said = _stop_child(path, timeout_s)
     if not delete:
         return f"{said}; its directory stays (`prime-hpc runs resume` brings it back)"
-    trash = path.with_name(f".removed-{path.name}-{os.getpid()}")
-    path.rename(trash)  # gone for everybody at once
-    if trash.is_symlink():
-        trash.unlink()  # what it points at is not the parent's
+    if path.is_symlink():
+        path.unlink()  # what it points at is not the parent's
     else:
-        shutil.rmtree(trash)
+        files.discard(path)
     return f"{said}; its directory is deleted"
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 0.5
 MAX_WAITING = 10_000
+LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
 
 
 class _PatientSink:
@@ -123,7 +124,9 @@ def setup_logger(
         json_lines: one JSON object a line instead of text.
         console: write to stdout.
     """
-    level = os.environ.get("PRIME_LOG_LEVEL", level).upper()
+    asked = os.environ.get("PRIME_LOG_LEVEL", "").upper()
+    is_level = asked in LEVELS
+    level = asked if is_level else level
     pattern = "<dim>{time:HH:mm:ss}</dim> <level>{level: <7}</level> <cyan>{extra[role]}</cyan> {message}"
     logger.remove()
     logger.configure(extra={"role": role})
@@ -136,10 +139,12 @@ def setup_logger(
         has_colors = on_terminal and not is_plain
         logger.add(out, level=level, format=pattern, serialize=json_lines, colorize=has_colors, diagnose=False)
     if file is not None:
-        file_level = os.environ.get("PRIME_LOG_LEVEL", file_level or level).upper()
+        file_level = asked if is_level else file_level or level
         logger.add(
             _file_sink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False, diagnose=False
         )
+    if asked and not is_level:
+        logger.warning(f"PRIME_LOG_LEVEL={asked} is no level: state one of {', '.join(LEVELS)}; {level} it is")
     return logger
 
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-GIB = 2.0**30
-
 
 @dataclass(frozen=True)
 class Family:
@@ -23,20 +21,17 @@ class Family:
     labels: tuple[str, ...] = ()
     metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name in the rows -> values of the labels."""
-    scale: float = 1.0
-    """The rows' values are multiplied with it."""
 
 
-def gauge(text: str, *labels: str, of: str | Mapping[str, str] = "", scale: float = 1.0) -> Family:
+def gauge(text: str, *labels: str, of: str | Mapping[str, str] = "") -> Family:
     """Declare what goes up and down.
 
     Args:
         text: for people.
         labels: besides the run.
         of: its metric in the rows; with a label each of them and the label's value.
-        scale: see `Family`.
     """
-    return Family("gauge", text, labels, _metrics(of), scale)
+    return Family("gauge", text, labels, _metrics(of))
 
 
 def counter(text: str, *labels: str, of: str | Mapping[str, str] = "") -> Family:
@@ -68,7 +63,7 @@ TRAINER: dict[str, Family] = {
     ),
     "trainer_step_seconds": gauge("Length of the last step.", of="time/step"),
     "trainer_loss": gauge("Loss of the last step.", of="loss"),
-    "trainer_eval_loss": gauge("Held-out loss.", of="eval_loss"),
+    "trainer_eval_loss": gauge("Held-out loss.", of="eval/loss"),
     "trainer_part_loss": gauge("Parts of the loss by name.", "part", of={"echo_loss": "echo"}),
     "trainer_gradient_norm": gauge("Norm of the gradients before clipping.", of="grad_norm"),
     "trainer_learning_rate": gauge("Learning rate.", of="lr"),
@@ -100,17 +95,11 @@ TRAINER: dict[str, Family] = {
         "Prompt tokens of the last batch that were computed once for several samples.", of="shared_tokens"
     ),
     "trainer_target_tokens": gauge("Tokens of the last batch that bear a loss.", of="num_targets"),
-    "trainer_memory_bytes": gauge(
-        "Memory of rank 0's device.",
-        "kind",
-        of={"memory/allocated_gib": "allocated", "memory/reserved_gib": "reserved"},
-        scale=GIB,
-    ),
-    "trainer_checkpoint_bytes": gauge("Size of the last checkpoint.", of="ckpt/gib", scale=GIB),
+    "trainer_checkpoint_bytes": gauge("Size of the last checkpoint.", of="ckpt/bytes"),
     "trainer_checkpoint_seconds": gauge(
         "Time of the last checkpoint; stall: while the step waited.",
         "kind",
-        of={"ckpt/seconds": "whole", "ckpt/write_s": "write", "ckpt/stall_s": "stall"},
+        of={"ckpt/write_s": "write", "ckpt/stall_s": "stall"},
     ),
     "trainer_other": gauge("What else the trainer writes into its rows, by its name there.", "name"),
 }

@@ -16,6 +16,23 @@ def pad(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[list[str]
     return [[*map(str.ljust, row[:-1], widths), row[-1]] for row in rows]
 
 
+def narrowed(rows: Sequence[Sequence[str]], room: int, spared: Sequence[str]) -> list[list[str]]:
+    """Return the padded rows without as many columns as it takes for all but the last one to have room.
+
+    Args:
+        rows: the first is the header.
+        room: characters of a line.
+        spared: headers of columns that may go, the first one first.
+    """
+    for header in (*spared, None):
+        padded = pad(rows)
+        if header is None or sum(len(cell) + 2 for cell in padded[0][:-1]) <= room:
+            break
+        place = list(rows[0]).index(header)
+        rows = [[*row[:place], *row[place + 1 :]] for row in rows]
+    return padded
+
+
 def align(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
     """Return a line a row; see `pad`."""
     return ["  ".join(row).rstrip() for row in pad(rows, right=right)]

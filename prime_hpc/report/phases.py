@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_hpc.report.series import number_of, short
+from prime_hpc.report.series import MAX_STEP, number_of, short
 
 TRAINER = ("wait", "train", "publish", "save", "other")
 ORCHESTRATOR = ("wait_rollouts", "wait_weights", "wait_servers", "work")
@@ -83,7 +83,7 @@ class Phases:
         """
         end, length = number_of(row.get("time")), number_of(row.get("time/step"))
         step = row.get("step")
-        if end is None or length is None or not 0 <= length < 1e9 or not isinstance(step, int):
+        if end is None or length is None or not 0 <= length < 1e9 or not isinstance(step, int) or step >= MAX_STEP:
             return
         values = [max(0.0, seconds.get(name, 0.0)) for name in self._names[:-1]]
         values.append(max(0.0, length - sum(values)))

@@ -81,10 +81,11 @@ def choose_rollouts(paths: RunPaths, env_names: Sequence[str], model: str, budge
         steps = []
         chosen.problems.append(f"{paths.rollouts}: {error.strerror}")
     chosen.num_steps = len(steps)
-    logged = list(read_lines(paths.metrics("tokens"), Faults()))
+    tokens = paths.metrics("tokens")
+    logged = _logged_steps(tokens)
     decoder = TokenText.of(paths, model) if steps or logged else None
     compared = Budget(budget_bytes // 3 + texts.left)
-    chosen.rollouts += _compared(logged, env_names, decoder, compared)
+    chosen.rollouts += _compared(tokens, logged, env_names, decoder, compared)
     budget = Budget(budget_bytes - 2 * (budget_bytes // 3) + compared.left)
     for step in _spread(steps, STEPS_OPENED):
         try:
@@ -167,17 +168,23 @@ def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> di
     }
 
 
+def _logged_steps(path: Path) -> list[int]:
+    """Return the steps of which `tokens.jsonl` has rows."""
+    return sorted({line["step"] for line in read_lines(path, Faults()) if isinstance(line.get("step"), int)})
+
+
 def _compared(
-    logged: Sequence[dict[str, Any]], env_names: Sequence[str], decoder: TokenText | None, budget: Budget
+    path: Path, logged: Sequence[int], env_names: Sequence[str], decoder: TokenText | None, budget: Budget
 ) -> list[dict[str, Any]]:
-    """Return rows of `tokens.jsonl`; of a step that was done again, the later attempt's."""
-    by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {}
-    for line in logged:
-        if isinstance(line.get("step"), int):
-            by_step.setdefault(line["step"], {})[line.get("sample"), line.get("num_tokens")] = line
+    """Return rows of `tokens.jsonl`, which is read again for those steps alone that are shown: it may have any length.
+    Of a step that was done again, the later attempt's."""
+    by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {step: {} for step in _spread(logged, STEPS_OPENED)}
+    for line in read_lines(path, Faults()):
+        if line.get("step") in by_step:
+            by_step[line["step"]][line.get("sample"), line.get("num_tokens")] = line
     found = []
-    for step in _spread(sorted(by_step), STEPS_OPENED):
-        for line in by_step[step].values():
+    for lines in by_step.values():
+        for line in lines.values():
             try:
                 row = _compared_row(line, env_names, decoder)
             except (KeyError, TypeError, ValueError):

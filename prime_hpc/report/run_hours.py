@@ -27,7 +27,7 @@ from prime_hpc.store.child_runs import list_children, parent_of
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record, read_rows
 
 _CONFIG_BYTES = 4 << 20
-_OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_", "memory")
+_OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_")
 """Begin the metrics of a step that mean something beside those of another run's step."""
 
 
@@ -79,12 +79,13 @@ def read_hours(
         if served is not None:
             served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))
+    moments = [submitted, *(number_of(row.get("began")) for row in attempts[:1])]
     spent = account(
         attempts,
         trainer.sums,
         _shared_by(children, attempts) if children else orchestrator.sums,
         devices_of(config, attempts),
-        submitted=submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")])),
+        submitted=submitted if len(attempts) <= 1 else min(filter(None, moments), default=None),
         until=time.time() if is_under_way else 0.0,
         ready=ready_times(metrics_file(path, "roles")),
         lives=own,

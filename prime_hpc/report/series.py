@@ -20,6 +20,8 @@ MAX_CELLS = 1 << 14
 """Of a curve while it is read."""
 MAX_CURVES = 400
 """Of one file: metrics by environment can be many."""
+MAX_STEP = 1 << 62
+"""A row that says more is no row of ours."""
 _PENDING = 4096
 _LONGEST_LINE = 4 << 20
 
@@ -89,13 +91,9 @@ class _Cells:
 
     def merge(self, factor: int) -> None:
         """Make one cell of every `factor`."""
-        self.fit(-(-len(self.count) // factor) * factor)
-        size = len(self.count) // factor * factor
-        shape = (-1, factor)
-        self.count = self.count[:size].reshape(shape).sum(1)
-        self.sum = self.sum[:size].reshape(shape).sum(1)
-        self.low = self.low[:size].reshape(shape).min(1)
-        self.high = self.high[:size].reshape(shape).max(1)
+        starts = np.arange(0, len(self.count), factor)
+        self.count, self.sum = np.add.reduceat(self.count, starts), np.add.reduceat(self.sum, starts)
+        self.low, self.high = np.minimum.reduceat(self.low, starts), np.maximum.reduceat(self.high, starts)
 
 
 class Curves:
@@ -118,7 +116,7 @@ class Curves:
     def add(self, row: dict[str, Any]) -> None:
         """Take a row of the file. One without a step is left out."""
         step = row.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_STEP:
             return
         self.num_rows += 1
         is_step = any(key in row for key in STEP_KEYS)
@@ -170,6 +168,8 @@ class Curves:
         self._flush()
         for cells in self._cells.values():
             cells.forget(-(-step // self._width))
+        for key, points in self.points.items():
+            self.points[key] = {version: value for version, value in points.items() if version < step}
 
     def last_values(self) -> dict[str, float]:
         """Return each metric's newest cell's mean."""

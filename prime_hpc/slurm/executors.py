@@ -10,7 +10,6 @@ submitit's own SlurmExecutor writes a script for one homogeneous srun and asks s
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from submitit.slurm import slurm
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.site import has_accounting
+from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import SBATCH_TIMEOUT_S, SlurmError, on_cluster, run_slurm, sbatch_answer
 from prime_hpc.slurm.jobs import ENDED, history, jobs
 from prime_hpc.slurm.submission_record import cluster_of
@@ -212,12 +212,7 @@ class RunExecutor(slurm.SlurmExecutor):
     def _send(self) -> str:
         """Write the script and hand it to sbatch; returns the job id. Raises SlurmError."""
         script = self._directory / JOB_SBATCH
-        temporary = script.with_name(f".{JOB_SBATCH}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(self._make_submission_file_text("", ""))
-        temporary.replace(script)
+        write_atomic(script, self._make_submission_file_text("", ""))
         Path(self.folder).mkdir(parents=True, exist_ok=True)  # also `logs`, without which Slurm has no log
         answer = run_slurm(
             self._make_submission_command(script), SBATCH_TIMEOUT_S, extra=self._extra, dies_with_us=True

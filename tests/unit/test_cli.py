@@ -195,17 +195,21 @@ def test_a_home_directory_that_nobody_knows(tmp_path: Path) -> None:
         ("lint shut/exp.yaml", 2, "shut/exp.yaml: Permission denied"),
         ("export run", 2, "run/rollouts: Permission denied"),
         ("status run", 0, "run/logs cannot be read: Permission denied"),
+        ("replay run --steps 2", 74, "step_1/manifest.json: cannot be read now: Permission denied"),
+        ("site list", 0, "in force here: generic"),
     ],
 )
 def test_what_others_may_not_read_is_said(tmp_path: Path, words: str, code: int, says: str) -> None:
-    for name in ("shut", "run/logs", "run/rollouts"):
+    (tmp_path / "run" / "metrics").mkdir(parents=True)
+    (tmp_path / "run" / "metrics" / "trainer.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
+    (tmp_path / "run" / "run.yaml").write_text("name: run\n")
+    for name in ("shut", "run/logs", "run/rollouts", "run/checkpoints/step_1"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name).chmod(0)
-    (tmp_path / "run" / "run.yaml").write_text("name: run\n")
     argv = [sys.executable, "-m", "prime_hpc.cli.entrypoints", *words.split()]
     if os.geteuid() == 0:  # which may read everything
         argv = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *argv]
-    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "HOME": str(tmp_path / "shut")}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == code and says in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr

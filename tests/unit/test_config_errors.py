@@ -55,6 +55,24 @@ def test_unknown_flag_names_the_full_path() -> None:
     assert "--trainer.optim.max-norm?" in problems(["--optim.max-nrom", "3"])[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (
+            "sampling:\n  max_tokens: 8\nrollouts_per_example: 4\n",
+            ["orchestrator.sampling", "orchestrator.rollouts_per_example"],
+        ),
+        ("kind: eval\nrollouts_per_example: 4\n", ["eval.rollouts_per_example"]),
+        ("num_examples: 4\nrollouts_per_example: 4\n", ["eval.num_examples", "eval.rollouts_per_example"]),
+        ("tensor_parallel_size: 2\nserver:\n  port: 0\n", ["inference.tensor_parallel_size", "inference.server"]),
+        ("num_ranks: 2\noptim:\n  lr: 1.0\n", ["trainer.num_ranks", "trainer.optim"]),
+    ],
+)
+def test_a_file_of_one_role_that_was_given_as_a_whole_experiment(tmp_path: Path, text: str, meant: list[str]) -> None:
+    found = of_file(tmp_path / "exp.yaml", text, "plan")
+    assert [problem.partition("did you mean ")[2] for problem in found] == [f"{key}?" for key in meant]
+
+
 @pytest.mark.parametrize("argv", [["--orchestrator.env.².id", "x"], ["--network.port-range", "²-³"]])
 def test_digits_that_are_no_number(argv: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -111,6 +111,14 @@ def test_lock_holds_what_made_the_run_and_no_secret(tmp_path: Path) -> None:
     assert load_run(tmp_path) == experiment
 
 
+def test_lock_knows_a_package_whose_authors_name_is_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old-1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: old\nVersion: 1.0\nAuthor: Andr\xe9\n".encode("latin-1")
+    (tmp_path / "old-1.0.dist-info" / "METADATA").write_bytes(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert snapshot.gather_lock(["rl"])["packages"]["old"] == "1.0"
+
+
 def test_lock_names_the_commit_of_a_checkout_that_is_another_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

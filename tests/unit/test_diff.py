@@ -128,6 +128,18 @@ def test_half_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"missing: {tmp_path / 'two' / 'run.yaml'}" in capsys.readouterr().out
 
 
+def test_figures_of_a_bench_that_are_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "bench").mkdir(parents=True)
+        (tmp_path / name / "run.yaml").write_text(f"name: {name}\n")
+        figures = {"loss": float("nan"), "s/step": float("inf"), "steps": 3.0}
+        report = {"schema": 1, "figures": figures, "phases": {}}
+        (tmp_path / name / "bench" / "trainer.json").write_text(json.dumps(report))
+    assert cli.main(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    words = [line.split()[-3:-1] for line in capsys.readouterr().out.splitlines() if "bench trainer" in line]
+    assert words[-1] == ["3", "3"]
+
+
 def test_benchmark_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text('{"seconds": {"plan": 0.2}, "device": "cpu", "ok": true}')
     (tmp_path / "b.txt").write_text('plan   0.1 s\n{"seconds": {"plan": 0.1}, "device": "gpu", "ok": true}\n')

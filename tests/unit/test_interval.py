@@ -73,6 +73,8 @@ def test_learning_from_attempts() -> None:
     assert (events.num_failures, events.num_warned, events.seconds) == (2, 2, 371.0)
     assert events.restart_s == 40.0
     assert learn([]) == Events()
+    by_hand: list[dict[str, Any]] = [{"ended": 5.0, "outcome": "failed"}, {"began": 7.0, "ended": None}, {"ended": 9.0}]
+    assert learn(by_hand) == Events(2)
 
 
 def test_never_rarer_than_hourly_while_that_is_cheap() -> None:

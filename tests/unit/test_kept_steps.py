@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.cli.verbs.run.replay import Replay, compare
 from prime_hpc.config import load_experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
@@ -36,3 +37,13 @@ def test_a_kept_version_is_the_policy_and_not_the_reference(flags: list[str], re
     assert (kl.model if kl is not None else None) == reference
     assert kept.trainer.loss.kl is None or kept.trainer.loss.kl.coef == 0.1
     assert experiment.model.name == "org/base"
+
+
+def test_a_step_whose_record_was_torn_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    rows = [f'{{"step": {step}, "loss": 0.5}}\n' for step in (1, 2, 4)]
+    (tmp_path / "metrics" / "trainer.jsonl").write_text('{"step": 3, "lo\n'.join(["".join(rows[:2]), rows[2]]))
+    again = [{"step": step, "loss": 0.5} for step in (1, 2, 3, 4)]
+    found = compare(Replay(tmp_path, 1, 4, 0, 1, None, None), again)
+    assert (found["equal"], found["num_steps"], len(found["rows"])) == (True, 3, 3)
+    assert not compare(Replay(tmp_path, 1, 4, 0, 1, None, None), again[:3])["equal"]

@@ -435,6 +435,16 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     assert STEERS.sub("", terminal.text.rpartition("\x1b[?1049l")[2]).count("step 20/40") == 1
 
 
+def test_a_table_goes_without_columns_for_which_a_terminal_has_no_room(tmp_path: Path) -> None:
+    make_run(tmp_path / "demo")
+    for columns, words in ((200, "TREND  ATT  NODES  LEFT  JOB  NOTE"), (60, "RUN   STATE")):
+        terminal = Terminal(tmp_path, term="dumb", columns=columns)
+        lines = STEERS.sub("", terminal.until("refreshed by itself")).splitlines()
+        assert terminal.end() == 0
+        assert words in " ".join(lines).replace("     ", "") and any("20/40" in line for line in lines)
+        assert all(len(line) <= columns for line in lines[:-1]), lines
+
+
 def test_a_dumb_terminal_gets_pages(tmp_path: Path) -> None:
     make_run(tmp_path / "demo")
     terminal = Terminal(tmp_path, "demo", term="dumb")

@@ -386,6 +386,9 @@ def test_the_environments_log_level_overrides_the_configs(
             log.complete()
             text = (tmp_path / f"{level}.log").read_text()
             assert ("a detail" in text) is seen and "an error" in text
+        monkeypatch.setenv("PRIME_LOG_LEVEL", "verbose")
+        setup_logger("t", level="INFO", file=tmp_path / "no.log", console=False).complete()
+        assert "PRIME_LOG_LEVEL=VERBOSE is no level" in (tmp_path / "no.log").read_text()
     finally:
         monkeypatch.delenv("PRIME_LOG_LEVEL")
         setup_logger("t")

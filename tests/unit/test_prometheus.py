@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prime_hpc import cli
 from prime_hpc.config import Experiment
+from prime_hpc.launch.monitor.live.run_page import RL_CURVES, SFT_CURVES
 from prime_hpc.observe import metric_names
 from prime_hpc.supervisor.prometheus import exporter as exporters
 from prime_hpc.supervisor.prometheus import families
@@ -73,14 +74,27 @@ def test_every_metric_of_the_product_has_a_family() -> None:
             target = target_of(role, name)
             assert target is not None and not target.name.endswith("_other"), (role, name)
             family = FAMILIES[PREFIX + target.name]
-            assert len(target.labels) == len(family.labels) and target.scale == family.scale, (role, name)
+            assert len(target.labels) == len(family.labels) and target.scale == 1, (role, name)
+
+
+def test_every_metric_of_the_tables_is_written_by_a_role() -> None:
+    rooms = [ROOT / "prime_hpc" / room for room in ("trainer", "orchestrator", "envs")]
+    text = "".join(path.read_text() for room in rooms for path in room.rglob("*.py"))
+
+    def is_written(metric: str) -> bool:
+        return f'"{metric}"' in text or ("/" in metric and f'f"{metric.partition("/")[0]}/' in text)
+
+    tables = [*families.TRAINER.values(), *families.ORCHESTRATOR.values()]
+    drawn = [metric for _, _, metric in (*RL_CURVES, *SFT_CURVES)]
+    assert [metric for family in tables for metric in family.metrics if not is_written(metric)] == []
+    assert [metric for metric in drawn if not is_written(metric)] == []
 
 
 @pytest.mark.parametrize(
     ("role", "metric", "name", "labels"),
     [
         ("trainer", "time/forward_backward", "trainer_phase_seconds_total", ("forward_backward",)),
-        ("trainer", "memory/allocated_gib", "trainer_memory_bytes", ("allocated",)),
+        ("trainer", "eval/loss", "trainer_eval_loss", ()),
         ("trainer", "loss/value", "trainer_part_loss", ("value",)),
         ("trainer", "new", "trainer_other", ("new",)),
         ("orchestrator", "reward/a/b/mean", "env_reward", ("a/b", "mean")),
@@ -103,7 +117,7 @@ def test_open_names(role: str, metric: str, name: str, labels: tuple[str, ...]) 
 def test_rows_become_counters_and_gauges() -> None:
     figures = Figures('a "run"\\')
     for step in (1, 2, 3):
-        more = {"num_tokens": 1000, "memory/allocated_gib": 2.0, "loss": "nan" if step == 3 else 0.5}
+        more = {"num_tokens": 1000, "ckpt/bytes": 2 * 2**30, "loss": "nan" if step == 3 else 0.5}
         figures.take_row("trainer", trainer_row(step, **more))
         worker = {"env_workers/maze/episodes": 10 * step, "episodes/completed": 4, "tokens/sampled": "inf"}
         figures.take_row("orchestrator", sampled_row(step, **worker))
@@ -113,7 +127,7 @@ def test_rows_become_counters_and_gauges() -> None:
     found = parsed(text)
     assert value(found, "trainer_steps_total") == 3 and value(found, "trainer_tokens_total") == 3000
     assert value(found, "trainer_phase_seconds_total", phase="wait") == 12.0
-    assert value(found, "trainer_memory_bytes", kind="allocated") == 2 * 2**30
+    assert value(found, "trainer_checkpoint_bytes") == 2 * 2**30
     assert value(found, "trainer_loss") != value(found, "trainer_loss")  # NaN
     assert value(found, "orchestrator_episodes_total", state="completed") == 12  # an evaluation's row is no step
     assert (PREFIX + "orchestrator_tokens_total", (("kind", "sampled"),)) not in found

@@ -16,8 +16,10 @@ from prime_hpc.report import phases as phases_module
 from prime_hpc.report import run_hours, series
 from prime_hpc.report.page import SCRIPTS
 from prime_hpc.report.phases import TRAINER, Phases, trainer_seconds
+from prime_hpc.report.rollouts import choose_rollouts
 from prime_hpc.report.series import Curves
 from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.status_file import LiveStatus
 from tests.support.made_runs import (
     BEGAN,
@@ -82,6 +84,26 @@ def test_steps_done_again_replace_what_stood_there() -> None:
     table = curves.table(10)
     assert (table["steps"], table["mean"]["loss"]) == ([1, 2, 3], [1, 2, 30])
     assert curves.points == {"eval/e/mean_reward": {1: 0.5}}
+
+
+def test_versions_that_a_run_went_back_behind_were_evaluated_in_vain() -> None:
+    curves = Curves()
+    for step in (*range(1, 7), 3, 4):
+        curves.add({"step": step, "reward/mean": 1.0})
+        if step % 2 == 0:
+            curves.add({"step": step, "eval/e/mean_reward": step / 10})
+    curves.add({"step": 4, "time/step": 1.0, "eval/loss": 0.5})  # of SFT, in the step's own row
+    assert curves.points == {"eval/e/mean_reward": {2: 0.2}, "eval/loss": {4: 0.5}}
+
+
+def test_a_step_that_cannot_be_is_left_out() -> None:
+    curves, phases = Curves(max_cells=64), Phases(TRAINER, [{"began": 0.0}])
+    for step in (1, 2, 10**15, 10**30):
+        row = {"step": step, "time": 1.0, "time/step": 1.0, "loss": 2.0}
+        curves.add(row)
+        phases.add(row, trainer_seconds(row))
+    assert (curves.last_step, curves.num_rows, phases.sums[0].num_steps) == (10**15, 3, 3)
+    assert len(curves.table(10)["steps"]) <= 10
 
 
 def test_gaps_and_values_that_are_not_finite() -> None:
@@ -387,6 +409,25 @@ def test_logged_tokens_with_figures_that_are_not_finite(tmp_path: Path, capsys: 
     code, _, _ = report(capsys, run)
     [shown] = data_of(run / "report.html")["runs"][0]["rollouts"]
     assert code == 0 and (shown["reward"], shown["advantage"], shown["trainer"]) == (None, None, [None])
+
+
+def test_a_log_of_tokens_of_any_length_is_read_in_little_memory(tmp_path: Path) -> None:
+    def most_held(num_steps: int) -> int:
+        row = {"env": 0, "ids": [5] * 300, "logprobs": [-1.5] * 300, "trainer": [-1.5] * 300, "versions": [1] * 300}
+        row |= {"trained": [1] * 300, "sample": 1, "group": 1, "reward": 1.0, "advantage": 0.5, "temperature": 1.0}
+        text = json.dumps(row | {"num_tokens": 300})[1:]
+        paths = RunPaths(tmp_path / str(num_steps))
+        paths.metrics("tokens").parent.mkdir(parents=True)
+        paths.metrics("tokens").write_text("".join(f'{{"step": {n}, {text}\n' for n in range(num_steps)))
+        tracemalloc.start()
+        chosen = choose_rollouts(paths, ["e"], "m", 10**6)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert [one["step"] for one in chosen.rollouts[:2]] == [0, num_steps - 1]
+        return most
+
+    few = most_held(100)
+    assert most_held(600) < 2 * few
 
 
 def test_a_run_that_cannot_be_read_is_named_and_left_out(

@@ -1,6 +1,7 @@
 """`prime-hpc runs`: what a child inherits, what is refused, and how it is listed, removed and brought back."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,8 +138,24 @@ def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: p
     assert f"it is training, but its trainer does not run {back}" in capsys.readouterr().err
     assert main(["runs", "remove", str(parent), "c"]) == 0 and (many / "run_c" / "STOP").exists()
     assert f"it was at step 2 and ends when its trainer is back {back}" in capsys.readouterr().out
+    assert main(["runs", "list", str(parent)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("its trainer does not run, and ends it when it is back")
     assert main(["runs", "resume", str(parent), "c"]) == 0 and not (many / "run_c" / "STOP").exists()
+    assert main(["runs", "list", str(parent)]) == 0
+    assert capsys.readouterr().out.endswith("its trainer does not run, and goes on with it when it is back\n")
     assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == []
+
+
+def test_another_machine_may_do_the_same_under_the_same_process_id(
+    tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture
+) -> None:
+    child, many = write(tmp_path, "c", max_steps=4), tmp_path / "many"
+    theirs = [many / f".{what}-run_c-{os.getpid()}" for what in ("adding", "removed")]
+    for folder in theirs:
+        (folder / "configs").mkdir(parents=True)
+    assert main(["runs", "add", str(parent), str(child)]) == 0, capsys.readouterr().err
+    assert main(["runs", "remove", str(parent), "c"]) == 0 and list_children(many) == []
+    assert sorted(many.iterdir()) == sorted(theirs)
 
 
 def test_a_parent_that_cannot_train_many_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

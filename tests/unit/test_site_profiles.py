@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import list_sites, load_site, parse_site
+from prime_hpc.config.site import list_sites, load_site, parse_site, read_site, write_site
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.options import resolve
 from prime_hpc.slurm.placement import place_slurm
@@ -207,3 +207,16 @@ def test_home_is_known_where_a_site_is_named(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "mine.yaml").write_text("cluster: c1\npartitions: {p: {preempt: off}}\n")
     assert load_site("~/mine.yaml", {}).partitions["p"].preempt == "off"
     assert load_site("mine", {"PRIMEHPC_SITES": "~"}).cluster == "c1"
+
+
+def test_a_runs_profile_is_replaced_whole(tmp_path: Path) -> None:
+    """A job that reads it meanwhile sees the old one or the new one; half of one is a profile, too."""
+    write_site(SiteConfig(name="a", max_submit_jobs=3), tmp_path)
+    (tmp_path / "open").hardlink_to(tmp_path / "site.yaml")
+    write_site(SiteConfig(name="b"), tmp_path)
+    assert (parse_site(tmp_path / "open").max_submit_jobs, read_site(tmp_path).name) == (3, "b")
+
+
+def test_a_folder_that_cannot_be_looked_at_hinders_nobody() -> None:
+    """As the home of another user, in which the file system lets nobody else search."""
+    assert list_sites({"PRIMEHPC_SITES": "x" * 300}) == list_sites({})

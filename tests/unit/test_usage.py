@@ -146,6 +146,10 @@ def test_a_run_that_is_torn_or_never_began_costs_nothing(tmp_path: Path, capsys:
     (tmp_path / "out" / "fresh").mkdir()
     (tmp_path / "out" / "fresh" / "run.yaml").write_text("name: fresh\n")
     assert [row["name"] for row in asked(capsys, tmp_path / "out")["rows"]] == ["whole"]
+    by_hand = tmp_path / "out" / "torn" / "attempts.jsonl"
+    by_hand.write_text('{"attempt": 1, "ended": 5.0}\n{"attempt": 2, "began": 9.0, "ended": 9.0}\n')
+    [_, row] = asked(capsys, tmp_path / "out")["rows"]
+    assert (row["name"], row["charged_hours"], row["queued_hours"]) == ("torn", 0, pytest.approx(4 / 3600))
     evaluation = make_run(tmp_path / "eval", ONE, config=config_of("eval", kind="eval"))
     [row] = asked(capsys, evaluation)["rows"]
     assert row["charged_hours"] > 0 and row["effective_hours"] == 0

@@ -172,7 +172,6 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, list[Query]], ...]], ...] = (
                 ],
             ),
             ("GPU power", "watt", [(by_host("sum", of("gpu_power_watts")), "{{run}} {{host}}")]),
-            ("Device memory of rank 0", "bytes", [(of("trainer_memory_bytes"), "{{run}} {{kind}}")]),
             ("File system: free", "bytes", [(of("filesystem_free_bytes"), "{{run}}")]),
             ("Attempts that ended", "none", [(of("run_attempts_ended_total"), "{{run}} {{outcome}}")]),
             ("Age of these figures", "s", [(f"time() - {of('run_collected_timestamp_seconds')}", "{{run}}")]),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
-from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.experiment import COMPONENTS, Experiment
 from prime_hpc.config.renamed_keys import notice, stated_twice
 from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
 from prime_hpc.config.secret import MASK, anchored, masked, names_secret
@@ -284,6 +284,8 @@ def unknown_key(entry: Entry) -> Problem:
     is_flag = entry.origin.source == "command line"
     if (instead := instead_of(wanted, is_flag=is_flag)) is not None:
         return Problem(f"there is no such key: {instead}", typed, entry.origin)
+    if (home := _home(entry)) is not None:
+        return Problem(f"{UNKNOWN}; did you mean {_shown(home, is_flag)}?", typed, entry.origin)
     index = next((segment for segment in wanted if segment.isdecimal()), "0")
     candidates = [path.replace(".0.", f".{index}.") for path in (*all_paths(), *ALIASES)]
     near = nearest_path(".".join((entry.scope, *wanted)), candidates) if entry.scope else None
@@ -291,8 +293,27 @@ def unknown_key(entry: Entry) -> Problem:
     if near is None:
         return Problem(UNKNOWN, typed, entry.origin)
     near = ".".join(ALIASES[near][0]) if near in ALIASES else near
-    shown = f"--{near.replace('_', '-')}" if is_flag else near
-    return Problem(f"{UNKNOWN}; did you mean {shown}?", typed, entry.origin)
+    return Problem(f"{UNKNOWN}; did you mean {_shown(near, is_flag)}?", typed, entry.origin)
+
+
+def _shown(dotted: str, is_flag: bool) -> str:
+    return f"--{dotted.replace('_', '-')}" if is_flag else dotted
+
+
+def _home(entry: Entry) -> str | None:
+    """Return a component's own key that was stated at the root; of several components' the one of which the file states
+    most keys, as one that was written for it alone does."""
+    if entry.scope is not None:
+        return None
+    stated = entry.document.data if entry.document is not None else {}
+    of_root = [str(name) for name in stated if locate((str(name),)) is None]
+    homes = {name: node for name in COMPONENTS if (node := locate(entry.segments, name)) is not None}
+    best = max(
+        homes,
+        key=lambda name: (name == stated.get("kind"), sum(locate((key,), name) is not None for key in of_root)),
+        default=None,
+    )
+    return None if best is None else homes[best].dotted
 
 
 def _source(origin: Origin) -> tuple[str, str]:

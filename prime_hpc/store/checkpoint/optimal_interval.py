@@ -83,12 +83,13 @@ def learn(attempts: Sequence[Mapping[str, Any]]) -> Events:
     failures = warned = 0
     seconds, starts = 0.0, []
     for index, row in enumerate(attempts):
-        ended, outcome = row.get("ended"), row.get("outcome")
+        began, ended, outcome = row.get("began"), row.get("ended"), row.get("outcome")
         if ended is None:
             if index == len(attempts) - 1:
                 continue  # lives
-            ended, outcome = attempts[index + 1]["began"], "failed"
-        seconds += max(0.0, ended - row["began"])
+            ended, outcome = attempts[index + 1].get("began"), "failed"
+        if began is not None and ended is not None:  # where nobody says when, it counts for no time
+            seconds += max(0.0, ended - began)
         failures += outcome in _FAILURES and row.get("exit_code") != 2
         warned += outcome in _WARNED
         if (row.get("seconds") or {}).get("start"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prime_hpc.observe.metric_names import evaluated
-from prime_hpc.observe.metric_table import GIB, ORCHESTRATOR, TRAINER, Family, counter, gauge
+from prime_hpc.observe.metric_table import ORCHESTRATOR, TRAINER, Family, counter, gauge
 
 PREFIX = "prime_hpc_"
 
@@ -53,13 +53,13 @@ class Target:
 
 
 _ROWS: dict[str, dict[str, Target]] = {
-    role: {m: Target(name, labels, f.scale) for name, f in families.items() for m, labels in f.metrics.items()}
+    role: {m: Target(name, labels) for name, f in families.items() for m, labels in f.metrics.items()}
     for role, families in (("trainer", TRAINER), ("orchestrator", ORCHESTRATOR))
 }
 _WORKER = {
     "workers": Target("env_workers"),
     "busy": Target("env_worker_busy_ratio"),
-    "memory_gib": Target("env_worker_memory_bytes", (), GIB),
+    "memory_gib": Target("env_worker_memory_bytes", (), 2.0**30),
     "in_flight": Target("env_worker_episodes", ("in_flight",)),
     "queued": Target("env_worker_episodes", ("queued",)),
 }
@@ -90,8 +90,6 @@ def target_of(role: str, metric: str, envs: Iterable[str] = ()) -> Target | None
         group, _, name = metric.partition("/")
         if group == "time":
             return Target("trainer_phase_seconds_total", (name,))
-        if group == "memory" and name.endswith("_gib"):
-            return Target("trainer_memory_bytes", (name.removesuffix("_gib"),), GIB)
         return Target("trainer_part_loss", (name,)) if group == "loss" and name else Target("trainer_other", (metric,))
     if found := _ENV_REWARD.fullmatch(metric):
         return Target("env_reward", found.groups())

@@ -92,4 +92,4 @@ def _text(value: Any) -> str:
 def _figure(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value % 1 == 0 else f"{value:.4g}"

@@ -159,7 +159,7 @@ def compare(what: Replay, replayed: list[dict[str, Any]]) -> dict[str, Any]:
     rows, first_difference = [], None
     for row in replayed:
         step = row["step"]
-        if not what.first <= step <= what.last:
+        if not what.first <= step <= what.last or step not in recorded:
             continue
         then = recorded[step]
         keys = [key for key in row if key not in _NOT_COMPARED and key in then]
@@ -172,7 +172,7 @@ def compare(what: Replay, replayed: list[dict[str, Any]]) -> dict[str, Any]:
             first_difference = {"step": step, "figure": key, "replayed": row[key], "recorded": then[key]}
         rows.append({"step": step, "loss": row["loss"], "recorded_loss": then["loss"], "equal": not differing})
     gaps = [abs(float(r["loss"]) - float(r["recorded_loss"])) for r in rows if "loss" in r]
-    num_steps = what.last - what.first + 1
+    num_steps = sum(what.first <= step <= what.last for step in recorded)  # a power cut may have cost a row
     return {
         "run": str(what.run_dir),
         "start": what.start,

@@ -33,7 +33,7 @@ RL_CURVES = (
 """Name, whose rows, metric."""
 SFT_CURVES = (
     ("loss", "trained", "loss"),
-    ("eval loss", "trained", "eval_loss"),
+    ("eval loss", "trained", "eval/loss"),
     ("grad norm", "trained", "grad_norm"),
     ("lr", "trained", "lr"),
     ("tokens/s", "trained", "tokens_per_s"),
