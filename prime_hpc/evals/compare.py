@@ -1,6 +1,7 @@
 """`eval --compare A B`: two evaluations on the tasks that both have, task by task.
 
-A and B are run directories, each with `@STEP` where it holds several versions (`outputs/eval@40`; without: the last).
+A and B are runs, by their directories or names, each with `@STEP` where it holds several versions (`outputs/eval@40`;
+without: the last).
 For login nodes: numpy alone.
 """
 
@@ -17,6 +18,7 @@ from prime_hpc.evals.episodes import Record, read_records, results_file
 from prime_hpc.evals.settings import recorded
 from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
 from prime_hpc.observe.table import align
+from prime_hpc.store.run_dirs import find_run
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ def read_side(text: str) -> Side:
     """Read one side.
 
     Raises:
-        ConfigError: no evaluation there, or no such version.
+        ConfigError: no such run, no evaluation there, or no such version.
     """
     name, at, number = text.rpartition("@")
-    run_dir = Path(name if at and number.isdecimal() else text)
+    word = name if at and number.isdecimal() else text
+    folder = Path(word).expanduser()
+    run_dir = folder if results_file(folder).exists() else find_run(word)
     records, _ = read_records(results_file(run_dir))
     if not records:
         raise ConfigError(f"{run_dir} holds no episodes of an evaluation ({results_file(run_dir)})")

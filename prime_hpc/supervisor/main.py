@@ -276,7 +276,7 @@ def _prepare(
         on_gpus = any(spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs)
         refuse_cpu_builds(on_gpus)
         if not on_gpus and experiment.device == "auto":
-            logger.warning(f"trainer and engines compute on the CPU: {NONE_SEEN}")
+            logger.warning(f"all roles compute on the CPU: {NONE_SEEN}")
         steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir, patience=patience)
     else:

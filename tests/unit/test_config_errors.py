@@ -232,6 +232,13 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "must end in" in problems(["@", str(tmp_path / "a.txt")])[0]
 
 
+def test_a_sweep_is_told_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "my sweep.yaml"
+    said = of_file(file, "experiment: exp.yaml\naxes: {product: {seed: [1, 2]}}\nthrottle: 2\n", "submit")
+    told = f"{file}: is a sweep, not an experiment: `prime-hpc sweep submit '{file}' --dry-run` checks it"
+    assert said[0].startswith(told) and not any("unknown key" in line for line in said)
+
+
 def test_missing_base_says_who_asked(tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     (problem,) = of_file(path, "seed: 1\nbase: common.yaml\n")

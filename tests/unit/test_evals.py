@@ -369,7 +369,7 @@ def test_summary_table_and_picture(tmp_path: Path) -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_comparison_pairs_by_task(tmp_path: Path) -> None:
+def test_comparison_pairs_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, gain in (("a", 0.0), ("b", 0.25)):
         paths = RunPaths(tmp_path / name)
         claim_incarnation(paths)
@@ -388,6 +388,13 @@ def test_comparison_pairs_by_task(tmp_path: Path) -> None:
     assert "+0.2500" in "\n".join(lines(found))
     with pytest.raises(ConfigError, match="no episodes of step 4; there are 3"):
         read_side(f"{tmp_path / 'a'}@4")
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path))
+    (tmp_path / "b" / "run.yaml").touch()
+    assert read_side("b@3").tasks == read_side(f"{tmp_path / 'b'}").tasks, "by name, as everywhere"
+    with pytest.raises(ConfigError, match="no run 'none'"):
+        read_side("none")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "run.yaml").touch()
     with pytest.raises(ConfigError, match="holds no episodes"):
         read_side(str(tmp_path / "none"))
 

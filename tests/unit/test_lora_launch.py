@@ -202,6 +202,16 @@ def test_export_merged_refuses_what_is_not_there(tmp_path: Path) -> None:
     for wanted in ("4", "latest", "last"):
         with pytest.raises(ConfigError, match=f"--merged {wanted}: no such version in .*; there are none"):
             export.run([str(run_dir), "--merged", wanted], "prime-hpc")
+    (run_dir / "weights" / "step_000003").mkdir(parents=True)
+    merged = [str(run_dir), "--merged", "3"]
+    with pytest.raises(ConfigError, match="weights exists: name another directory with --output"):
+        export.run([*merged, "--output", str(run_dir / "weights")], "prime-hpc")
+    with pytest.raises(ConfigError, match="--dtype int8: must be one of float32, bfloat16, float16"):
+        export.run([*merged, "--dtype", "int8"], "prime-hpc")
+    with pytest.raises(ConfigError, match="--json is for rollouts: it does not go with --merged"):
+        export.run([*merged, "--json"], "prime-hpc")
+    with pytest.raises(ConfigError, match="--dtype is for weights: it goes with --merged"):
+        export.run([str(run_dir), "--dtype", "float32"], "prime-hpc")
 
 
 def test_products_leave_the_base_models_rows_alone() -> None:

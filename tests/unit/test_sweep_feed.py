@@ -168,8 +168,9 @@ def test_a_limit_that_changes_in_the_middle(slurm: FakeSlurm, folder: Path) -> N
 def test_a_limit_that_nobody_states_is_found(slurm: FakeSlurm, folder: Path) -> None:
     write_site(folder, "sacct: false\n")
     slurm.limit(3)
-    report = fed(write_sweep(folder, "seeds: 8\n"), Pause(slurm, folder))
+    report = fed(write_sweep(folder, "seeds: 8\n"), pause := Pause(slurm, folder))
     assert sent(folder) == list(range(8)) and report.code == 0
+    assert "Slurm refused more at once, 4 are tried next" in pause.said[0]
 
 
 def test_limits_of_accounts_and_qos_are_read(slurm: FakeSlurm, folder: Path) -> None:

@@ -6,6 +6,7 @@ everything that is wrong is raised at once as a ConfigError.
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -99,10 +100,18 @@ def load_experiment(
 
 def _documents(ref: FileRef, problems: list[Problem]) -> list[Document]:
     try:
-        return read_documents(ref.path)
+        documents = read_documents(ref.path)
     except ConfigError as error:
         problems += error.problems
         return []
+    if any("experiment" in document.data and {"axes", "seeds"} & document.data.keys() for document in documents):
+        file = shlex.quote(str(ref.path))
+        words = (
+            f"is a sweep, not an experiment: `prime-hpc sweep submit {file} --dry-run` checks it, without it runs it"
+        )
+        problems.append(Problem(words, None, Origin("file", str(ref.path))))
+        return []
+    return documents
 
 
 def file_entries(ref: FileRef, document: Document) -> Iterator[Entry]:

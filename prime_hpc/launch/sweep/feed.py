@@ -115,6 +115,8 @@ class Feed:
         self._in_queue = len(parts)
         room, limit = num_free(self._limits, parts)
         said = f"{limit.source} allows {limit.most}" if limit else self._trouble or "no limit is known"
+        if limit is None and self._most is not None:
+            said = f"Slurm refused more at once, {self._most} are tried next"
         self.room_is = f"{self._in_queue} jobs of yours are in the queue; {said}"
         return room, limit
 

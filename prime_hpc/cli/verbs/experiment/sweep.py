@@ -186,7 +186,14 @@ def _sweep_word(given: Given) -> tuple[str, list[str]]:
 
 def _find(given: Given) -> Path:
     word, flags = _sweep_word(given)
-    replace(given, words=[flag for flag in flags if not flag.startswith(("--output", "--name"))]).arguments(1)
+    others, tokens = [word], iter(flags)
+    for token in tokens:
+        name, equals, _ = token.partition("=")
+        if name.replace("_", "-") not in ("--output-dir", "--name"):
+            others.append(token)
+        elif not equals:
+            next(tokens, None)  # its value
+    replace(given, words=others).arguments(1)
     return find_sweep(word, flags)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_hpc.cli.common import parse, print_json, say, step_range
+from prime_hpc.cli.common import Given, parse, print_json, say, step_range
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.store.batches import list_batches
@@ -20,6 +20,8 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions, went_over_network
 from prime_hpc.weight_transport.delta_image import restore
 
+OF_ROLLOUTS, OF_WEIGHTS = ("--steps", "--compression", "--json"), ("--dtype",)
+DTYPES = ("float32", "bfloat16", "float16")
 MERGE_TIMEOUT_S = 24 * 3600.0
 """A model of hundreds of gigabytes from a busy file system."""
 
@@ -31,10 +33,11 @@ def run(argv: list[str], program: str) -> int:
 
     run_dir = find_run(word)
     paths = RunPaths(run_dir)
+    _refuse_idle_flags(given)
     if "--merged" in given:
         return _merge(load_run(run_dir), paths, given.flags)
     steps = _chosen(given.get("--steps"), list_batches(paths), run_dir)
-    output = Path(given.get("--output") or run_dir / "rollouts.parquet")
+    output = Path(given.get("--output") or run_dir / "rollouts.parquet").expanduser()
     compression = given.get("--compression") or "zstd"
     if compression not in COMPRESSIONS:
         raise ConfigError(f"--compression {compression}: must be one of {', '.join(COMPRESSIONS)}")
@@ -55,6 +58,15 @@ def run(argv: list[str], program: str) -> int:
     return 0
 
 
+def _refuse_idle_flags(given: Given) -> None:
+    """Raise a ConfigError for a flag that would change nothing."""
+    others = OF_ROLLOUTS if "--merged" in given else OF_WEIGHTS
+    for flag in others:
+        if flag in given:
+            kind = "rollouts: it does not go with --merged" if "--merged" in given else "weights: it goes with --merged"
+            raise ConfigError(f"{flag} is for {kind}")
+
+
 def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> int:
     """Write a version as one model directory; an adapter's in a process of its own: it needs torch."""
     versions, wanted = list_versions(paths), values["--merged"]
@@ -71,10 +83,15 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     if version is None or version not in versions:
         there = ", ".join(map(str, versions)) or "none"
         raise ConfigError(f"--merged {wanted}: no such version in {paths.weights}; there are {there}")
-    output = Path(values.get("--output") or paths.root / f"merged_{version:06d}")
+    output = Path(values.get("--output") or paths.root / f"merged_{version:06d}").expanduser()
+    if output.exists():
+        raise ConfigError(f"{output} exists: name another directory with --output")
     if experiment.model.lora is None:
         return _restore(paths, version, output, values)
-    options = ["--dtype", values["--dtype"]] if "--dtype" in values else []
+    dtype = values.get("--dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    options = [] if dtype is None else ["--dtype", dtype]
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.weights.merge_lora"]
     command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
     say(f"merging version {version} into {experiment.model.name}")  # torch takes a while
