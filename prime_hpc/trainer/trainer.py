@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -148,16 +149,14 @@ class Trainer:
             the step it holds (0 for a fresh start) and its progress.
 
         Raises:
-            StoreError: it does not exist or is damaged (lists the steps that exist); or, by hand, what comes after it
-                cannot be taken out of the way.
+            StoreError: it does not exist or is damaged (lists those that are); or what comes after it cannot be removed.
         """
         info = self.control.from_first(self._checkpoint_to_resume, OF_FILES)
         if info is None:
             return 0, {}
         progress = self.saver.checkpointer.load(info)
         if self.context.resume_step is None and not self.experiment.trainer.bench:  # by hand: no supervisor has
-            step, own = info.step, self.context.incarnation
-            self.control.from_first(lambda: rewind(self.paths, step, own, spare_given=True))
+            self.control.from_first(partial(rewind, self.paths, info.step, self.context.incarnation, spare_given=True))
         self.saver.saved_step = info.step
         if self.rank == 0:
             logger.info(f"resumed from {info.path}: step {info.step}")

@@ -35,7 +35,7 @@ from transformers.integrations import moe
 from prime_hpc.config.shapes import shape_config
 from prime_hpc.trainer import trainer
 from prime_hpc.trainer.lora.slots import Adapters
-from prime_hpc.trainer.model import policy, reference
+from prime_hpc.trainer.model import load_policy, reference
 from prime_hpc.trainer.model.conversions import WeightMap
 from prime_hpc.trainer.ops import attention, cpu_matmul, fused_head, recompute
 from prime_hpc.trainer.ops.host_copies import Copy, at_home
@@ -153,14 +153,14 @@ def pretended(
             change(module, "resolve_source", source)
         change(trainer, "peak_flops", lambda *_: 1.0)
         change(trainer, "load_reference", _real(trainer.load_reference))
-        change(policy, "_stored_weights", lambda _: {})
-        change(policy, "map_weights", lambda *_: _Unread({}, {}))
-        change(policy, "_load_shards", _inside(fake, tracker, policy._load_shards))
-        change(policy, "Adapters", _inside(fake, tracker, Adapters))
+        change(load_policy, "_stored_weights", lambda _: {})
+        change(load_policy, "map_weights", lambda *_: _Unread({}, {}))
+        change(load_policy, "_load_shards", _inside(fake, tracker, load_policy._load_shards))
+        change(load_policy, "Adapters", _inside(fake, tracker, Adapters))
         change(distribute, "compiled", _partitioned)
         if sees:
             pretend_images(change, tracker, on_gpu=on_gpu)
-        change(policy, "self_test", lambda *_, **__: None)  # it judges values, and there are none
+        change(load_policy, "self_test", lambda *_, **__: None)  # it judges values, and there are none
         # the operator's fake knows bfloat16 alone; what stands in for it makes tensors of the same sizes
         change(moe, "_can_use_grouped_mm", lambda _input, weight, _offsets: weight.dtype == torch.bfloat16)
         _spread_rows(change)
@@ -283,7 +283,7 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
     change(fused_head, "row_statistics", lambda logits, *_: torch.empty((3, len(logits)), device=logits.device))
     change(fused_head, "make_gradient", lambda *_: None)
     change(distribute, "use_elementwise", lambda _: (0, 0, 0))
-    change(policy, "check_device", lambda _: None)
+    change(load_policy, "check_device", lambda _: None)
 
     copies = _PretendedCopies(tracker)
     change(recompute, "host_copies", lambda _: copies)
