@@ -149,7 +149,7 @@ class Trainer:
             the step it holds (0 for a fresh start) and its progress.
 
         Raises:
-            StoreError: it does not exist or is damaged (lists those that are); or what comes after it cannot be removed.
+            StoreError: it does not exist or is damaged (lists those that are), or what comes after it cannot be moved.
         """
         info = self.control.from_first(self._checkpoint_to_resume, OF_FILES)
         if info is None:
