@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from pydantic import ValidationError
 
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.tinker.batches import BadRequestError, Collected, check_data, part_of, per_example, retargeted
-from prime_hpc.trainer.tinker.wire import MESSAGES, Datum, write_forward_backward
+from prime_hpc.trainer.tinker.requests import LoraShape, OptimStep, adam_step
+from prime_hpc.trainer.tinker.wire import MESSAGES, BadWireError, Datum, read_forward_backward, write_forward_backward
 
 ONE = Datum(np.array([5, 6, 7]), {"target_tokens": np.array([6, 7, 8]), "weights": np.array([1.0, 2.0, 3.0])})
 TWO = Datum(
@@ -78,3 +81,41 @@ def test_targets_that_cannot_be_trained_on_are_refused(targets: np.ndarray, loss
         inputs["logprobs"] = np.zeros(targets.shape)
     with pytest.raises(BadRequestError, match=words):
         check_data([Datum(np.array([1, 2]), inputs)], loss, 20, 64)
+
+
+def tensor(shape: list[int], rows: list[int], columns: list[int], values: list[float]) -> bytes:
+    """A request with one sparse tensor."""
+    request = MESSAGES["ForwardBackwardRequest"](model_id="a", seq_id=1, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
+    sparse = {"values": np.array(values, np.float32), "crow_indices": np.array(rows), "col_indices": np.array(columns)}
+    content = MESSAGES["SparseCsr"](**{name: array.tobytes() for name, array in sparse.items()})
+    value = MESSAGES["Tensor"](dtype=1, shape=shape, sparse_csr=content)
+    datum.loss_fn_inputs.append(MESSAGES["NamedTensor"](key="weights", value=value))
+    return request.SerializeToString()
+
+
+def test_a_sparse_tensor_takes_no_more_memory_than_its_request_is_worth() -> None:
+    (datum,) = read_forward_backward(tensor([2, 3], [0, 1, 2], [2, 0], [5, 7])).data
+    assert datum.inputs["weights"].tolist() == [[0, 0, 5], [7, 0, 0]]
+    for claims in (
+        ([10**6, 10**6], [0, 1], [0], [1]),
+        ([-1, 2], [0, 1], [0], [1]),
+        ([2, 2], [0, 10**10], [0], [1]),
+        ([2, 2], [0, 2, 1], [0], [1]),
+        ([2, 2], [0, 1, 1], [2], [1]),
+    ):
+        with pytest.raises(BadWireError, match="datum 0: weights"):
+            read_forward_backward(tensor(*claims))
+
+
+def test_numbers_that_nothing_here_can_hold_are_the_requests_error() -> None:
+    """They ended the ranks' loop, and with it every client's work, or left later requests to wait for this one."""
+    for seed in (2**64 - 1, -(2**63)):
+        torch.Generator().manual_seed(LoraShape(seed=seed).seed or 0)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValidationError, match="seed"):
+            LoraShape(seed=seed)
+    for rate in (10**400, float("inf"), float("nan"), True):
+        with pytest.raises(BadRequestError, match="learning_rate = .*must be a finite number"):
+            adam_step(OptimStep(model_id="a", seq_id=1, adam_params={"learning_rate": rate}))

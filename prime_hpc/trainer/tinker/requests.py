@@ -1,6 +1,7 @@
 """The client's JSON requests, checked. Fields that are not known are passed over: a newer client may send more."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ class LoraShape(_Request):
     """An adapter's shape."""
 
     rank: int = Field(32, ge=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)  # what torch's generators take
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -211,7 +212,7 @@ def adam_step(request: OptimStep) -> AdamStep:
     found = {}
     for name, (default, least, below) in _ADAM.items():
         value = stated.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise BadRequestError(f"adam_params.{name} = {value}: must be a finite number; no step was taken")
         if not least <= value < below:
             raise BadRequestError(f"adam_params.{name} = {value:g}: must lie in [{least:g}, {below:g})")

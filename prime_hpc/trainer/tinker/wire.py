@@ -5,6 +5,7 @@ plain numbers here, and what this service never reads (pictures, sound, where to
 on the wire that is the same.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 
 PACKAGE = "prime_hpc_tinker"
 PROTOBUF = "application/x-protobuf"
+MOST_VALUES = 1 << 26
+"""Of one tensor: a sparse one of a few bytes may claim any shape."""
 STOP, LENGTH = 0, 1
 """Why a sequence ended."""
 _MESSAGES = {
@@ -151,18 +154,22 @@ def _tensor(message: Any, where: str) -> NDArray[Any]:
     if message.dtype not in _DTYPES:
         raise BadWireError(f"{where}: unknown type {message.dtype}")
     shape, sparse = tuple(message.shape), message.HasField("sparse_csr")
+    if min(shape, default=0) < 0 or math.prod(shape) > MOST_VALUES:
+        raise BadWireError(f"{where}: a tensor of the shape {list(shape)}")
     values = _array(message.sparse_csr.values if sparse else message.dense, _DTYPES[message.dtype], where)
     if message.dtype == _BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     if not sparse:
-        if shape and int(np.prod(shape)) != len(values):
+        if shape and math.prod(shape) != len(values):
             raise BadWireError(f"{where}: {len(values)} values do not fill the shape {list(shape)}")
         return values.reshape(shape) if shape else values
     rows = _array(message.sparse_csr.crow_indices, np.int64, where)
     columns = _array(message.sparse_csr.col_indices, np.int64, where)
-    dense = np.zeros(shape, values.dtype)
+    counts, dense = np.diff(rows), np.zeros(shape, values.dtype)
     try:
-        dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
+        if (counts < 0).any() or int(counts.sum()) != len(values):  # before so many indices are made
+            raise ValueError(f"rows of {int(counts.sum())} values")
+        dense[np.repeat(np.arange(len(counts)), counts), columns] = values
     except (ValueError, IndexError) as error:
         raise BadWireError(f"{where}: its sparse indices do not fit the shape {list(shape)}: {error}") from error
     return dense
