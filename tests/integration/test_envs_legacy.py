@@ -244,6 +244,7 @@ def test_a_package_puts_others_together(world: World) -> None:
     [
         ("never", "'never' takes reference_solution, which no rollout has"),
         ("info", "row 4: its info is a text, but no JSON"),
+        ("blob", "row 4 of its dataset holds what cannot be written as JSON (question: str, blob: bytes"),
         ("splits", "row 0 of its dataset is no mapping of columns, but 'train'"),
     ],
 )

@@ -131,8 +131,7 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
             seen.setdefault(id(member), (member, set()))[1].update(example)
             prompt = [parse_message(message) for message in example["prompt"]]
             data = LegacyData(prompt=prompt, environment=config.environment, example=example)
-            if number == 0:
-                _check_json(data, config.module)
+            _check_json(data, config.module, number)
             yield LegacyTask(data, config.task)
         for member, columns in seen.values():  # at the end: rows that are no table may have columns of their own
             try:
@@ -149,12 +148,13 @@ def _example(env: Environment, row: Any, number: int) -> dict[str, Any]:
     return env.example(dict(row), number)
 
 
-def _check_json(data: LegacyData, module: str) -> None:
+def _check_json(data: LegacyData, module: str, number: int) -> None:
     try:
         data.model_dump_json()
     except ValueError as error:
         kinds = ", ".join(f"{key}: {type(value).__name__}" for key, value in data.example.items())
-        raise EnvError(f"environment {module!r}: its rows hold what cannot be written as JSON ({kinds})") from error
+        what = f"row {number} of its dataset holds what cannot be written as JSON ({kinds})"
+        raise EnvError(f"environment {module!r}: {what}") from error
 
 
 class LegacyHarnessConfig(vf.HarnessConfig):

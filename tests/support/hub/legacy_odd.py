@@ -196,6 +196,8 @@ def load_environment(kind: str, log: str = "") -> Any:
         case "picture":
             shown = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "see"}, PICTURE]}]}]
             return vf.SingleTurnEnv(dataset=shown, rubric=rubric)
+        case "blob":
+            return vf.SingleTurnEnv(dataset=[*ROWS, {"question": "x", "blob": b"\xff"}], rubric=rubric)
         case "info":
             return vf.SingleTurnEnv(dataset=[*ROWS, {"question": "x", "info": "no JSON"}], rubric=rubric)
         case "splits":
