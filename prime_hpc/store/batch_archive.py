@@ -81,7 +81,8 @@ class RolloutArchiver:
         self._paths, self._incarnation = paths, incarnation
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._failed = False
+        self._damaged: set[int] = set()
+        self._is_troubled = False
         self.num_bytes = [0, 0]
         """Before and after, of all batches archived so far."""
 
@@ -93,7 +94,7 @@ class RolloutArchiver:
             trained: the step that was taken last.
             keep: steps of checkpoints that are still being written: their batches are not touched.
         """
-        if self._failed or (self._thread is not None and self._thread.is_alive()):
+        if self._thread is not None and self._thread.is_alive():
             return
         last = min([trained - LEFT_PLAIN, *(step - 1 for step in keep)])
         self._thread = threading.Thread(target=self._run, args=(last,), name="pack", daemon=True)
@@ -107,20 +108,35 @@ class RolloutArchiver:
 
     def _run(self, last: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux of this thread alone
-        for step in list_steps(self._paths.rollouts):
-            if step > last or self._closing:
-                return
+        try:
+            for step in list_steps(self._paths.rollouts):
+                if step > last or self._closing:
+                    return
+                if step not in self._damaged:
+                    self._archive(step)
+        except FencedError:
+            return  # the training itself will say so
+        except (StoreError, OSError) as error:  # of the disk: the next step's turn tries again
+            if not self._is_troubled:
+                logger.warning(f"batches cannot be compressed now, and stay as they are until they can be: {error}")
+            self._is_troubled = True
+
+    def _archive(self, step: int) -> None:
+        """Archive one batch; a damaged one stays, and is said once. Raises what is not the batch's own fault."""
+        try:
             if self._incarnation and is_given(self._paths.rollouts_step(step)):
-                continue  # an attempt that goes back trains on it again, and nobody makes it anew
-            try:
-                before, after = archive_batch(self._paths, step, self._incarnation)
-            except FencedError:
-                return  # the training itself will say so
-            except (StoreError, OSError) as error:
-                if step not in list_steps(self._paths.rollouts):
-                    continue  # `keep_rollouts` gave it up meanwhile
-                self._failed = True
-                logger.warning(f"batch {step} could not be compressed, it and later ones stay as they are: {error}")
-                return
-            self.num_bytes[0] += before
-            self.num_bytes[1] += after
+                return  # an attempt that goes back trains on it again, and nobody makes it anew
+            before, after = archive_batch(self._paths, step, self._incarnation)
+        except FencedError:
+            raise
+        except (StoreError, OSError) as error:
+            if step not in list_steps(self._paths.rollouts):
+                return  # `keep_rollouts` gave it up meanwhile
+            if not isinstance(error, ArtifactError):
+                raise
+            self._damaged.add(step)
+            logger.warning(f"batch {step} is damaged and stays as it is: {error}")
+            return
+        self._is_troubled = False
+        self.num_bytes[0] += before
+        self.num_bytes[1] += after

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.cli.verbs.run.replay import Replay, compare
+from prime_hpc.cli.verbs.run.replay import Replay, _progress, compare
 from prime_hpc.config import load_experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
@@ -47,3 +47,14 @@ def test_a_step_whose_record_was_torn_is_not_compared(tmp_path: Path) -> None:
     found = compare(Replay(tmp_path, 1, 4, 0, 1, None, None), again)
     assert (found["equal"], found["num_steps"], len(found["rows"])) == (True, 3, 3)
     assert not compare(Replay(tmp_path, 1, 4, 0, 1, None, None), again[:3])["equal"]
+
+
+def test_progress_reads_what_is_new_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics").mkdir()
+    file, shown = tmp_path / "metrics" / "trainer.jsonl", _progress(tmp_path, quiet=False)
+    next(shown)
+    file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    next(shown)
+    file.write_text("x" * 24 + '\n{"step": 2, "loss": "nan"}\n{"step": 3, "refused": "its norm"}\n')
+    next(shown)
+    assert capsys.readouterr().out == "  step 1: loss 0.5\n  step 2: loss nan\n  step 3: loss refused\n"

@@ -1,11 +1,13 @@
 """Compressed batches: the same to the last bit, never absent for a moment, and gone when they should be."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.report import rollouts
@@ -147,16 +149,43 @@ def test_batches_that_no_attempt_wrote_stay_as_they_are(tmp_path: Path) -> None:
     assert remove_batches_after(paths, 0, 1, spare_given=True) == [] and list_batches(paths) == list(range(1, 7))
 
 
-def test_what_cannot_be_packed_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def warnings_of(packer: RolloutArchiver, *steps: int) -> list[str]:
+    """What it says while it packs up to each of these steps."""
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING", format="{message}")
+    try:
+        for step in steps:
+            packer.up_to(step)
+            assert packer._thread is not None
+            packer._thread.join(60)
+    finally:
+        logger.remove(sink)
+    return said
+
+
+def test_a_damaged_batch_is_said_once_and_the_others_are_packed(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3, 4, 5):
         store(paths, step)
     (paths.rollouts_step(1) / "rank_0001.safetensors").unlink()
-    packer = RolloutArchiver(paths, 0)
-    for step in (3, 4):
-        packer.up_to(step)
-        finish(packer)
-    assert list_batches(paths) == [1, 2, 3, 4] and list_steps(paths.archived_rollouts) == []
+    [said] = warnings_of(RolloutArchiver(paths, 0), 4, 5)
+    assert "batch 1 is damaged and stays as it is" in said
+    assert list_steps(paths.rollouts) == [1, 4, 5] and list_steps(paths.archived_rollouts) == [2, 3]
+
+
+def test_a_disk_that_fails_for_a_while_is_said_once_and_tried_again(tmp_path: Path) -> None:
+    paths, packer = RunPaths(tmp_path), RolloutArchiver(RunPaths(tmp_path), 0)
+    for step in (1, 2, 3, 4):
+        store(paths, step)
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and path.is_relative_to(paths.archived_rollouts):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with files.observe_operations(full):
+        [said] = warnings_of(packer, 3, 4)
+    assert "cannot be compressed now" in said and list_steps(paths.archived_rollouts) == []
+    assert warnings_of(packer, 4) == [] and list_steps(paths.archived_rollouts) == [1, 2]
 
 
 def test_export_reads_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from prime_hpc.cli.common import parse, print_json, step_range
 from prime_hpc.config import load_run
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.observe.console import Tail
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.runtime.gpus import visible_gpus
@@ -259,17 +260,20 @@ def _execute(what: Replay, scratch: Path, timeout_s: float, *, quiet: bool) -> t
 
 def _progress(scratch: Path, quiet: bool) -> Iterator[None]:
     """Print a line for each new step; advanced by the caller."""
-    seen = 0
+    tail = Tail(metrics_file(scratch, "trainer"), whole=True)
     while True:
-        rows = _rows(scratch)
-        for row in rows[seen:] if not quiet else []:
-            print(f"  step {row['step']}: loss {row.get('loss', 'refused')}", flush=True)
-        seen = len(rows)
+        for row in tail.rows() if not quiet else []:
+            if _is_of_step(row):
+                print(f"  step {row['step']}: loss {row.get('loss', 'refused')}", flush=True)
         yield
 
 
 def _rows(scratch: Path) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(metrics_file(scratch, "trainer")) if "loss" in row or "refused" in row]
+    return [row for row in read_metrics(metrics_file(scratch, "trainer")) if _is_of_step(row)]
+
+
+def _is_of_step(row: dict[str, Any]) -> bool:
+    return "loss" in row or "refused" in row
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
