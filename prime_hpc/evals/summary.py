@@ -24,6 +24,8 @@ SUMMARY, TABLE, PICTURE = "summary.json", "table.txt", "scores.png"
 SCHEMA = 1
 _ROUNDING = 1e-9
 """A reward of 0.1 + 0.2 has passed 0.3."""
+_MOST_CHARACTERS = 300
+"""Of an episode's reason for failing."""
 
 
 def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfig, ks: Sequence[int]) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfi
         "num_timeout": sum(record.state == TIMEOUT for record in records),
         "num_truncated": sum(record.truncated for record in scored),
         "failures": failures_of(records),
+        "commonest_failure": commonest_failure(records),
     }
     if not scored:
         return found
@@ -76,6 +79,14 @@ def _task_pass(rewards: Sequence[float], k: int, threshold: float) -> float:
 def failures_of(records: Sequence[Record]) -> dict[str, int]:
     """Count the episodes that have failed, by the class of the failure."""
     return dict(sorted(Counter(record.error or "unknown" for record in records if record.has_failed).items()))
+
+
+def commonest_failure(records: Sequence[Record]) -> str:
+    """Words of the first episode that failed as most of those that failed did; empty where none says why."""
+    failed = [record for record in records if record.has_failed and record.reason]
+    kinds = Counter(record.error for record in failed)
+    words = next((record.reason for record in failed if record.error == kinds.most_common(1)[0][0]), "")
+    return words if len(words) <= _MOST_CHARACTERS else f"{words[: _MOST_CHARACTERS - 3]}..."
 
 
 def _lengths(values: Sequence[float]) -> dict[str, float]:
@@ -200,7 +211,8 @@ def too_many_failed(summary: Mapping[str, Any], max_share: float) -> list[str]:
             failed = sum(env["failures"].values())
             if env["num_episodes"] and failed / env["num_episodes"] > max_share:
                 kinds = ", ".join(f"{kind} x{count}" for kind, count in env["failures"].items())
-                found.append(f"{version['label']}, {name}: {failed} of {env['num_episodes']} ({kinds})")
+                reason = f", such as: {env['commonest_failure']}" if env.get("commonest_failure") else ""
+                found.append(f"{version['label']}, {name}: {failed} of {env['num_episodes']} ({kinds}){reason}")
     return found
 
 

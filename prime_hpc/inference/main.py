@@ -26,6 +26,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.secret import revealed
 from prime_hpc.inference import server_process
 from prime_hpc.inference.backend import Start, check_backend, section
+from prime_hpc.observe.logs import setup_logger
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import planned_device
 from prime_hpc.runtime.failures import NodeError
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     stopping = _end_on_signal()
     activity.introduce(args.role, args.replica, args.run_dir.absolute())
+    setup_logger(f"{args.role}[{args.replica}]")
     # the engines of a further node speak through their head
     status = _NoStatus() if args.headless else _status(args.run_dir, args.role, args.replica)
     scratch = server_process.make_scratch()
@@ -51,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status.starting()
         status.start_heartbeat()
-        experiment = _placed(served_by(load_run(args.run_dir), args.role), args)
+        stated = load_run(args.run_dir)
+        setup_logger(f"{args.role}[{args.replica}]", level=stated.log.level, json_lines=stated.log.json_lines)
+        experiment = _placed(served_by(stated, args.role), args)
         port = args.port if args.port is not None else _default_port(experiment, args.replica)
         _run(experiment, args, port, scratch, status)
         code = 0

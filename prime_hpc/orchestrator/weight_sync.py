@@ -250,6 +250,8 @@ class WeightSync:
     async def _prepare_one(self, index: int, version: int) -> None:
         client, url = self._clients[index], self._table.servers[index].url
         try:
+            if not await client.health():
+                logger.info(f"waiting for inference server {url}, for {self._ready_timeout_s:g} s at most")
             await client.wait_ready(self._ready_timeout_s)
             found = await self._found(index)
             if version > 0:

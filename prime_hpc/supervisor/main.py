@@ -275,8 +275,9 @@ def _prepare(
         specs, urls = place(experiment, run_dir, environment)
         on_gpus = any(spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs)
         refuse_cpu_builds(on_gpus)
-        if not on_gpus and experiment.device == "auto":
-            logger.warning(f"all roles compute on the CPU: {NONE_SEEN}")
+        computing = dict.fromkeys(spec.name for spec in specs if spec.name in ("inference", "teacher", "trainer"))
+        if computing and not on_gpus and experiment.device == "auto":
+            logger.warning(f"{', '.join(computing)} on the CPU: {NONE_SEEN}")
         steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir, patience=patience)
     else:

@@ -5,6 +5,7 @@ orchestrator --rollouts/step_n--> [wait] -> [train] -> [publish] --weights/step_
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from loguru import logger
@@ -24,6 +25,8 @@ from prime_hpc.trainer.trainer import Signal, Trainer
 
 LOOK_S = 5.0
 """How long rank 0 waits for a batch before it tells the others that it is still waiting."""
+TOLD_S = 30.0
+"""How long before the log says so: by hand nobody else does; again after twice as long, and so on."""
 
 
 @dataclass
@@ -33,6 +36,7 @@ class _Patience:
     limit_s: float
     clock: AwakeClock = field(default_factory=lambda: AwakeClock(max_gap_s=2 * LOOK_S))
     pace: ListingPace = field(default_factory=ListingPace)
+    told_s: float = TOLD_S
     broken_since: float | None = None
     """Since when the batch is not what its manifest says, or not there at all though it was announced."""
 
@@ -52,6 +56,14 @@ class _Patience:
         now = self.clock.now()
         self.broken_since = (now if self.broken_since is None else self.broken_since) if is_broken else None
         return self.remaining() > 0 and (self.broken_since is None or now - self.broken_since < VISIBLE_S)
+
+    def tell(self, step: int, rollouts: Path) -> None:
+        """Say for how long batch `step` has been waited for, where it is time to."""
+        waited = self.limit_s - self.remaining()
+        if waited >= self.told_s:
+            self.told_s = 2 * waited
+            said = f"no batch {step} from the orchestrator in {rollouts} for {waited:.0f} s"
+            logger.info(f"{said}: waiting, for {self.limit_s:g} s at most (trainer.batch_timeout_s)")
 
 
 def run_rl(trainer: Trainer) -> None:
@@ -148,6 +160,7 @@ def _look(trainer: Trainer, step: int, patience: _Patience, *, is_fake: bool) ->
         return trainer.requested() or Signal.WAIT
     except ArtifactTimeout as error:
         if patience.bears(is_broken=False):
+            patience.tell(step, trainer.paths.rollouts)
             return Signal.WAIT
         raise ArtifactTimeout(
             f"no batch {step} from the orchestrator within trainer.batch_timeout_s = {patience.limit_s:g} s: {error}"

@@ -151,7 +151,7 @@ def test_a_wrong_key_or_no_server_ends_it_at_once(tmp_path: Path) -> None:
     with ScriptedApi(key=KEY) as api:
         code, said = run(command(api.url, tmp_path, "--environment-ids", "reverse-text"), key="wrong")
         assert code == 1 and "SCRIPTED_KEY" in said and "401" in said, said[-2000:]
-        assert api.num_requests == 0
+        assert api.num_requests == 0 and "CPU" not in said, "nothing that a GPU would be for"
     code, said = run(command(api.url, tmp_path, "--environment-ids", "no-such-environment"))
     assert code == 2 and "no-such-environment" in said and "eval.environment_ids.0" in said
 

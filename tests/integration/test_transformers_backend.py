@@ -1,6 +1,7 @@
 """The transformers backend: its batch against transformers' own forward pass, its answers over HTTP, its process."""
 
 import asyncio
+import re
 import shutil
 import signal
 import socket
@@ -325,6 +326,9 @@ def test_the_server_process(world: World, tmp_path: Path) -> None:
         assert server.process.wait(20) == 0, server.log.read_text()
         ended = [answer.finish_reason for answer in answers if isinstance(answer, Generation)]
         assert len(ended) == 8 and set(ended) <= {"abort", "length"} and "abort" in ended
+        log = server.log.read_text()
+        assert re.search(r"^\d\d:\d\d:\d\d INFO    inference\[0\] transformers backend: 4 sequences", log, re.M), log
+        assert "it/s]" not in log, "no progress bar"
     finally:
         server.close()
 

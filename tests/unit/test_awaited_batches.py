@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
@@ -86,6 +87,20 @@ def test_a_batch_that_was_never_announced_is_a_timeout(trainer: Any) -> None:
     clock.time += 11
     with pytest.raises(ArtifactTimeout, match="batch_timeout_s = 10 s"):
         look(trainer, patience)
+
+
+def test_a_long_wait_is_said_more_and_more_rarely(trainer: Any) -> None:
+    trainer.bus = None
+    clock: Any = Clock()
+    patience, said = rl._Patience(1800.0, clock), list[str]()
+    sink = logger.add(lambda message: said.append(message.record["message"]), level="INFO")
+    for _ in range(40):
+        assert look(trainer, patience) is Signal.WAIT
+        clock.time += 5.0
+    logger.remove(sink)
+    where = f"no batch 3 from the orchestrator in {trainer.paths.rollouts} for"
+    at_most = "waiting, for 1800 s at most (trainer.batch_timeout_s)"
+    assert said == [f"{where} {seconds} s: {at_most}" for seconds in (30, 60, 120)]
 
 
 def trouble(errors: list[StoreError | None], monkeypatch: pytest.MonkeyPatch, limit: float = 1800.0) -> list[Any]:

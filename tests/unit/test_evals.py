@@ -343,6 +343,10 @@ def test_an_api_that_does_not_answer_in_time_counts_as_failed_and_is_asked_again
     (env,) = (v["environments"]["e"] for v in found["versions"])
     assert (env["num_failed"], env["num_timeout"], env["avg"]["value"]) == (0, 8, 0.0)
     assert found["too_many_failed"] == ["base, e: 3 of 8 (Unanswered x3)"]
+    ended = [episode(8 + n, 0, None, FAILED, error="TaskError", reason=f"{n}: no x.png") for n in range(4)] + records
+    found = summarize([(Version(0), [r.key for r in ended])], {r.key: r for r in ended}, config, {}, "model")
+    words = "base, e: 7 of 12 (TaskError x4, Unanswered x3), such as: 0: no x.png"
+    assert found["too_many_failed"] == [words], "with the words of one"
     better, failed = episode(0, 0, 1.0), episode(0, 0, None, FAILED, error="ProviderError")
     assert replaces(better, records[0]) and replaces(records[0], failed) and replaces(better, failed)
     assert not replaces(records[0], better) and not replaces(failed, records[0]) and not replaces(better, better)

@@ -10,6 +10,7 @@ from loguru import logger
 
 from prime_hpc.client.inference import InferenceError
 from prime_hpc.orchestrator import weight_sync
+from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.run_paths import RunPaths
@@ -30,6 +31,19 @@ def sync_of(servers: list[Server], table: ServerTable, bus: Bus, folder: Path) -
     return weight_sync.WeightSync(
         RunPaths(folder), clients, table, shared, incarnation=1, ready_timeout_s=5, on_change=lambda: None
     )
+
+
+def test_a_server_that_is_waited_for_is_named(tmp_path: Path) -> None:
+    server, said = Server(), list[str]()
+    sink = logger.add(lambda message: said.append(message.record["message"]), level="INFO")
+    sync = sync_of([server], ServerTable(["http://a"], 0.0), Bus(), tmp_path)
+    asyncio.run(sync.prepare(0))
+    assert not said
+    server.is_up = False
+    with pytest.raises(OrchestratorError, match="was not ready"):
+        asyncio.run(sync.prepare(0))
+    logger.remove(sink)
+    assert said == ["waiting for inference server http://a, for 5 s at most"]
 
 
 @pytest.mark.parametrize("is_removed", [False, True])

@@ -6,7 +6,7 @@ from typing import Any
 
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import FAILED
-from prime_hpc.evals.summary import failures_of, too_many_failed
+from prime_hpc.evals.summary import commonest_failure, failures_of, too_many_failed
 from prime_hpc.evals.synthesis.sampled import Sampled
 from prime_hpc.evals.synthesis.select import REASONS, Selection
 from prime_hpc.observe.table import align
@@ -41,6 +41,7 @@ def report(
             "num_episodes": len(own),
             "num_failed": sum(record.state == FAILED for record in own),
             "failures": failures_of(own),
+            "commonest_failure": commonest_failure(own),
             "num_conversations": found.kept_of[env] + sum(dropped.values()),
             "num_rows": found.kept_of[env],
             "dropped": {reason: dropped[reason] for reason in REASONS if dropped.get(reason)},

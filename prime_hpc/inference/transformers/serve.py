@@ -10,6 +10,7 @@ import torch
 import uvicorn
 from loguru import logger
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, Start
@@ -47,6 +48,7 @@ def _build(start: Start) -> tuple[Engine, BatchPolicy, Reader]:
     """
     experiment, config = start.experiment, start.config
     model, on_gpu = experiment.model, start.device.type == "cuda"
+    disable_progress_bar()  # in a log it is a line of all its states
     loaded = BatchModel(
         model.name,
         dtype=getattr(torch, model.dtype),

@@ -1,7 +1,7 @@
 """Lint of images: does the model see them, and does what the run asks for take them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prime_hpc.config.child_config import is_parent
@@ -12,7 +12,7 @@ from prime_hpc.envs.rows.reading import as_messages, prompt_column
 from prime_hpc.launch.checks import stated_environments, trained_names
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Subject, rule
 from prime_hpc.store.dataset.files import find_data, first_row
-from prime_hpc.store.dataset.row_images import image_parts, other_media
+from prime_hpc.store.dataset.row_images import IMAGE_HERE, image_parts, other_media
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -82,10 +82,23 @@ def prompts(subject: Subject) -> Iterator[Finding]:
             messages = [message for message in turns if isinstance(message, dict)]
             if other := other_media(messages, row):
                 yield Finding("PH129", "error", f"{key}.args.files", f"{path}: {other}", "leave such rows out")
-            elif subject.is_rl and subject.experiment.model.vision is None and any(image_parts(messages)):
-                message = f"{path}: rows hold images, and the policy reads text alone: their episodes would fail"
+            elif _reads_text_alone(subject) and (any(image_parts(messages)) or _has_marks(messages, row, env.args)):
+                message = f"{path}: rows hold images, and the model reads text alone: their episodes would fail"
                 remedy = "model.vision: frozen, with a model that sees images"
                 yield Finding("PH129", "error", f"{key}.args.files", message, remedy)
+
+
+def _has_marks(messages: Sequence[dict[str, Any]], row: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Return whether a text has a place for an image, and a column of the row brings one."""
+    is_marked = any(isinstance(text := message.get("content"), str) and IMAGE_HERE in text for message in messages)
+    return is_marked and any(row.get(name) for name in (args.get("images"), "images", "image") if name)
+
+
+def _reads_text_alone(subject: Subject) -> bool:
+    """Return whether those who play episodes here are known to be asked with text alone: an API gets images as they
+    are."""
+    experiment = subject.experiment
+    return experiment.model.vision is None and (subject.is_rl or experiment.episodes.client is None)
 
 
 def _shows_images(source: SFTSourceConfig) -> bool:

@@ -11,6 +11,7 @@ from prime_hpc.store.errors import StoreError
 
 _ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_ELSEWHERE = "choose another place (output_dir, of what a command writes --output)"
 
 
 def free_bytes(path: Path) -> int:
@@ -48,9 +49,9 @@ def disk_error(error: BaseException, path: Path) -> StoreError | None:
     opaque = number is None and isinstance(error, RuntimeError) and not isinstance(error, StoreError)
     if full or (opaque and _is_almost_full(path)):
         reason = "quota exceeded" if number == errno.EDQUOT or "os error 122" in text else "disk full"
-        return StoreError(f"{path}: {reason}{_free_words(path)}: free space or choose another output_dir")
+        return StoreError(f"{path}: {reason}{_free_words(path)}: free space or {_ELSEWHERE}")
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreError(f"{path}: not writable ({os.strerror(number)}): choose another output_dir")
+        return StoreError(f"{path}: not writable ({os.strerror(number)}): {_ELSEWHERE}")
     if number == errno.EIO:
         return StoreError(f"{path}: the file system reports an I/O error{_free_words(path)}")
     return None
