@@ -114,8 +114,8 @@ def test_versions_that_another_job_makes_are_not_missed_by_an_evaluation_that_wa
     tmp_path: Path, model: Path
 ) -> None:
     run = tmp_path / "made"
-    alone = {"kind": "eval", "inference": {}, "orchestrator": {}, "eval": {"environment_ids": ["reverse-text"]}}
-    alone["eval"] |= {"weights_dir": str(run / "weights"), "steps": [20]}
+    section = {"environment_ids": ["reverse-text"], "weights_dir": str(run / "weights"), "steps": [20]}
+    alone: dict[str, Any] = {"kind": "eval", "inference": {}, "orchestrator": {}, "eval": section}
     one = loaded(tmp_path, model, **alone)
     run.mkdir()
     write_snapshot(with_adapter(loaded(tmp_path, model), rank=4).experiment, run, [])

@@ -296,7 +296,8 @@ def test_submitted_again_after_its_end(run: Run) -> None:
 @pytest.mark.parametrize("way", ["resumed", "requeued"])
 def test_between_two_attempts_nothing_is_said_of_the_one_that_is_over(run: Run, way: str) -> None:
     stall = {"step": 4, "seconds": 90, "headline": "rank 3 is stopped", "file": "x"}
-    facts = {"stall": stall, "servers": {"inference[0]": {"running": 9}}, "gpus": {"n1": {"num_gpus": 8}}}
+    servers = {"inference[0]": {"running": 9}}
+    facts: dict[str, Any] = {"stall": stall, "servers": servers, "gpus": {"n1": {"num_gpus": 8}}}
     run.sent("12" if way == "requeued" else "20", age=10 if way == "resumed" else 600)
     run.attempt(ended=60, outcome="failed", next="requeue").word("ended", **facts)
     status = run.status(job("PENDING", "12" if way == "requeued" else "20"))

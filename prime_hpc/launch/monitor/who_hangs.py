@@ -76,9 +76,8 @@ def find_target(word: str) -> Target:
     def read() -> Target:
         path = find_run(word).absolute()
         status = status_of(path)
-        is_here = cluster_of(path) is None  # srun reaches no other one
-        is_asked = status.job_id and status.is_under_way and is_here
-        return Target(path, status, jobs([status.job_id]).get(status.job_id) if is_asked else None)
+        job_id = status.job_id if status.is_under_way and cluster_of(path) is None else None  # srun reaches no other
+        return Target(path, status, jobs([job_id]).get(job_id) if job_id else None)
 
     try:
         return within(READ_WITHIN_S, read)
