@@ -45,7 +45,7 @@ class Experiment(Section):
     """Run name; the run directory is `<output_dir>/<name>` (`--exp-id` is an alias)."""
     output_dir: Path = Path("outputs")
     """Parent of the run directory, on a file system that all nodes share."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random: weights that are drawn, the order of tasks and rows. Replies of two runs of one seed
     differ all the same: engines draw them in the order in which requests come (`prime-hpc replay` repeats batches)."""
     max_steps: int = Field(100, ge=1)

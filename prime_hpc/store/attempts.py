@@ -16,6 +16,7 @@ from typing import cast
 from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.io import files
 from prime_hpc.store.io.file_age import file_age_s
+from prime_hpc.store.io.updated_file import update_file
 from prime_hpc.store.run_dirs import AttemptRow, parse_attempts
 from prime_hpc.store.run_paths import RunPaths
 
@@ -138,7 +139,7 @@ def rewrite_row(path: Path, row: AttemptRow) -> None:
         _close_overtaken(list(rows.values()))
         return "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)).encode()
 
-    files.update_file(path, add)
+    update_file(path, add)
 
 
 def _close_overtaken(rows: list[AttemptRow]) -> None:

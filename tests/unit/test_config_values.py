@@ -295,6 +295,11 @@ def test_figures_that_are_compared_are_finite(flags: list[str], entrypoint: str)
     refused(flags, "finite number", entrypoint)
 
 
+def test_a_seed_is_one_that_torch_takes() -> None:
+    refused(["--seed", str(10**20)], "seed: must be less than")
+    assert load(["--seed", str(2**63 - 1)]).seed == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -51,7 +51,7 @@ def stop_before(operation: str, what: str, then: object) -> files.Observer:
     waiting = [then]
 
     def observe(seen: str, path: Path) -> None:
-        if waiting and seen == operation and what in path.name:
+        if waiting and seen in operation.split("|") and what in path.name:
             waiting.pop()()  # type: ignore[operator]
 
     return observe
@@ -243,6 +243,20 @@ def test_an_update_that_was_held_up_loses_no_other_writers_line(tmp_path: Path) 
         with files.observe_operations(stop_before(operation, "attempts.jsonl", other)):
             rewrite_row(path, {"attempt": 1, "ended": 3.0})
         assert [(row["attempt"], row["ended"]) for row in read_attempts(path)] == [(1, 3.0), (2, 5.0)], operation
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_first_line_that_was_held_up_takes_no_other_writers_file_away(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+
+    def other() -> None:
+        rewrite_row(path, {"attempt": 2, "ended": 5.0})
+
+    for operation in ("create", "write", "torn", "fsync", "link|rename"):
+        path.unlink(missing_ok=True)
+        with files.observe_operations(stop_before(operation, "attempts.jsonl", other)):
+            rewrite_row(path, {"attempt": 1, "ended": 3.0})
+        assert [row["attempt"] for row in read_attempts(path)] == [1, 2], operation
     assert not list(tmp_path.glob(".tmp-*"))
 
 

@@ -5,7 +5,6 @@ and so that a fault harness sees (and may interrupt) each operation: see `observ
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
@@ -31,8 +30,6 @@ GONE_S = 5.0
 """A directory that cannot be opened for so long was deleted."""
 STALE_S = 2.0
 """How long a directory may answer ESTALE before that is its answer."""
-_MAX_UPDATES = 20  # writers racing for one small file; far above anything real
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_VIEWS = 512  # buffers of one writev, below every system's limit
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 """Errors of a file system that allows no hard link, or no more of them."""
@@ -192,56 +189,6 @@ def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
         raise
     if sync:
         fsync_dir(path.parent)
-
-
-def update_file(path: Path, update: Callable[[bytes], bytes]) -> None:
-    """Replace a small file by `update(its content)`, in one rename, without losing what another writer put there
-    meanwhile: the names are exchanged, and where the old content is not what was read, its update follows.
-
-    Where the file system cannot exchange names (NFS), the last writer wins.
-
-    Args:
-        path: the file; where there is none, `update` gets b"".
-        update: the same twice does no harm.
-
-    Raises:
-        StoreError: disk full, not writable, I/O error.
-    """
-    content = expected = path.read_bytes() if path.exists() else b""
-    for _ in range(_MAX_UPDATES):
-        new = update(content)
-        temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
-        try:
-            write_file(temporary, [new])
-            exchanged = path.exists() and exchange(temporary, path)
-            if not exchanged:
-                rename(temporary, path)
-                return
-            found = temporary.read_bytes()
-        finally:
-            with contextlib.suppress(OSError):  # never hides the reason
-                temporary.unlink()
-        fsync_dir(path.parent)
-        if found == expected:
-            return
-        content, expected = found, new
-    raise StoreError(f"{path}: other writers keep changing it")
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Two files take each other's names in one step (Linux, renameat2(2)); False where this cannot be done here."""
-    with disk_errors(second):
-        _before("rename", second)
-        try:
-            rename_at = ctypes.CDLL(None, use_errno=True).renameat2
-        except AttributeError:  # another C library
-            return False
-        if rename_at(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-            return True
-        number = ctypes.get_errno()
-        if number in (errno.EINVAL, errno.ENOSYS, errno.ENOENT, errno.EOPNOTSUPP):
-            return False
-        raise OSError(number, os.strerror(number), str(second))
 
 
 def create_exclusive(path: Path) -> bool:
