@@ -48,8 +48,8 @@ trainer, orchestrator, inference = (partial(_console, role) for role in ROLES)
 def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        # a locale without UTF-8: curves, names in other scripts
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        # a locale without UTF-8 (C without PYTHONUTF8 has `surrogateescape`): curves, names in other scripts
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding == "ascii"):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = call()
