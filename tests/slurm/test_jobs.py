@@ -233,7 +233,7 @@ def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: P
     lives = attempts(run_dir)
     assert [life["outcome"] for life in lives] == ["failed", "failed"], "max_crashes = 1: one more try"
     assert [life["next"] for life in lives] == ["requeue", None]
-    assert "trainer ended with exit code 1" in lives[0]["cause"]
+    assert "trainer rank 0 ended with exit code 1" in lives[0]["cause"]
 
 
 @pytest.mark.exhaustive

@@ -168,7 +168,11 @@ def test_a_program_that_ended_before_it_could_report_is_read_in_its_log(
     told = f"$ trainer\n{TRACEBACK}{TORCHRUNS.format(rank=0, code=1)}"
     role.log_file.write_text("".join(label + line for line in told.splitlines(keepends=True)))
     reason = "ended with exit code 1: ImportError: libxxhash.so.0: cannot open shared object file"
-    assert role.death().cause == f"trainer{' rank 0' if num_processes > 1 else ''} {reason}"
+    who = f"trainer{' rank 0' if num_processes > 1 else ''}"
+    assert role.death().cause == f"{who} {reason}"
+    begun = TRACEBACK.partition("ImportError")[0]  # another rank's, which this one's stands in the middle of
+    role.log_file.write_text("".join(label + line for line in (begun + TRACEBACK).splitlines(keepends=True)))
+    assert role.death().cause == f"trainer {reason}"
 
 
 def test_a_rank_that_native_code_ended_is_read_in_its_standard_error(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ import re
 
 _LABEL = r"^(?:\d+: )?(?:\[\S+\] )?"
 """With which lines of other nodes begin."""
+_BEGIN = r"Traceback \(most recent call last\):"
 _TRACEBACK = re.compile(
-    rf"{_LABEL}Traceback \(most recent call last\):\n(?:{_LABEL}[ \t].*\n)+{_LABEL}(\S.*)$", re.MULTILINE
+    # the end of one that another process's broke into is not known
+    rf"{_LABEL}{_BEGIN}\n(?:{_LABEL}[ \t].*\n)+(?!{_LABEL}{_BEGIN}){_LABEL}(\S.*)$",
+    re.MULTILINE,
 )
 _NATIVE = tuple(
     re.compile(pattern, re.MULTILINE)
