@@ -97,9 +97,11 @@ def test_prompts_that_show_what_the_model_does_not_see(tmp_path: Path, row: dict
 def test_prompts_of_a_run_without_a_trainer(tmp_path: Path, kind: str, row: dict[str, Any]) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "answer": "1"}))
     played: dict[str, Any] = {"env": [{"id": "prompts", "args": {"files": str(tmp_path / "rows.jsonl")}}]}
-    (found,) = findings(tmp_path, TEXT, kind=kind, **{kind: played})
+    tree: dict[str, Any] = {"kind": kind, kind: played}
+    (found,) = findings(tmp_path, TEXT, **tree)
     assert (found.key, found.severity) == (f"{kind}.env.0.args.files", "error")
-    assert not findings(tmp_path, TEXT, kind=kind, **{kind: played | {"client": {"base_url": "http://api/v1"}}})
+    of_an_api: dict[str, Any] = {"kind": kind, kind: played | {"client": {"base_url": "http://api/v1"}}}
+    assert not findings(tmp_path, TEXT, **of_an_api)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,7 @@ FULL_DISK = """
                 how(w)
         except StoreError as error:
             assert "disk full" in str(error) and "MiB free" in str(error) and str(final.parent) in str(error), error
+            assert "output_dir" in str(error) and "--output" in str(error), error
         else:
             raise SystemExit(f"{how.__name__}: no StoreError")
         assert os.listdir(final.parent) == [], os.listdir(final.parent)

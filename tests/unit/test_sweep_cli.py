@@ -115,7 +115,7 @@ def test_table_of_many_points_is_cut(folder: Path, capsys: pytest.CaptureFixture
         (["status", "nothing-like-it"], "out holds lr"),
         (["status", "lr", "--verbose"], "unknown option --verbose"),
         (["status", "lr", "more"], "too many arguments: lr more"),
-        (["status", "new.yaml", "--output-dir", "there", "--name=other"], "/there/other"),
+        (["status", "new.yaml", "--output-dir", "there", "--name", "other"], "/there/other"),
         (["status", "gone.yaml"], "gone.yaml: no such file"),
         (["submit", "exp.yaml"], "exp.yaml is no sweep file"),
         (["submit", "out/lr", "--max-steps", "3"], "to change keys (--max-steps) submit its file"),
