@@ -180,7 +180,7 @@ def _compared(
     Of a step that was done again, the later attempt's."""
     by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {step: {} for step in _spread(logged, STEPS_OPENED)}
     for line in read_lines(path, Faults()):
-        if line.get("step") in by_step:
+        if isinstance(line.get("step"), int) and line["step"] in by_step:
             by_step[line["step"]][line.get("sample"), line.get("num_tokens")] = line
     found = []
     for lines in by_step.values():

@@ -173,6 +173,9 @@ def test_a_program_that_ended_before_it_could_report_is_read_in_its_log(
     begun = TRACEBACK.partition("ImportError")[0]  # another rank's, which this one's stands in the middle of
     role.log_file.write_text("".join(label + line for line in (begun + TRACEBACK).splitlines(keepends=True)))
     assert role.death().cause == f"trainer {reason}"
+    cut_off = TRACEBACK + begun + begun  # two ranks that were killed before theirs were whole
+    role.log_file.write_text("".join(label + line for line in cut_off.splitlines(keepends=True)))
+    assert role.death().cause == f"trainer {reason}"
 
 
 def test_a_rank_that_native_code_ended_is_read_in_its_standard_error(tmp_path: Path) -> None:

@@ -405,7 +405,8 @@ def test_logged_tokens_with_figures_that_are_not_finite(tmp_path: Path, capsys: 
     run = make_run(tmp_path / "run", [Life(0, 4)])
     row = {"step": 2, "env": 0, "ids": [5], "logprobs": [-1.0], "trainer": [-math.inf], "versions": [1], "trained": [1]}
     row |= {"sample": 1, "group": 1, "reward": math.inf, "advantage": "nan", "temperature": 1.0, "num_tokens": 1}
-    (run / "metrics" / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    foreign = {**row, "step": [2]}
+    (run / "metrics" / "tokens.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(foreign)}\n")
     code, _, _ = report(capsys, run)
     [shown] = data_of(run / "report.html")["runs"][0]["rollouts"]
     assert code == 0 and (shown["reward"], shown["advantage"], shown["trainer"]) == (None, None, [None])

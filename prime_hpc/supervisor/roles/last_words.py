@@ -6,8 +6,8 @@ _LABEL = r"^(?:\d+: )?(?:\[\S+\] )?"
 """With which lines of other nodes begin."""
 _BEGIN = r"Traceback \(most recent call last\):"
 _TRACEBACK = re.compile(
-    # the end of one that another process's broke into is not known
-    rf"{_LABEL}{_BEGIN}\n(?:{_LABEL}[ \t].*\n)+(?!{_LABEL}{_BEGIN}){_LABEL}(\S.*)$",
+    # the end of one that another process's broke into is not known; nor is a labelled line of its middle its end
+    rf"{_LABEL}{_BEGIN}\n(?:{_LABEL}[ \t].*\n)+(?!{_LABEL}(?:[ \t]|{_BEGIN})){_LABEL}(\S.*)$",
     re.MULTILINE,
 )
 _NATIVE = tuple(
