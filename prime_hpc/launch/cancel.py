@@ -201,6 +201,7 @@ class _Cancel:
     def _pods(self, name: str) -> Ended:
         """End a run in pods, of which nobody here can make sure: it is asked by the file alone."""
         row = None if self.now else self._stop_and_wait(f"the pods of {name}")
+        row = row or last_row(self.run_dir)  # it crashed for good meanwhile
         if row is not None and not _is_to_go_on(row):
             return self._ended(*own_end(self.run_dir, row, saved_step(self.run_dir)))
         how = f"kubectl delete job -l app.kubernetes.io/instance={name}"

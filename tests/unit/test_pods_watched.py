@@ -9,6 +9,7 @@ import pytest
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STOP
 from prime_hpc.config.site import load_site
+from prime_hpc.launch.cancel import cancel_run
 from prime_hpc.launch.monitor.run_state import SILENT_S
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.monitor.where_to import NotThereError, way_to
@@ -74,6 +75,14 @@ def test_cancel_asks_it_to_save(fake: FakeSlurm, in_pods: Path) -> None:
     assert (result.ended, result.outcome, result.note) == (True, "stopped", "saved at step 5 and ended")
     assert cancel(in_pods).note == "it is over already: stopped (None)"
     assert fake.calls() == []
+
+
+def test_one_that_crashes_for_good_as_it_is_asked_is_over(in_pods: Path) -> None:
+    def crash(_asked: str) -> None:
+        life(in_pods, ended=time.time(), outcome="failed", exit_code=1, cause="a disk")
+
+    result = cancel_run(run_dir(in_pods), now=False, timeout_s=0.5, say=crash)
+    assert (result.ended, result.outcome, result.note) == (True, "over", "ended by itself: failed (a disk)")
 
 
 @pytest.mark.parametrize("now", [True, False])
