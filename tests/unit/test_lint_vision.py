@@ -102,6 +102,8 @@ def test_prompts_of_a_run_without_a_trainer(tmp_path: Path, kind: str, row: dict
     assert (found.key, found.severity) == (f"{kind}.env.0.args.files", "error")
     of_an_api: dict[str, Any] = {"kind": kind, kind: played | {"client": {"base_url": "http://api/v1"}}}
     assert not findings(tmp_path, TEXT, **of_an_api)
+    played["env"][0]["args"] |= {"prompt": ["question"], "images": ["picture"]}  # for the environment to refuse
+    assert len(findings(tmp_path, TEXT, **tree)) == 1
 
 
 @pytest.mark.parametrize(

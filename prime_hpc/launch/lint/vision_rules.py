@@ -72,26 +72,27 @@ def data(subject: Subject) -> Iterator[Finding]:
 def prompts(subject: Subject) -> Iterator[Finding]:
     """Rows of `rows` and `prompts` that show what the model does not see, as far as the first of each file tells."""
     for key, env in stated_environments(subject.experiment):
+        columns = {name: value for name, value in env.args.items() if isinstance(value, str)}
         for name, path in named_files(env.id, env.args):
             row: dict[str, Any] = {}
             with contextlib.suppress(ValueError):  # told by the rules of files
                 source = SFTSourceConfig(path=[path])
                 row = (first_row(find_data(source), source) or {}) if name == "files" else {}
-            prompt = as_messages(row.get(env.args.get("prompt") or prompt_column(row) or ""))
+            prompt = as_messages(row.get(columns.get("prompt") or prompt_column(row) or ""))
             turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
             messages = [message for message in turns if isinstance(message, dict)]
             if other := other_media(messages, row):
                 yield Finding("PH129", "error", f"{key}.args.files", f"{path}: {other}", "leave such rows out")
-            elif _reads_text_alone(subject) and (any(image_parts(messages)) or _has_marks(messages, row, env.args)):
+            elif _reads_text_alone(subject) and (any(image_parts(messages)) or _has_marks(messages, row, columns)):
                 message = f"{path}: rows hold images, and the model reads text alone: their episodes would fail"
                 remedy = "model.vision: frozen, with a model that sees images"
                 yield Finding("PH129", "error", f"{key}.args.files", message, remedy)
 
 
-def _has_marks(messages: Sequence[dict[str, Any]], row: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+def _has_marks(messages: Sequence[dict[str, Any]], row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
     """Return whether a text has a place for an image, and a column of the row brings one."""
     is_marked = any(isinstance(text := message.get("content"), str) and IMAGE_HERE in text for message in messages)
-    return is_marked and any(row.get(name) for name in (args.get("images"), "images", "image") if name)
+    return is_marked and any(row.get(name) for name in (columns.get("images"), "images", "image") if name)
 
 
 def _reads_text_alone(subject: Subject) -> bool:
