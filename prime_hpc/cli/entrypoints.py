@@ -13,6 +13,7 @@ Exit codes:
     130  interrupted (Ctrl-C)
 """
 
+import codecs
 import errno
 import io
 import os
@@ -45,12 +46,24 @@ trainer, orchestrator, inference = (partial(_console, role) for role in ROLES)
 """The console scripts beside `prime-hpc`."""
 
 
+_AS_IT_CAME = "prime_hpc.as_it_came"
+
+
+def _keep_bytes(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Write the bytes of a name that was no text as they came, for whoever reads it as a name, and escape the rest."""
+    assert isinstance(error, UnicodeEncodeError)
+    error.end = error.start + 1
+    code = ord(error.object[error.start])
+    return (bytes([code - 0xDC00]), error.end) if 0xDC80 <= code <= 0xDCFF else codecs.backslashreplace_errors(error)
+
+
 def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
+    codecs.register_error(_AS_IT_CAME, _keep_bytes)
     for stream in (sys.stdout, sys.stderr):
         # a locale without UTF-8 (C without PYTHONUTF8 has `surrogateescape`): curves, names in other scripts
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding == "ascii"):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=_AS_IT_CAME if stream.errors == "surrogateescape" else "backslashreplace")
     try:
         code = call()
         sys.stdout.flush()

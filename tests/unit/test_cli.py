@@ -223,6 +223,14 @@ def test_a_locale_without_utf_8(tmp_path: Path, encoding: str) -> None:
     assert done.returncode == 0 and b"fr\\xfch" in done.stdout, done.stderr
 
 
+def test_names_in_the_locale_c_are_written_as_they_were_typed(tmp_path: Path) -> None:
+    folder = tmp_path / "fr\u00fch"
+    folder.mkdir()
+    c = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = prime_hpc("status", folder.as_posix(), HOME="/", PYTHONPATH=str(CHECKOUT), **c)
+    assert done.stdout == f"no runs under {folder}\n".encode(), done.stderr
+
+
 def test_a_folder_whose_name_is_no_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
