@@ -27,7 +27,7 @@ WINDOW = 4096
 FAR = 256
 """So many tasks may take long to make."""
 BUSY_S = 30.0
-"""For so long a thread waits for another one that makes a task, which may never end."""
+"""For so long a thread waits for another one to make one more task, which may never end."""
 
 
 class EndlessTasks:
@@ -53,8 +53,11 @@ class EndlessTasks:
         return number - made > FAR
 
     def __getitem__(self, number: int) -> Any:
-        if not self._lock.acquire(timeout=BUSY_S):
-            raise EnvError(f"environment {self._name!r}: another task of it was made for more than {BUSY_S:g} s")
+        made = self._made
+        while not self._lock.acquire(timeout=BUSY_S):
+            if made == self._made:
+                raise EnvError(f"environment {self._name!r}: another task of it was made for more than {BUSY_S:g} s")
+            made = self._made
         try:
             if number < self._made - len(self._kept):
                 self._start()

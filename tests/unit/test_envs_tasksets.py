@@ -3,11 +3,15 @@
 import itertools
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from prime_hpc.envs import task_sources
+from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score, split_of
 
 
@@ -89,3 +93,30 @@ def test_an_endless_taskset_keeps_a_window_of_its_tasks(monkeypatch: pytest.Monk
     assert [tasks[n] for n in (0, 5, 20, 13)] == [0, 5, 20, 13] and len(made) == 21
     assert len(tasks._kept) == 8
     assert tasks[12] == 12 and len(made) == 21 + 13  # older than the window: made again
+
+
+def test_a_task_is_waited_for_as_long_as_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation looks at its tasks on several threads: one made all before its own, and the others failed."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        def __iter__(self) -> Iterator[int]:
+            for n in range(31):
+                begun.set()
+                time.sleep(0.05)
+                yield n
+            may_end.wait(60)
+            yield 31
+
+    monkeypatch.setattr(task_sources, "BUSY_S", 1.0)
+    tasks = task_sources.EndlessTasks(Slow(), "slow")
+    with ThreadPoolExecutor() as threads:
+        last = threads.submit(tasks.__getitem__, 30)
+        assert begun.wait(60) and tasks[0] == 0 and last.result(60) == 30
+        never = threads.submit(tasks.__getitem__, 31)
+        while not tasks._lock.locked():
+            time.sleep(0.001)
+        with pytest.raises(EnvError, match="'slow': another task of it was made for more than 1 s"):
+            tasks[0]
+        may_end.set()
+        assert never.result(60) == 31
