@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_a_loop_that_is_interrupted_as_it_waits_for_a_task_keeps_it_from_nobody(
     slow = Slow()
     tasks = task_sources.EndlessTasks(slow, "slow")
 
-    async def take() -> int:
+    async def take() -> Any:
         return tasks[0]
 
     with ThreadPoolExecutor() as threads:
