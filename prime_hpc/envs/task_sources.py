@@ -3,6 +3,7 @@
 Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_tasks`.
 """
 
+import contextlib
 import itertools
 import pickle
 import threading
@@ -27,7 +28,7 @@ WINDOW = 4096
 FAR = 256
 """So many tasks may take long to make."""
 BUSY_S = 30.0
-"""For so long a thread waits for another one that makes a task, which may never end."""
+"""For so long a thread waits for another one to make one more task, which may never end."""
 
 
 class EndlessTasks:
@@ -36,7 +37,7 @@ class EndlessTasks:
     def __init__(self, taskset: Iterable[Any], name: str) -> None:
         """`name`: of the environment."""
         self._taskset, self._name = taskset, name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which knows whose it is
         """Episodes make tasks on the thread of environments, others look at some on theirs."""
         self._start()
 
@@ -53,9 +54,13 @@ class EndlessTasks:
         return number - made > FAR
 
     def __getitem__(self, number: int) -> Any:
-        if not self._lock.acquire(timeout=BUSY_S):
-            raise EnvError(f"environment {self._name!r}: another task of it was made for more than {BUSY_S:g} s")
+        made = self._made
         try:
+            while not self._lock.acquire(timeout=BUSY_S):
+                if made == self._made:
+                    reason = f"another task of it was made for more than {BUSY_S:g} s"
+                    raise EnvError(f"environment {self._name!r}: {reason}")
+                made = self._made
             if number < self._made - len(self._kept):
                 self._start()
             while self._made <= number:
@@ -63,7 +68,8 @@ class EndlessTasks:
                 self._made += 1
             return self._kept[number - self._made]
         finally:
-            self._lock.release()
+            with contextlib.suppress(RuntimeError):  # another thread's; interrupted as it waited, it may have it or not
+                self._lock.release()
 
     def _next(self) -> Any:
         """Make the next task. Raises EnvError where that fails, from then on: what has raised makes no more."""

@@ -54,13 +54,20 @@ class Servers:
         """Called when a server answers elsewhere."""
 
     async def load(self, version: Version) -> None:
-        """Every server but those that are lost answers and serves `version`.
+        """Every server but those that are lost, before or meanwhile, answers and serves `version`.
 
         Raises:
             EvalError: one does not in time, or refuses it.
         """
         self._version = version
-        await asyncio.gather(*(self._restore(i) for i, server in enumerate(self._servers) if not server.is_lost))
+        await asyncio.gather(*(self._unless_lost(i) for i, server in enumerate(self._servers) if not server.is_lost))
+
+    async def _unless_lost(self, index: int) -> None:
+        """Have one server serve the version, broken off by `lose`."""
+        loading = self._begin_restoring(index)
+        await asyncio.wait({loading})
+        if not loading.cancelled():
+            loading.result()
 
     async def play(
         self, episode: Callable[[int], Coroutine[Any, Any, EpisodeResult]]
@@ -125,8 +132,13 @@ class Servers:
         server.ready, server.since = False, loop_time()
         self._begin_restoring(index)
 
-    def _begin_restoring(self, index: int) -> None:
-        self._servers[index].restoring = asyncio.create_task(self._restore(index), name=f"restore-{index}")
+    def _begin_restoring(self, index: int) -> "asyncio.Task[None]":
+        """Return what has a server serve the version, in the place of what had it serve the one before."""
+        server = self._servers[index]
+        if server.restoring is not None:
+            server.restoring.cancel()
+        server.restoring = asyncio.create_task(self._restore(index), name=f"restore-{index}")
+        return server.restoring
 
     def move(self, index: int, url: str) -> None:
         """Use another address: it was started again there."""

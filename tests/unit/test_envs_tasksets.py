@@ -3,11 +3,17 @@
 import itertools
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from prime_hpc.envs import task_sources
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.loop_thread import LoopInterrupt, LoopThread
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score, split_of
 
 
@@ -89,3 +95,55 @@ def test_an_endless_taskset_keeps_a_window_of_its_tasks(monkeypatch: pytest.Monk
     assert [tasks[n] for n in (0, 5, 20, 13)] == [0, 5, 20, 13] and len(made) == 21
     assert len(tasks._kept) == 8
     assert tasks[12] == 12 and len(made) == 21 + 13  # older than the window: made again
+
+
+class Slow:
+    """Makes 31 tasks in 1.5 s, the next one when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.stands, self.may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        for n in range(31):
+            self.begun.set()
+            time.sleep(0.05)
+            yield n
+        self.stands.set()
+        self.may_end.wait(60)
+        yield 31
+
+
+def test_a_task_is_waited_for_as_long_as_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation looks at its tasks on several threads: one made all before its own, and the others failed."""
+    monkeypatch.setattr(task_sources, "BUSY_S", 1.0)
+    slow = Slow()
+    tasks = task_sources.EndlessTasks(slow, "slow")
+    with ThreadPoolExecutor() as threads:
+        last = threads.submit(tasks.__getitem__, 30)
+        assert slow.begun.wait(60) and tasks[0] == 0 and last.result(60) == 30
+        never = threads.submit(tasks.__getitem__, 31)
+        assert slow.stands.wait(60)
+        with pytest.raises(EnvError, match="'slow': another task of it was made for more than 1 s"):
+            tasks[0]
+        slow.may_end.set()
+        assert never.result(60) == 31 and tasks[0] == 0
+
+
+def test_a_loop_that_is_interrupted_as_it_waits_for_a_task_keeps_it_from_nobody() -> None:
+    slow = Slow()
+    tasks = task_sources.EndlessTasks(slow, "slow")
+
+    async def take() -> Any:
+        return tasks[0]
+
+    with ThreadPoolExecutor() as threads:
+        never, loop = threads.submit(tasks.__getitem__, 31), LoopThread("loop")
+        assert slow.stands.wait(60)
+        waiting = loop.submit(take())
+        while "in __getitem__" not in loop.busy_with():
+            time.sleep(0.001)
+        loop.interrupt()
+        slow.may_end.set()
+        assert never.result(60) == 31 and isinstance(waiting.exception(60), LoopInterrupt)
+        loop.abandon()
+        assert tasks[0] == 0

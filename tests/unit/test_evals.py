@@ -141,6 +141,27 @@ def test_episodes_of_a_lost_node_are_played_elsewhere_and_the_next_version_waits
     assert [log.records[key].state for key in keys[:3]] == [COMPLETED] * 3
 
 
+def test_a_server_that_is_lost_while_a_version_is_loaded_is_waited_for_no_longer() -> None:
+    clients, bus = [policy_servers.Server(), policy_servers.Server()], policy_servers.Bus()
+
+    async def run() -> None:
+        servers = Servers(cast(Any, clients), ["a", "b"], 3600.0)
+        _subscribe_to_servers(cast(Any, bus), servers)
+        await servers.load(Version(0))
+        clients[0].held = asyncio.Event()
+        loading = asyncio.create_task(servers.load(Version(7, Path("/7"))))
+        await clients[0].began.wait()
+        bus.say("server", role="inference", index=0, state="lost", url="a")
+        await loading
+        assert [client.version for client in clients] == [0, 7]
+        bus.say("server", role="inference", index=0, state="starting", url="a")
+        while not servers._servers[0].ready:
+            await asyncio.sleep(0)
+        assert clients[0].version == 7
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_half_a_last_line_is_cut_off_and_its_episode_played_again(paths: RunPaths) -> None:
     log = EpisodeLog(paths, 1)
     for task in range(3):

@@ -103,6 +103,7 @@ def test_a_sparse_tensor_takes_no_more_memory_than_its_request_is_worth() -> Non
         ([-1, 2], [0, 1], [0], [1]),
         ([2, 2], [0, 10**10], [0], [1]),
         ([2, 2], [0, 2, 1], [0], [1]),
+        ([5, 2], [0, 2**62, -(2**63), -(2**62), 0, 1], [0], [1]),  # sums that go round; numpy wrote beyond its memory
         ([2, 2], [0, 1, 1], [2], [1]),
     ):
         with pytest.raises(BadWireError, match="datum 0: weights"):

@@ -167,7 +167,8 @@ def _tensor(message: Any, where: str) -> NDArray[Any]:
     columns = _array(message.sparse_csr.col_indices, np.int64, where)
     counts, dense = np.diff(rows), np.zeros(shape, values.dtype)
     try:
-        if (counts < 0).any() or int(counts.sum()) != len(values):  # before so many indices are made
+        # before so many indices are made; each by itself, too: sums of large ones begin anew at 0
+        if ((counts < 0) | (counts > len(values))).any() or int(counts.sum()) != len(values):
             raise ValueError(f"rows of {int(counts.sum())} values")
         dense[np.repeat(np.arange(len(counts)), counts), columns] = values
     except (ValueError, IndexError) as error:
