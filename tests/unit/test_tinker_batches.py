@@ -98,16 +98,16 @@ def tensor(shape: list[int], rows: list[int], columns: list[int], values: list[f
 def test_a_sparse_tensor_takes_no_more_memory_than_its_request_is_worth() -> None:
     (datum,) = read_forward_backward(tensor([2, 3], [0, 1, 2], [2, 0], [5, 7])).data
     assert datum.inputs["weights"].tolist() == [[0, 0, 5], [7, 0, 0]]
-    for claims in (
-        ([10**6, 10**6], [0, 1], [0], [1]),
-        ([-1, 2], [0, 1], [0], [1]),
-        ([2, 2], [0, 10**10], [0], [1]),
-        ([2, 2], [0, 2, 1], [0], [1]),
-        ([5, 2], [0, 2**62, -(2**63), -(2**62), 0, 1], [0], [1]),  # sums that go round; numpy wrote beyond its memory
-        ([2, 2], [0, 1, 1], [2], [1]),
+    for shape, rows, columns, values in (
+        ([10**6, 10**6], [0, 1], [0], [1.0]),
+        ([-1, 2], [0, 1], [0], [1.0]),
+        ([2, 2], [0, 10**10], [0], [1.0]),
+        ([2, 2], [0, 2, 1], [0], [1.0]),
+        ([5, 2], [0, 2**62, -(2**63), -(2**62), 0, 1], [0], [1.0]),  # sums that go round; numpy wrote beyond its memory
+        ([2, 2], [0, 1, 1], [2], [1.0]),
     ):
         with pytest.raises(BadWireError, match="datum 0: weights"):
-            read_forward_backward(tensor(*claims))
+            read_forward_backward(tensor(shape, rows, columns, values))
 
 
 def test_numbers_that_nothing_here_can_hold_are_the_requests_error() -> None:

@@ -53,7 +53,10 @@ LIMITS: dict[str, int] = {}
 LIBC = ctypes.CDLL(None)
 OWN_PATH = os.environ.get("PATH", os.defpath)
 """Of an image; the host states it where there is none."""
+BEGUN = 4
+"""File of a command's process that is closed when it becomes what it was asked to be: until then it hides as we do."""
 _hidden: dict[str, float] = {}
+_starting: set[str] = set()
 
 
 def usage(began: float) -> tuple[int, float, int]:
@@ -109,7 +112,7 @@ def unnamed_files(pids: list[str]) -> dict[tuple[int, int], int]:
         try:
             names = os.listdir(f"/proc/{pid}/fd")
         except PermissionError:
-            if is_over(pid):
+            if pid in _starting or is_over(pid):
                 _hidden.pop(pid, None)
             else:
                 _hidden.setdefault(pid, time.monotonic())
@@ -217,6 +220,7 @@ def become_command(order: dict[str, Any], program: str | None, fds: tuple[int, .
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
         os.closerange(len(fds), 4096)
+        os.set_inheritable(BEGUN, False)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):  # the guest may be deaf to them
             signal.signal(number, signal.SIG_DFL)
@@ -230,6 +234,7 @@ def become_command(order: dict[str, Any], program: str | None, fds: tuple[int, .
             os.close(VERDICT)
             os.execvpe(order["argv"][0], order["argv"], dict(os.environ))
         LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        os.close(BEGUN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         own = os.getpid()
         reason = judge(program, order["may_exit"])
@@ -294,22 +299,25 @@ def run(wake: int, order: dict[str, Any], payload: bytes) -> tuple[str, bytes]:
     program, given = None, payload
     if "program" in order:
         program, given = payload[: order["program"]].decode(errors="surrogatepass"), payload[order["program"] :]
-    (in_read, in_write), (out_read, out_write), (err_read, err_write), (word_read, word_write) = (
-        os.pipe() for _ in range(4)
+    (in_read, in_write), (out_read, out_write), (err_read, err_write), (word_read, word_write), (begun, begins) = (
+        os.pipe() for _ in range(5)
     )
     began = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     child = os.fork()
     if child == 0:
         # 0 to 3 are taken by the guest's own files, so none of the pipes has such a number
-        become_command(order, program, (in_read, out_write, err_write, word_write))
+        become_command(order, program, (in_read, out_write, err_write, word_write, begins))
+    _starting.add(str(child))
     try:
-        for fd in (in_read, out_write, err_write, word_write):
+        for fd in (in_read, out_write, err_write, word_write, begins):
             os.close(fd)
         os.set_blocking(in_write, False)
         os.set_blocking(word_read, False)
         outputs = {out_read: Kept(out_read, order["output"]), err_read: Kept(err_read, LIMITS["output"])}
-        code, ended_by = attend(wake, child, order, outputs, (in_write, given), began)
+        code, ended_by = attend(wake, child, order, outputs, (in_write, given), began, begun)
         kill_all()
+        _starting.clear()
+        os.close(begun)
         os.close(in_write)
         for kept in outputs.values():
             kept.take_rest()
@@ -331,7 +339,13 @@ def run(wake: int, order: dict[str, Any], payload: bytes) -> tuple[str, bytes]:
 
 
 def attend(
-    wake: int, child: int, order: dict[str, Any], outputs: dict[int, Kept], pending: tuple[int, bytes], began: float
+    wake: int,
+    child: int,
+    order: dict[str, Any],
+    outputs: dict[int, Kept],
+    pending: tuple[int, bytes],
+    began: float,
+    begun: int,
 ) -> tuple[int, str]:
     """Wait for a command's end or a limit; its exit code (or minus its signal) and the limit."""
     in_write, given = pending
@@ -349,11 +363,14 @@ def attend(
                 return -signal.SIGKILL, ended_by
             look_at = time.monotonic() + TICK_S
         wait = max(0.0, min(deadline, look_at) - now)
-        ready, writable, _ = select.select([CONTROL, wake, *open_outputs], [in_write] if writing else [], [], wait)
+        heard = [CONTROL, wake, *open_outputs, *([begun] if _starting else [])]
+        ready, writable, _ = select.select(heard, [in_write] if writing else [], [], wait)
         if CONTROL in ready and is_disconnected(CONTROL):
             os._exit(0)  # the host is gone
         if wake in ready:
             os.read(wake, 4096)
+        if begun in ready:
+            _starting.clear()
         for fd in open_outputs & set(ready):
             if not outputs[fd].take():
                 open_outputs.discard(fd)
