@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.store.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 
@@ -216,15 +217,18 @@ def load_prompt_renderer(
         EnvError: no tokenizer there, no such renderer, the tokenizer lacks tokens that the renderer needs, or the
             renderer writes no images.
     """
-    from renderers.base import load_tokenizer
 
-    try:
+    def load() -> Any:
         if trust_remote_code:
             from transformers import AutoTokenizer
 
-            tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=True)
-        else:
-            tokenizer = load_tokenizer(tokenizer_path)
+            return AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=True)
+        from renderers.base import load_tokenizer as load_by_name
+
+        return load_by_name(tokenizer_path)
+
+    try:
+        tokenizer = load_tokenizer(tokenizer_path, load, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise EnvError(f"cannot load a tokenizer from {tokenizer_path!r}: {error}") from error
     if chat_template is not None:

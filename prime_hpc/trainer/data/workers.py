@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles
+from prime_hpc.store.model.tokenizer import load_tokenizer
 from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, RowTokenizer
@@ -52,10 +54,14 @@ class Recipe:
         Raises:
             SFTDataError: there is none.
         """
-        from transformers import AutoTokenizer
+
+        def load() -> Any:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
+            tokenizer = load_tokenizer(str(self.tokenizer), load, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
             raise SFTDataError(f"no tokenizer in {self.tokenizer} ({error})") from error
         return ChatTokenizer(

@@ -1,0 +1,101 @@
+"""Tokenizers without torch, in processes that have no other use for it.
+
+transformers' `AutoTokenizer` chooses a class by a few small files. To do so it imports torch with its compiler and two
+thousand modules more: over half of what an orchestrator's start costs, and 0.25 GB that it holds for good. Its choice
+is noted in the user's cache; the next process imports that class alone.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.store.io.private import check_way, make_private_dir, open_private
+from prime_hpc.store.model.config import find_config
+
+_CHOICE = re.compile(r"(\S+) (transformers(?:\.\w+)+):(\w+)")
+"""transformers' version, module and name of a class: of transformers' own, nothing else is imported by a note."""
+_MOST_BYTES = 512
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_OPTIONAL = ("sentencepiece", "tiktoken", "mistral_common")
+"""Packages that transformers chooses by, where they are installed."""
+
+
+def load_tokenizer(
+    name: str, load: Callable[[], Any], *, trust_remote_code: bool = False, environ: Mapping[str, str] = os.environ
+) -> Any:
+    """Return what `load` returns, without calling it where the class is known that it would take.
+
+    Args:
+        name: a local directory or a name of the hub.
+        load: loads it by transformers' `AutoTokenizer`, from whichever source.
+        trust_remote_code: as `load` takes it: a tokenizer's own code is never noted.
+        environ: has the places of the user's cache and the hub's.
+
+    Raises:
+        Exception: whatever `load` does.
+    """
+    note = _note_of(name, trust_remote_code, environ)
+    chosen = _read(note) if note is not None else None
+    if chosen is not None:
+        with contextlib.suppress(Exception):  # `load` says what is wrong
+            return chosen.from_pretrained(name)
+    tokenizer = load()
+    if note is not None and type(tokenizer) is not chosen:
+        _write(note, type(tokenizer))
+    return tokenizer
+
+
+def _note_of(name: str, trust_remote_code: bool, environ: Mapping[str, str]) -> Path | None:
+    """Return the file that tells the class of such a tokenizer; None where its files are not here."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home
+        config = find_config(name, environ)
+        if config is None:
+            return None
+        folder = config.parent
+        # By their names some of the hub's models are treated otherwise than their files say.
+        facts = ["" if Path(name).is_absolute() else name, trust_remote_code]
+        facts += [find_spec(package) is not None for package in _OPTIONAL]
+        digest = hashlib.sha256(repr(facts).encode(errors="surrogateescape"))
+        for each in sorted(path.name for path in folder.iterdir() if path.suffix not in _WEIGHTS):
+            digest.update(each.encode(errors="surrogateescape") + b"\0")
+        for each in ("config.json", "tokenizer_config.json"):
+            with contextlib.suppress(FileNotFoundError):
+                digest.update((folder / each).read_bytes() + b"\0")
+        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "prime-hpc" / "tokenizers" / digest.hexdigest()[:32]
+    return None
+
+
+def _read(note: Path) -> Any:
+    """Return the class that a note names; None where there is none that this version of transformers has."""
+    try:
+        check_way(note.parent)
+        descriptor = open_private(note, os.O_RDONLY)
+        with os.fdopen(descriptor, "rb") as file:
+            found = _CHOICE.fullmatch(file.read(_MOST_BYTES).decode())
+        import transformers
+
+        if found is None or found[1] != transformers.__version__:
+            return None
+        chosen = getattr(importlib.import_module(found[2]), found[3])
+        return chosen if issubclass(chosen, transformers.PreTrainedTokenizerBase) else None
+    except (OSError, ValueError, ImportError, AttributeError, TypeError):
+        return None
+
+
+def _write(note: Path, chosen: type) -> None:
+    """Note a class, where it is transformers' own and a note can be kept."""
+    import transformers
+
+    text = f"{transformers.__version__} {chosen.__module__}:{chosen.__name__}"
+    if _CHOICE.fullmatch(text):
+        with contextlib.suppress(OSError):
+            make_private_dir(note.parent)
+            write_atomic(note, text, sync=False, mode=0o600)
