@@ -116,7 +116,7 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "groups/zero_signal": int((spreads == 0).sum()),
         "groups/unscorable": sum(bool(entry.problem) for entry in scored),
         "reward/shaped_mean": float(np.mean([r for entry in scored for r in entry.rewards])),
-        "rollouts/masked": sum(int((~entry.kept).sum()) for entry in scored),
+        "rollouts/masked": sum(_num_masked(entry) for entry in scored),
         "groups/reward_spread": float(spreads.mean()),
         "completion/tokens_mean": float(sampled.mean()),
         "completion/tokens_max": int(sampled.max()),
@@ -131,6 +131,12 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         if values:
             row |= {f"reward/{name}/mean": float(np.mean(values)), f"reward/{name}/std": float(np.std(values))}
     return row | _env_metrics(scored, env_names)
+
+
+def _num_masked(entry: ScoredGroup) -> int:
+    """Count the group's rollouts that have tokens, none of which trains although the group may."""
+    masks = [[sample.loss_mask.any() for sample in episode.result.samples] for episode in entry.episodes]
+    return sum(not kept or (bool(mask) and not any(mask)) for kept, mask in zip(entry.kept, masks, strict=True))
 
 
 def _spread(episodes: Sequence[Episode]) -> float:

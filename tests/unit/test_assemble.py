@@ -187,6 +187,16 @@ def test_a_batch_without_any_signal_keeps_its_smallest_group() -> None:
         rank.check()
 
 
+def test_tokens_that_are_left_out_on_purpose_keep_their_lag() -> None:
+    groups = [
+        make_group(p, [replace(make_result([2] * n), truncated=True) for _ in range(2)]) for p, n in ((0, 3), (1, 30))
+    ]
+    scored = score(groups, AdvantageConfig(overlong="mask"))
+    assert not any(s.sample.loss_mask.any() for s in train_samples(scored))
+    row = batch_metrics(scored, ["a"], step=4)
+    assert (row["lag/mean"], row["lag/max"], row["rollouts/masked"]) == (1.0, 1, 4)
+
+
 def test_rollouts_that_were_cut_short_are_masked_dropped_or_kept() -> None:
     groups = [make_group(0, [make_result([0], reward=1.0), make_result([0], reward=0.0), cut_short(0.0)])]
     advantages = {
