@@ -340,8 +340,11 @@ class Orchestrator:
         zero, names, floor = zero_groups(self.exp), self.env_names, self.book.mask_floor(step)
         scored = score_groups(groups, self.scorers, zero=zero, env_names=names, references=references, floor=floor)
         state = state | scorers_state(self.scorers)
+        samples = train_samples(scored, self.echo)
+        if self.echo is not None:
+            self.echo.tell_if_idle([(found.sample_id, found.sample) for found in samples])
         ranks = build_ranks(
-            train_samples(scored, self.echo),
+            samples,
             num_ranks=self.exp.trainer.parallel_dims.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
             sampling=config.policy_samplings,

@@ -152,11 +152,12 @@ def _spread(episodes: Sequence[Episode]) -> float:
 
 
 def _reverse_kl(scored: Sequence[ScoredGroup]) -> float:
-    """Mean of log p_policy - log p_teacher over the batch's sampled tokens: KL(policy || teacher) in nats a token."""
+    """Mean of log p_policy - log p_teacher over the batch's sampled tokens, also those that do not train: KL(policy ||
+    teacher) in nats a token."""
     gaps = [
         (sample.logprobs - scores)[sample.loss_mask]
         for entry in scored
-        for episode, rows in zip(entry.episodes, entry.references, strict=True)
+        for episode, rows in zip(entry.group.usable, entry.references, strict=True)
         for sample, scores in zip(episode.result.samples, rows, strict=True)
     ]
     return float(np.concatenate(gaps).mean(dtype=np.float64))
