@@ -218,12 +218,12 @@ class Experiment(Section):
                 f"orchestrator.advantage.type = {o.advantage.type} compares rollouts of one prompt: "
                 "orchestrator.rollouts_per_example must be at least 2 (or set advantage.type = none)"
             )
-        if self.kind == "rl" and o.rollouts_per_example < 2:
+        if self.kind == "rl" and min(map(o.group_size, range(len(o.env))), default=o.rollouts_per_example) < 2:
             for i, gate in enumerate(o.curriculum.gates):
                 if gate.type == "advantage_range":
                     raise ValueError(
                         f"orchestrator.curriculum.gates.{i}: advantage_range compares rollouts of one prompt and would "
-                        "reject every group of one: orchestrator.rollouts_per_example must be at least 2"
+                        "reject every group of one: rollouts_per_example must be at least 2, of each environment"
                     )
         # Without environments nobody samples: a trainer or a server alone is not held to the orchestrator's defaults.
         if self.kind == "rl" and o.env and o.sampling.max_tokens >= self.max_model_len:

@@ -18,8 +18,10 @@ from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils.loaders import harness_class, load_environment
 
+from prime_hpc.config.sections.sampling import of_distribution
 from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.env_config import harness_is_in_process
+from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.interception import PolicyInterception
 from prime_hpc.envs.lazy_runtime import LazyBox
 from prime_hpc.envs.math_answers import begin_boxed, speaks_of
@@ -94,6 +96,7 @@ class SourceRunner:
             )
             for url in settings.urls
         ]
+        self._distribution = of_distribution(sampling.model_dump())
         self._stack = AsyncExitStack()
         self._shared: dict[str, Any] = {}
         self._agents: list[_PlainAgent] = []
@@ -153,6 +156,7 @@ class SourceRunner:
             turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
         duration_s = time.monotonic() - started
         if self.settings.keep_samples and self.settings.chat is None:
+            self._refuse_other_sampling(episode)
             versions = {id(turn.logprobs): turn.versions for turn in turns}
             routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
             routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
@@ -164,6 +168,19 @@ class SourceRunner:
         if self.settings.keep_messages and result.state is EpisodeState.COMPLETED:
             return replace(result, conversations=conversations_of(episode))
         return result
+
+    def _refuse_other_sampling(self, episode: Any) -> None:
+        """Raise EnvError where a seat that trains has drawn its tokens otherwise than the trainer computes: by a
+        `sampling` of its own, which `env_args` or the environment itself may state.
+        """
+        for trace in episode.traces:
+            own = of_distribution(trace.agent.config.sampling.model_dump())
+            if trace.agent.trainable and own != self._distribution:
+                raise EnvError(
+                    f"agent {trace.agent.name!r} has a sampling of its own: its tokens are drawn with {own}, and the "
+                    f"trainer computes with {self._distribution}. State it as the environment's `sampling`, for all "
+                    "its agents that train, and leave it out of env_args"
+                )
 
     def _is_plain(self) -> bool:
         """Return whether an episode is nothing but one agent's run, here: no own Env, no retries, no deadlines of its

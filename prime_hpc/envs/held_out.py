@@ -25,11 +25,12 @@ SEEN = 2_000
 
 
 def content(task: Any) -> str:
-    """Return a task's content: its prompt and the fields that its taskset adds, without its number and
-    where it runs."""
+    """Return a task's content: its prompt and the fields that its taskset adds, without its number, where it runs and
+    what the taskset says is no content (`no_content`, names of fields)."""
     from verifiers.v1.task import TaskData
 
-    return task.data.model_dump_json(exclude=set(TaskData.model_fields) - {"prompt"})
+    apart: frozenset[str] = getattr(type(task.data), "no_content", frozenset())
+    return task.data.model_dump_json(exclude=set(TaskData.model_fields) - {"prompt"} | apart)
 
 
 def leave_out_trained(

@@ -205,7 +205,8 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
     """Mean reward over all episodes, and over those that completed.
 
     An episode that failed, timed out or has no finite reward counts as reward 0: a policy that starts to ramble must
-    not score better because its long replies are not counted. Metrics are means over the episodes that completed.
+    not score better because its long replies are not counted. Metrics are means over the episodes that completed; one
+    with the name of a figure here stands as `env/<name>`.
     """
     good = [r for r in results if r.state is EpisodeState.COMPLETED and math.isfinite(r.reward)]
     row: dict[str, float] = {
@@ -222,7 +223,7 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
     row["truncated_share"] = sum(r.truncated for r in good) / len(good)
     for name in sorted({name for r in good for name in r.metrics}):
         values = [r.metrics[name] for r in good if name in r.metrics]
-        row[name] = sum(values) / len(values)
+        row[f"env/{name}" if name in row else name] = sum(values) / len(values)
     return row
 
 

@@ -99,7 +99,7 @@ class Orchestrator:
             self.stream.load_state_dict(state["prompts"])
             self.curriculum.load_state_dict(state.get("curriculum", {}))
             self.totals = dict(state["totals"])
-            load_scorers(self.scorers, state.get("algorithm", {}))
+            load_scorers(self.scorers, state)
         self.book = GroupBook(
             num_prompts=exp.num_prompts,
             **gate_of(exp),
@@ -339,10 +339,12 @@ class Orchestrator:
         config = self.exp.orchestrator
         zero, names, floor = zero_groups(self.exp), self.env_names, self.book.mask_floor(step)
         scored = score_groups(groups, self.scorers, zero=zero, env_names=names, references=references, floor=floor)
-        if algorithm := scorers_state(self.scorers):
-            state = state | {"algorithm": algorithm}
+        state = state | scorers_state(self.scorers)
+        samples = train_samples(scored, self.echo)
+        if self.echo is not None:
+            self.echo.tell_if_idle([(found.sample_id, found.sample) for found in samples])
         ranks = build_ranks(
-            train_samples(scored, self.echo),
+            samples,
             num_ranks=self.exp.trainer.parallel_dims.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
             sampling=config.policy_samplings,

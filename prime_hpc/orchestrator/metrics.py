@@ -116,7 +116,7 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "groups/zero_signal": int((spreads == 0).sum()),
         "groups/unscorable": sum(bool(entry.problem) for entry in scored),
         "reward/shaped_mean": float(np.mean([r for entry in scored for r in entry.rewards])),
-        "rollouts/masked": sum(int((~entry.kept).sum()) for entry in scored),
+        "rollouts/masked": sum(_num_masked(entry) for entry in scored),
         "groups/reward_spread": float(spreads.mean()),
         "completion/tokens_mean": float(sampled.mean()),
         "completion/tokens_max": int(sampled.max()),
@@ -133,6 +133,12 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
     return row | _env_metrics(scored, env_names)
 
 
+def _num_masked(entry: ScoredGroup) -> int:
+    """Count the group's rollouts that have tokens, none of which trains although the group may."""
+    masks = [[sample.loss_mask.any() for sample in episode.result.samples] for episode in entry.episodes]
+    return sum(not kept or (bool(mask) and not any(mask)) for kept, mask in zip(entry.kept, masks, strict=True))
+
+
 def _spread(episodes: Sequence[Episode]) -> float:
     """Largest difference between rewards that are compared: the rollouts', or where these have several traces, those
     of one role."""
@@ -146,11 +152,12 @@ def _spread(episodes: Sequence[Episode]) -> float:
 
 
 def _reverse_kl(scored: Sequence[ScoredGroup]) -> float:
-    """Mean of log p_policy - log p_teacher over the batch's sampled tokens: KL(policy || teacher) in nats a token."""
+    """Mean of log p_policy - log p_teacher over the batch's sampled tokens, also those that do not train: KL(policy ||
+    teacher) in nats a token."""
     gaps = [
         (sample.logprobs - scores)[sample.loss_mask]
         for entry in scored
-        for episode, rows in zip(entry.episodes, entry.references, strict=True)
+        for episode, rows in zip(entry.group.usable, entry.references, strict=True)
         for sample, scores in zip(episode.result.samples, rows, strict=True)
     ]
     return float(np.concatenate(gaps).mean(dtype=np.float64))

@@ -85,6 +85,18 @@ def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monk
     assert "top_p" not in params and "min_p" not in params
 
 
+def test_a_seat_that_draws_its_tokens_otherwise_than_the_trainer_computes_does_not_train(world: World) -> None:
+    hot = EnvConfig(id="reverse-text", env_args={"agent": {"sampling": {"temperature": 0.3}}})
+    (result,) = world.play(hot)
+    assert not result.usable and "agent 'agent' has a sampling of its own" in result.reason
+    assert "{'temperature': 0.3}" in result.reason and "{'temperature': 1.0}" in result.reason
+    (result,) = world.play(hot, keep_samples=False)
+    assert result.state is EpisodeState.COMPLETED, "nobody trains on an evaluation"
+    shorter = EnvConfig(id="reverse-text", env_args={"agent": {"sampling": {"max_tokens": 5, "top_p": 1.0}}})
+    (result,) = world.play(shorter)
+    assert result.usable and world.server.requests[-1]["sampling_params"]["max_tokens"] == 5
+
+
 def test_versions_of_a_reply_across_a_weight_update(world: World) -> None:
     world.script = lambda prompt, number: Reply("guess it is 1", spans=[("3", 0, 4), ("4", 4, None)])
     (result,) = world.play(EnvConfig(id="reverse-text"))

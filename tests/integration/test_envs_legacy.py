@@ -15,6 +15,7 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs import math_answers
 from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from tests.support.env_world import World
 
@@ -62,6 +63,18 @@ def test_a_tenth_is_held_out_where_there_are_no_evaluation_tasks(world: World) -
 
     asyncio.run(run())
     assert counts == {"train": 18, "eval": 2}
+
+
+def test_a_row_that_is_trained_is_found_whatever_the_package_s_arguments(world: World) -> None:
+    trained = EnvConfig(id="legacy-sums", args={"with_eval": False})
+    asked = EnvConfig(id="legacy-sums", args={"with_eval": False, "format_weight": 0.5})
+
+    async def run() -> None:
+        async with world.pool(trained) as train, world.pool(asked, split="eval") as pool:
+            leave_out_trained(pool.sources, train.sources, 8)
+
+    with pytest.raises(EnvError, match="16 of its first 16 tasks are trained on as well"):
+        asyncio.run(run())
 
 
 def call(tool: str, **arguments: Any) -> str:

@@ -73,7 +73,7 @@ def test_scoring_does_not_change_the_rewards() -> None:
     assert [e.result.reward for e in group] == [0.5, -1.0] and result.rewards.tolist() == [0.5, -1.0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_a_rollout_whose_reward_is_not_finite_failed(bad: float) -> None:
     episode = to_episode(make_result([0], reward=bad), 100)
     assert not episode.usable and episode.reason == f"reward is {bad}"
@@ -83,6 +83,8 @@ def test_rewards_that_overflow_name_their_group() -> None:
     scores = Scorer(AdvantageConfig(), max_tokens=9).score(episodes([1.7e308, 0.9e308]), env="game", position=4)
     assert "group of prompt 4 (game): grpo" in scores.problem and "1.7e+308" in scores.problem
     assert not scores.kept.any() and not scores.advantages.any()
+    large = Scorer(AdvantageConfig(type="rloo"), max_tokens=9).score(episodes([3e38, -3e38]))
+    assert "rloo" in large.problem and not large.kept.any()  # a batch has no room for 6e38
 
 
 def test_a_group_of_one_needs_no_baseline() -> None:
@@ -173,6 +175,16 @@ def test_length_penalty_makes_the_shorter_of_two_good_answers_better() -> None:
     # where nothing succeeds nobody is pushed to be short, unless that is asked for
     assert advantages("dr_grpo", [0.0, 0.0], [10, 40], length={}) == [0.0, 0.0]
     assert advantages("dr_grpo", [0.0, 0.0], [10, 40], length={"by_success": False}) == pytest.approx([0.0375, -0.0375])
+
+
+def test_a_rollout_that_is_dropped_is_no_measure_of_the_others_length() -> None:
+    """As one that has failed is none."""
+    cut = to_episode(replace(make_result([0] * 100), truncated=True), 1000)
+    config = AdvantageConfig.model_validate({"type": "dr_grpo", "overlong": "drop", "length": {"output": 0.3}})
+    with_cut = Scorer(config, max_tokens=200).score([*episodes([1.0, 1.0], [10, 20]), cut])
+    assert with_cut.advantages.tolist() == [*advantages("dr_grpo", [1, 1], [10, 20], length={"output": 0.3}), 0.0]
+    alone = Scorer(config, max_tokens=200).score([cut, cut])
+    assert not alone.kept.any() and not alone.problem
 
 
 def test_repetition_penalty_counts_repeated_ngrams() -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig, SoftOverlongConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
+from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import EpisodeResult, Sample
 from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.batching import batch_builder
 from prime_hpc.orchestrator.batching.batch_builder import (
     EPISODE_BITS,
@@ -185,6 +188,24 @@ def test_a_batch_without_any_signal_keeps_its_smallest_group() -> None:
         assert count_rollouts(scored).tolist() == [0, 0]
         [rank] = build_ranks(samples, num_ranks=1, micro_batch_tokens=64, sampling=SAMPLING)
         rank.check()
+
+
+def test_tokens_that_are_left_out_on_purpose_keep_their_lag() -> None:
+    groups = [
+        make_group(p, [replace(make_result([2] * n), truncated=True) for _ in range(2)]) for p, n in ((0, 3), (1, 30))
+    ]
+    scored = score(groups, AdvantageConfig(overlong="mask"))
+    assert not any(s.sample.loss_mask.any() for s in train_samples(scored))
+    row = batch_metrics(scored, ["a"], step=4)
+    assert (row["lag/mean"], row["lag/max"], row["rollouts/masked"]) == (1.0, 1, 4)
+    [group], teacher = (
+        groups[:1],
+        [[np.full(s.num_tokens, -2.0, np.float32) for s in e.result.samples] for e in groups[0].usable],
+    )
+    scorer = Scorer(AdvantageConfig(type="opd", overlong="drop"), max_tokens=64)
+    row = batch_metrics(score_groups([group], scorer, zero="drop", references=[teacher]), ["a"], step=4)
+    sampled = [s.logprobs[s.loss_mask] for e in group.usable for s in e.result.samples]
+    assert row["teacher/reverse_kl"] == pytest.approx(np.concatenate(sampled).mean() + 2.0)
 
 
 def test_rollouts_that_were_cut_short_are_masked_dropped_or_kept() -> None:
@@ -362,3 +383,18 @@ def test_a_batch_whose_young_episodes_are_unusable_after_all_still_makes_a_versi
     scored = score_groups([group], Scorer(AdvantageConfig(type="reinforce"), max_tokens=9), zero="keep", floor=4)
     [sample] = train_samples(scored)
     assert not sample.sample.loss_mask.any() and not sample.advantages.any()
+
+
+def test_echo_says_once_that_nothing_tells_whose_the_tokens_are() -> None:
+    config, warnings = EchoConfig(), list[str]()
+    sink = logger.add(warnings.append, level="WARNING", format="{message}")
+    two_turns = [(7, replace(make_sample([0]), roles=np.zeros(4, np.uint8))) for _ in range(2)]
+    spoken = replace(make_sample([0, 0]), roles=np.array([0, 0, 0, 0, 2], np.uint8), num_turns=2)
+    for quiet in ([], two_turns[:1], [*two_turns, (8, spoken)]):
+        Echo(config).tell_if_idle(quiet)
+    assert not warnings
+    echo = Echo(config)
+    for _ in range(2):
+        echo.tell_if_idle(two_turns)
+    logger.remove(sink)
+    assert len(warnings) == 1 and "echo learns nothing" in warnings[0]

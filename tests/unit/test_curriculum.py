@@ -264,6 +264,9 @@ def test_a_gate_that_rejects_every_group_of_one_is_refused() -> None:
     tree["orchestrator"] |= {"advantage": {"type": "none"}, "curriculum": {"gates": [{"type": "advantage_range"}]}}
     with pytest.raises(ValidationError, match=r"curriculum\.gates\.0: advantage_range .* at least 2"):
         Experiment.model_validate(tree)
+    tree["orchestrator"] |= {"rollouts_per_example": 4, "env": [{"id": "a"}, {"id": "b", "rollouts_per_example": 1}]}
+    with pytest.raises(ValidationError, match=r"curriculum\.gates\.0: advantage_range .* of each environment"):
+        Experiment.model_validate(tree)
 
 
 # ------------------------------------------------------------------------------------------- exactness over any kills

@@ -89,6 +89,9 @@ def test_memory_scales_as_it_must() -> None:
     whole = trainer_gib(Experiment.model_validate({"trainer": {"num_ranks": 8}, "model": {"fused_head": False}}), facts)
     assert whole is not None and need(num_ranks=8, parallel=split)["logits"] == whole["logits"] / 2
     assert need(num_ranks=8)["logits"] < whole["logits"]  # no float32 logits
+    cut: Any = {"env": [{"id": "a"}, {"id": "b", "sampling": {"top_p": 0.9}}]}  # which the kernels do not know
+    parts = trainer_gib(Experiment.model_validate({"trainer": {"num_ranks": 8}, "orchestrator": cut}), facts)
+    assert parts is not None and parts["logits"] == whole["logits"]
     assert need(num_ranks=8, parallel=rows)["activations"] == need(num_ranks=8)["activations"] / 2
     engines = [
         engine_memory(Experiment.model_validate({"inference": {"tensor_parallel_size": n}}), facts, 80.0)

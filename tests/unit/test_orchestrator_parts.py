@@ -391,3 +391,10 @@ def test_episodes_that_fail_or_time_out_count_as_reward_0() -> None:
     row = summarize([failed_result()])
     assert row["mean_reward"] == 0.0 and "mean_reward_completed" not in row
     assert rewards_text({f"eval/a/b/{k}": v for k, v in row.items()}) == "a/b 0.000 (1 of 1 failed or timed out)"
+
+
+def test_an_environments_metric_takes_the_place_of_no_figure_of_an_evaluation() -> None:
+    own = {"mean_reward": 0.25, "num_failed": 3.0, "solved": 1.0}  # of its programs' tests, say
+    row = summarize([replace(make_result([0], reward=1.0), metrics=own), failed_result()])
+    assert (row["mean_reward"], row["num_failed"], row["solved"]) == (0.5, 1, 1.0)
+    assert (row["env/mean_reward"], row["env/num_failed"]) == (0.25, 3.0)

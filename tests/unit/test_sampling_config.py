@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
-from prime_hpc.config.sections.sampling import CHANGES, HARMLESS, SET_ELSEWHERE, EvalSamplingConfig, SamplingConfig
+from prime_hpc.config.sections.sampling import (
+    CHANGES,
+    HARMLESS,
+    SET_ELSEWHERE,
+    EvalSamplingConfig,
+    SamplingConfig,
+    of_distribution,
+)
+from prime_hpc.inference.transformers.limits import refusals
 
 
 def resolved(*argv: str) -> Experiment:
@@ -124,3 +132,31 @@ def test_what_one_environment_states_is_held_to_the_same(
     with pytest.raises(ConfigError, match=words) as refused:
         load_experiment(argv, entrypoint, {})
     assert refused.value.problems[0].key == f"{section}.sampling.{key}"
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "section"),
+    [
+        ("rl", "orchestrator"),
+        ("rl", "orchestrator.env.0"),
+        ("rl", "orchestrator.eval.env.0"),
+        ("eval", "eval"),
+        ("synthesize", "synthesize.env.0"),
+    ],
+)
+def test_what_the_transformers_backend_cannot_do_is_refused_wherever_it_is_stated(
+    entrypoint: str, section: str
+) -> None:
+    env = ("--orchestrator.env.0.id", "wordle") if entrypoint == "rl" else (f"--{entrypoint}.env.0.id", "wordle")
+    argv = [*env, *(("--orchestrator.eval.env.0.id", "wordle") if "eval.env" in section else ())]
+    extra = "{'repetition_detection': {'max_pattern_size': 3}}"
+    experiment = load_experiment([*argv, f"--{section}.sampling.extra", extra], entrypoint, {}).experiment
+    (refusal,) = refusals(experiment)
+    assert refusal.key == f"{section}.sampling.extra" and "repetition_detection" in refusal.reason
+
+
+def test_what_tokens_are_drawn_from() -> None:
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "seed": None, "logit_bias": {}}
+    assert of_distribution({"temperature": 0.5, "max_tokens": 9, "stop": ["x"], **off}) == {"temperature": 0.5}
+    own = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert of_distribution(own) == own

@@ -97,6 +97,16 @@ def test_groups_of_their_own_size_are_scored_by_their_own_algorithm() -> None:
     assert state and scorers_state(fresh) == state
 
 
+@pytest.mark.parametrize("name", ["others", "algorithm", "other_algorithms"])
+def test_what_an_algorithm_remembers_of_an_environment_may_have_any_name(name: str) -> None:
+    o = experiment({"id": "a", "name": name}, OWN | {"algorithm": "rloo"}, advantage={"type": "rae"}).orchestrator
+    scorers = make_scorers(o)
+    scorers[0].score([make_episode([0], reward=1.0)], env=name)
+    fresh = make_scorers(o)
+    load_scorers(fresh, {"step": 3} | scorers_state(scorers))
+    assert scorers[0].state_dict()[name] and fresh[0].state_dict() == scorers[0].state_dict()
+
+
 class Runner:
     """Every episode ends at once, or when `go` is set."""
 

@@ -4,6 +4,7 @@ The trainer computes the log-probabilities of the distribution that the engines 
 its top-p, top-k and min-p. Parameters that change the distribution otherwise are for evaluations alone.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -62,6 +63,16 @@ HARMLESS = frozenset(
     }
 )
 """Parameters that end a completion or shape the answer, and leave each token's distribution as it is."""
+
+
+def of_distribution(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of vLLM's parameters that decide what tokens are drawn from, where they are not off."""
+    off = CHANGES | {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+    return {
+        name: value
+        for name, value in parameters.items()
+        if value is not None and name != "max_tokens" and name not in HARMLESS and value not in off.get(name, ())
+    }
 
 
 def _is_sampled_at(value: float | None) -> float | None:

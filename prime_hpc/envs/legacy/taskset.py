@@ -6,7 +6,7 @@ finished state with the rubric: each function of a weight is a reward, of weight
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import verifiers.v1 as vf
 from verifiers.v1.dialects import parse_message
@@ -32,6 +32,8 @@ _STATES: dict[str, State] = {}
 
 class LegacyData(vf.TaskData):
     """One row of the environment's data."""
+
+    no_content: ClassVar[frozenset[str]] = frozenset({"environment"})  # a row is the same whatever the arguments
 
     environment: str
     """Key of the environment in `loading`."""

@@ -103,12 +103,17 @@ def model_problem(config: Mapping[str, Any], max_len: int) -> str:
 
 
 def _sampling(experiment: Experiment) -> Iterator[Refusal]:
-    common, evaluated = experiment.orchestrator.sampling, experiment.orchestrator.eval
-    stated = {"orchestrator.sampling": common.extra}
-    if evaluated is not None:
-        stated["orchestrator.eval.sampling"] = evaluated.sampling.extra
+    o = experiment.orchestrator
+    sections: dict[str, Any] = {"orchestrator": o, "orchestrator.eval": o.eval}
+    if not experiment.trains:
+        sections = {experiment.kind: experiment.episodes}
+    stated = {}
+    for key, section in sections.items():
+        if section is not None:
+            own = {f"{key}.env.{i}": env for i, env in enumerate(section.env)}
+            stated |= {f"{part}.sampling": each.sampling.extra for part, each in ({key: section} | own).items()}
     for section_key, extra in stated.items():
-        for name, value in extra.items():
+        for name, value in (extra or {}).items():
             try:
                 parse_params({name: value})
             except BadRequestError as error:

@@ -115,7 +115,8 @@ def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, train
 def _fuses_head(experiment: Experiment, facts: ModelFacts) -> bool:
     """Return whether a GPU's kernels take the head, as `trainer.ops.logprobs` decides."""
     model, is_plain = experiment.model, not facts.caps_logits and experiment.trainer.parallel_dims.tp == 1
-    truncates = experiment.kind == "rl" and experiment.orchestrator.sampling.truncates
+    samplings = experiment.orchestrator.policy_samplings or [experiment.orchestrator.policy_sampling]
+    truncates = experiment.kind == "rl" and any(sampling.truncates for sampling in samplings)
     return model.fused_head and model.head_dtype == "model" and is_plain and not truncates
 
 

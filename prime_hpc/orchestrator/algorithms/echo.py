@@ -6,12 +6,17 @@ Tokens are those of tool results and users' turns after the first reply: what th
 that it learns to foresee them (a world model of the environment at no extra rollout). Prompts and its own tokens do not
 count. w_t = `orchestrator.advantage.echo.weight` times what the user's filter says. M is the batch's, over all ranks.
 
-Edge cases: episodes of one turn hold no such token (lint warns; the batch trains as without). A message in several
+Edge cases: episodes of one turn hold no such token (lint warns; the batch trains as without), nor do those of a
+renderer that does not say whose tokens are whose (`model.renderer: default`; the log says so). A message in several
 branches of a trace counts in the first alone. Groups that do not train (equal rewards) are not on the wire at all: with
 `zero = keep` their environment tokens are learned all the same.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.named_code import import_object
@@ -34,6 +39,26 @@ class Echo:
         self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
         self._name = config.filter
         self._filter = import_object(config.filter, _KEY) if config.filter is not None else None
+        self._is_told = False
+
+    def tell_if_idle(self, traces: Sequence[tuple[int, Sample]]) -> None:
+        """Say in the log, once, where rollouts of a batch have several turns, and none a token that could be learned.
+
+        Args:
+            traces: the batch's samples, each with its rollout.
+        """
+        turns: Counter[tuple[int, int]] = Counter()
+        for rollout, sample in traces:
+            turns[rollout, sample.trace] += sample.num_turns
+        known = any(sample.roles is not None and sample.roles.any() for _, sample in traces)
+        if known or self._is_told or max(turns.values(), default=0) < 2:
+            return
+        self._is_told = True
+        logger.warning(
+            "orchestrator.advantage.echo learns nothing: rollouts have several turns, and no token of them is known to "
+            "be a tool's or a user's; model.renderer: default, which auto takes for a model that it does not know, "
+            "cannot tell (said once)"
+        )
 
     def weights(self, sample: Sample) -> NDArray[np.float32]:
         """float32[L], 0 where nothing is learned.

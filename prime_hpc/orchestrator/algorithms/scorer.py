@@ -27,7 +27,7 @@ class Scores:
     """Result of `Scorer.score` for G rollouts."""
 
     rewards: FloatArray
-    """float64[G], penalties taken off."""
+    """float64[G], penalties taken off where the rollout is compared."""
     advantages: FloatArray
     """float64[G], 0 where the rollout does not train."""
     kept: NDArray[np.bool_]
@@ -86,12 +86,13 @@ class Scorer:
         """
         num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
         truncated = np.array([e.result.truncated for e in episodes], dtype=bool)
-        rewards = self._shaped(episodes, truncated)
+        rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
         scored = ~truncated if self._config.overlong == "drop" else np.ones(len(episodes), dtype=bool)
         kept = ~truncated if self._config.overlong in ("drop", "mask") else scored
         if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
+        rewards[scored] -= self._penalties(rewards[scored], chosen, truncated[scored])
         kept_references = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
         group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, kept_references)
         advantages = np.zeros_like(rewards)
@@ -99,7 +100,9 @@ class Scorer:
         tokens = self._score_tokens(group, advantages[scored], episodes, kept)
         advantages[~kept] = 0.0
         finite = tokens is None or all(np.isfinite(s).all() for rollout in tokens for s in rollout)
-        if not (finite and np.isfinite(advantages).all()):
+        with np.errstate(over="ignore"):
+            of_batch = advantages.astype(np.float32)
+        if not (finite and np.isfinite(of_batch).all()):
             problem = (
                 f"{group.name}: {self._config.type} gives the advantages {_short(advantages)}"
                 f"{'' if finite else ', and to tokens some that are not finite,'} for the rewards {_short(rewards)}"
@@ -108,9 +111,9 @@ class Scorer:
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept), problem)
         return Scores(rewards, advantages, kept, tokens=tokens)
 
-    def _shaped(self, episodes: Sequence[Episode], truncated: NDArray[np.bool_]) -> FloatArray:
+    def _penalties(self, rewards: FloatArray, episodes: Sequence[Episode], truncated: NDArray[np.bool_]) -> FloatArray:
+        """Of rollouts that are compared with each other."""
         config = self._config
-        rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
         assert np.isfinite(rewards).all(), "an episode whose reward is not finite is not usable"
         penalty = np.zeros_like(rewards)
         if config.length is not None:
@@ -121,7 +124,7 @@ class Scorer:
             penalty += soft_overlong_penalty(config.soft_overlong, episodes, self._max_tokens)
         if config.overlong == "penalize":
             penalty += config.overlong_penalty * truncated
-        return rewards - penalty
+        return penalty
 
     def _score_group(self, group: RewardGroup) -> FloatArray:
         name = self._config.type

@@ -1,6 +1,6 @@
 """A control, not an algorithm to train with: GRPO's advantages of rewards that were dealt out anew within their group.
 
-    A = grpo(r_perm)     perm: a random permutation of the G rollouts, fixed by the prompt's place and the rewards
+    A = grpo(r_perm)     perm: a random permutation of the G rollouts, fixed by the prompt's place and their lengths
 
 Every batch has the advantages that it would have had, on other rollouts of the same prompts. What a run with it gains
 on held-out tasks comes from sampling, noise and regularisation; what a run gains beyond it was taught by the reward.

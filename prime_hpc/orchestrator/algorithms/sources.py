@@ -1,14 +1,15 @@
 """The algorithm of each training environment: one for all, or of its own; and what they remember, as one state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.orchestrator.algorithms.scorer import Scorer
 from prime_hpc.orchestrator.errors import OrchestratorError
 
-OTHERS = "others"
-"""Key of a state, of the algorithms beside `orchestrator.advantage.type`: name -> what it remembers."""
+FIRST, OTHERS = "algorithm", "other_algorithms"
+"""Keys of the orchestrator's state: what the first environment's algorithm remembers, and those of others by their
+number. Apart, for what an algorithm remembers may have any name, an environment's among them."""
 
 
 def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
@@ -33,15 +34,14 @@ def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
 
 
 def scorers_state(scorers: Sequence[Scorer]) -> dict[str, Any]:
-    """Return what they remember: the first one's own state, and the others' by their number."""
-    state = dict(scorers[0].state_dict())
-    others = {str(i): s.state_dict() for i, s in enumerate(scorers) if s is not scorers[0] and s.state_dict()}
-    return state | ({OTHERS: others} if others else {})
+    """Return the part of the orchestrator's state that they remember; empty where that is nothing."""
+    others = {str(i): s.state_dict() for i, s in enumerate(scorers) if s is not scorers[0]}
+    parts = {FIRST: scorers[0].state_dict(), OTHERS: {number: own for number, own in others.items() if own}}
+    return {key: part for key, part in parts.items() if part}
 
 
-def load_scorers(scorers: Sequence[Scorer], state: dict[str, Any]) -> None:
-    """Take up what `scorers_state` gave."""
-    others = state.get(OTHERS, {})
-    scorers[0].load_state_dict({key: value for key, value in state.items() if key != OTHERS})
-    for number, own in others.items():
+def load_scorers(scorers: Sequence[Scorer], state: Mapping[str, Any]) -> None:
+    """Take up what `scorers_state` gave, from the whole state."""
+    scorers[0].load_state_dict(state.get(FIRST, {}))
+    for number, own in state.get(OTHERS, {}).items():
         scorers[int(number)].load_state_dict(own)

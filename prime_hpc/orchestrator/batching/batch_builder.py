@@ -183,8 +183,12 @@ def _num_tokens(episodes: Sequence[Episode]) -> int:
 
 
 def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> list[TrainSample]:
-    """All sequences that train; a sampled token gets its own advantage where it has one, else its episode's."""
-    samples = []
+    """All sequences that train; a sampled token gets its own advantage where it has one, else its episode's.
+
+    Those of which all tokens are too old are left out, unless that were all there is.
+    """
+    samples: list[TrainSample] = []
+    too_old: list[TrainSample] = []
     for entry in scored:
         if not entry.trains:
             continue
@@ -198,16 +202,15 @@ def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> li
             for j, sample in enumerate(episode.result.samples):
                 ce_weights = echo.weights(sample) if echo is not None else None
                 is_idle = not sample.loss_mask.any() and (ce_weights is None or not ce_weights.any())
-                if episode.num_stale_tokens and is_idle:
-                    continue
                 whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
                 advantages = whole if entry.tokens is None else entry.tokens[i][j]
                 if episode.num_stale_tokens:
                     advantages = np.where(sample.loss_mask, advantages, np.float32(0.0))
                 reward = episode.result.reward
                 ids, of_rollout = (ident, prompt.position, prompt.source), whole_rollout[sample.trace]
-                samples.append(TrainSample(sample, advantages, reward, *ids, ce_weights, of_rollout))
-    return samples
+                found = too_old if episode.num_stale_tokens and is_idle else samples
+                found.append(TrainSample(sample, advantages, reward, *ids, ce_weights, of_rollout))
+    return samples or too_old
 
 
 def build_ranks(

@@ -3,7 +3,6 @@
 Made by `dispatcher` from the environments' `EpisodeResult`; kept in `groups.Group` until the batch is written.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +19,9 @@ COLLATERAL_ERRORS = frozenset(
 """Failures in which episode and server are innocent: an environment blocked the loop of all, or ended the process that
 played it with others and nobody knows which one it was; the engine aborted the requests of an adapter that is too old,
 or has no log-probability of one token. Worth one more try."""
+
+MOST_REWARD = float(np.finfo(np.float32).max)
+"""A larger one is infinite in a batch."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def mask_older(episode: Episode, floor: int) -> Episode:
 
 
 def mask_all(episode: Episode) -> Episode:
-    """Return the episode without a token that trains, in whatever loss; its samples, reward and lengths stay."""
+    """Return the episode without a token that trains, in whatever loss; its samples, reward and figures stay."""
     samples = [
         replace(
             sample,
@@ -80,8 +82,7 @@ def mask_all(episode: Episode) -> Episode:
         )
         for sample in episode.result.samples
     ]
-    result = replace(episode.result, samples=samples)
-    return replace(episode, result=result, min_version=None, max_version=None, version_sum=0, num_stale_tokens=0)
+    return replace(episode, result=replace(episode.result, samples=samples))
 
 
 def is_retryable(result: EpisodeResult) -> bool:
@@ -106,7 +107,7 @@ def to_episode(
         counted = replace(result, reward=timeout_reward, samples=[])
         return Episode(counted, True, result.reason or result.state.value, None, None, 0, 0, 0)
     reason = "" if result.usable else (result.reason or result.state.value)
-    if not reason and not math.isfinite(result.reward):
+    if not reason and not abs(result.reward) <= MOST_REWARD:  # NaN is not, either
         reason = f"reward is {result.reward}"
     if not reason and not result.samples:
         reason = "no sampled tokens"
