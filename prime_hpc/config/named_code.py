@@ -127,8 +127,8 @@ def import_object(name: str, key: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(Problem(f"cannot import {name!r}: {error}", key)) from error
+    except Exception as error:  # a user's module may raise anything, and hold what is no Python
+        raise ConfigError(Problem(f"cannot import {name!r}: {type(error).__name__}: {error}", key)) from error
     if not callable(found):
         raise ConfigError(Problem(f"{name!r} is a {type(found).__name__}, not a function or class", key))
     return found

@@ -8,7 +8,8 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.store.model.files import CHAT_TEMPLATE
-from prime_hpc.store.run_paths import list_steps, parse_step
+from prime_hpc.store.run_paths import list_steps
+from prime_hpc.store.weights import went_over_network
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -34,28 +35,31 @@ def weights_root(stated: Path) -> Path:
 
 
 def find_versions(config: StandaloneEvalConfig) -> list[Version]:
-    """Return the versions that an evaluation asks for, in order.
+    """Return the versions that an evaluation asks for, in order; of all those whose weights are in files.
 
     Raises:
-        ConfigError: there is no such directory or step, or nothing to evaluate.
+        ConfigError: there is no such directory or step, one went over the network alone, or nothing to evaluate.
     """
     if config.weights_dir is None:
         return [Version(0)]
     root = weights_root(config.weights_dir)
     if not root.is_dir():
         raise ConfigError(Problem(f"{config.weights_dir} is not a directory", "eval.weights_dir"))
-    there = [step for step in list_steps(root) if step > 0]
+    folders = {step: root / f"step_{step:06d}" for step in list_steps(root) if step > 0}
+    there = [step for step, folder in folders.items() if not went_over_network(folder)]
     if config.steps == "all":
         steps = there
     else:
         steps = list(config.steps)
         if missing := sorted(set(steps) - set(there)):
             shown = ", ".join(map(str, there[:20])) + (" ..." if len(there) > 20 else "")
-            raise ConfigError(Problem(f"{root} holds no step {missing[0]}; there are {shown or 'none'}", "eval.steps"))
+            what = "only a version without weights, which went over the network, of" if missing[0] in folders else "no"
+            message = f"{root} holds {what} step {missing[0]}; there are {shown or 'none'}"
+            raise ConfigError(Problem(message, "eval.steps"))
     if not steps and not config.eval_base:
         raise ConfigError(Problem(f"{root} holds no version (step_000010, ...)", "eval.weights_dir"))
     base = [Version(0)] if config.eval_base else []
-    return base + [Version(step, root / _name(root, step)) for step in steps]
+    return base + [Version(step, folders[step]) for step in steps]
 
 
 def version_template(config: StandaloneEvalConfig) -> str | None:
@@ -66,10 +70,6 @@ def version_template(config: StandaloneEvalConfig) -> str | None:
             with contextlib.suppress(FileNotFoundError):  # none, or its run removes it now
                 return (version.path / CHAT_TEMPLATE).read_text(encoding="utf-8")
     return None
-
-
-def _name(root: Path, step: int) -> str:
-    return next(path.name for path in root.iterdir() if parse_step(path.name) == step)
 
 
 def adapter_rank(versions: list[Version]) -> int | None:

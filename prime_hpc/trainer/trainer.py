@@ -20,19 +20,15 @@ from prime_hpc.store.artifact import Manifest, if_removable
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
-from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
-from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
-from prime_hpc.store.checkpoint.rollback import rewind
-from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.resume import checkpoint_to_resume, go_back_by_hand
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule, build_schedule
 from prime_hpc.trainer.checkpointing.saver import Saver
-from prime_hpc.trainer.checkpointing.verify import READ_S
 from prime_hpc.trainer.model.load_policy import compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.reference import load_reference
@@ -151,12 +147,13 @@ class Trainer:
         Raises:
             StoreError: it does not exist or is damaged (lists those that are), or what comes after it cannot be moved.
         """
-        info = self.control.from_first(self._checkpoint_to_resume, OF_FILES)
+        chosen = self.context.resume_step
+        info = self.control.from_first(partial(checkpoint_to_resume, self.experiment, self.paths, chosen), OF_FILES)
         if info is None:
             return 0, {}
         progress = self.saver.checkpointer.load(info)
-        if self.context.resume_step is None and not self.experiment.trainer.bench:  # by hand: no supervisor has
-            self.control.from_first(partial(rewind, self.paths, info.step, self.context.incarnation, spare_given=True))
+        if chosen is None and not self.experiment.trainer.bench:
+            self.control.from_first(partial(go_back_by_hand, self.paths, info.step, self.context.incarnation))
         self.saver.saved_step = info.step
         if self.rank == 0:
             logger.info(f"resumed from {info.path}: step {info.step}")
@@ -169,19 +166,6 @@ class Trainer:
     def lacks_version(self, version: int) -> bool:
         """Return whether a weight version is not on disk. Collective: one rank lists the versions."""
         return self.control.from_first(lambda: version not in list_versions(self.paths))
-
-    def _checkpoint_to_resume(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the supervisor chose, else what the config names; `load` checks its sums."""
-        step = self.context.resume_step
-        if step is not None:
-            patience = Patience(READ_S, limited_by=None)  # the other ranks wait in a broadcast
-            return patience(lambda: resolve_resume(self.paths.checkpoints, step, deep=False))
-        wanted = self.experiment.ckpt.resume_step if self.experiment.ckpt is not None else None
-        if wanted is None:
-            return None
-        if isinstance(wanted, Path):
-            return find_checkpoint(wanted, deep=False)
-        return resolve_resume(self.paths.checkpoints, wanted, deep=False)
 
     def publish(self, version: int, *, prune: bool = True) -> None:
         """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""

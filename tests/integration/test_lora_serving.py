@@ -251,3 +251,23 @@ def test_a_run_begins_as_the_base_model_under_its_own_name(world: World) -> None
 
 def test_it_ends_in_order(world: World) -> None:
     assert world.server.terminate() == 0
+
+
+def test_a_version_that_is_made_anew_shares_no_cache_with_the_one_before(world: World, tmp_path: Path) -> None:
+    """After a crash a run makes versions once more, under the same names; a server that serves on had the former."""
+    again = RunPaths(tmp_path / "again")
+
+    def publish(slot: int) -> None:
+        shutil.rmtree(again.weights_step(7), ignore_errors=True)
+        options = {"incarnation": 0, "model_name": str(world.base), "slot": slot}
+        AdapterPublisher(world.policy, world.base, again, **options).publish(7)
+
+    async def work(client: InferenceClient) -> Generation:
+        await client.update_weights(again.weights_step(7), 7)
+        found = await client.generate(LONG, GREEDY)
+        await client.update_weights(world.versions[2], 2)
+        return found
+
+    for slot in (3, 5):
+        publish(slot)
+        assert_sampled_by(world.merged[slot], 7, LONG, world.run(work))

@@ -272,8 +272,18 @@ def publish_beside(rank: int, store: str, root: Path) -> None:
         del publisher.sender.open
     beside.begin(5)
     beside.finish()
+    crowded = BesidePublisher(publisher, lambda manifest: told.append(manifest.version), timeout_s=60.0)
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 << 30) if rank == 1 else "2"  # on one node nothing fits
+    for version in (6, 7):
+        crowded.begin(version)
+        assert verify_artifact(run.weights_step(version)).version == version  # by now, not beside what follows
+        for tensor in tensors.values():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.add_(1)
+    assert told[3:] == ([5, 6, 7] if rank == 0 else []) and not crowded.has_ended
+    crowded.finish()
     publisher._put_aux_files = refuse  # type: ignore[method-assign, assignment]
-    beside.begin(6)
+    beside.begin(8)
     with pytest.raises(StoreError, match="no space left"):  # rank 0 alone met it
         beside.finish()
     dist.destroy_process_group()
@@ -289,7 +299,7 @@ def test_versions_are_of_the_step_at_which_they_began(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     save_file(stored, tmp_path / "model" / "model.safetensors")
     spawn(publish_beside, (str(tmp_path / "store"), tmp_path), 2)
-    for version, added in ((1, 0), (2, 1), (3, 2), (5, 3)):
+    for version, added in ((1, 0), (2, 1), (3, 2), (5, 3), (6, 3), (7, 4)):
         folder = RunPaths(tmp_path / "run").weights_step(version)
         manifest = verify_artifact(folder, deep=True)
         assert manifest.version == version

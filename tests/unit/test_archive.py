@@ -22,7 +22,9 @@ from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.sweep.state import _link_log, log_name
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
-from prime_hpc.store.checkpoint.newest import POINTER
+from prime_hpc.store.checkpoint.failed_reads import FailedReads
+from prime_hpc.store.checkpoint.newest import POINTER, choose_newest, expected_step
+from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
 from tests.support.checkpoints import damage, make_checkpoint, make_weights
@@ -373,6 +375,19 @@ def test_a_checkpoint_that_was_saved_and_is_not_there_is_not_left_out_unasked(
     assert ask(capsys, run_dir, tmp_path / "a.tar", "--checkpoints", "none", "--delete-source")["deleted"]
 
 
+def test_where_the_newest_checkpoint_was_damaged_the_older_one_is_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """An attempt would wait for the one that was saved last, as if its file system were not mounted."""
+    damage(run_dir / "checkpoints" / "step_4", "truncate")
+    assert ask(capsys, run_dir, tmp_path / "a.tar")["checkpoints"] == [2]
+    assert main(["archive", "--restore", str(tmp_path / "a.tar"), str(tmp_path / "back")]) == 0
+    assert f"resume {tmp_path}/back --ckpt.resume-step 2 goes on from step 2" in capsys.readouterr().out
+    back = RunPaths(tmp_path / "back")
+    with pytest.raises(Unreadable, match="the run saved a checkpoint of step 4, and it is not listed"):
+        choose_newest(back, FailedReads(0.0), expected=expected_step(back))
+
+
 def test_episodes_of_an_evaluation_are_no_checkpoints(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -432,6 +447,18 @@ def test_an_archive_damaged_in_what_is_compressed_is_refused(
         broken.write_bytes(data[: damaged.start] + byte * len(damaged) + data[damaged.stop :])
         told = ask(capsys, "--restore", broken, tmp_path / "back", code=1)
         assert "is no whole archive" in told and not (tmp_path / "back").exists()
+
+
+def test_a_restore_that_is_broken_off_leaves_nothing(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    ask(capsys, run_dir, tmp_path / "a.tar")
+    (tmp_path / "back" / "run").mkdir(parents=True)
+    assert "is there already" in ask(capsys, "--restore", tmp_path / "a.tar", tmp_path / "back", code=1)
+    data = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(data[: len(data) // 2])
+    assert "is no whole archive" in ask(capsys, "--restore", tmp_path / "a.tar", tmp_path / "other", code=1)
+    assert not list(tmp_path.rglob(".restore-*"))
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/b", "..", "", "a\0b"])

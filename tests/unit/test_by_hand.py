@@ -10,9 +10,13 @@ import pytest
 from prime_hpc.cli import entrypoints as cli
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.launch.by_hand import Nodes, ranks_of_all
-from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.artifact import ArtifactError, StoreError, check_file
+from prime_hpc.store.checkpoint import newest
+from prime_hpc.store.checkpoint.failed_reads import list_failed_reads, record_failed_read
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.trainer import command_line
-from tests.support.checkpoints import make_checkpoint, make_weights
+from prime_hpc.trainer.checkpointing.resume import checkpoint_to_resume, go_back_by_hand
+from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights
 
 MEETS = {"--nnodes": "2", "--node-rank": "1", "--rdzv-endpoint": "10.15.42.1:1234"}
 
@@ -117,6 +121,32 @@ def test_what_an_earlier_trainer_left_is_not_gone_over(config: Path, tmp_path: P
     with pytest.raises(ConfigError, match="holds checkpoints up to step 3: go on with --ckpt.resume-step latest"):
         command_line.resolve([*words, "--ckpt"], {})
     assert command_line.resolve([*words, "--ckpt.resume-step", "latest"], {}).ckpt is not None
+
+
+def test_a_trainer_by_hand_goes_back_behind_what_a_rank_has_found_broken(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its large files are read by the ranks alone, who note it and end; the next command reads it once more."""
+    monkeypatch.setattr(newest, "SMALL", 10)
+    words = ["sft", "@", str(config), "--data.type", "fake", "--supervisor.recheck-s", "0.2"]
+    experiment = command_line.resolve([*words, "--ckpt.resume-step", "latest"], {})
+    paths = RunPaths(tmp_path / "out" / "x")
+    with pytest.raises(StoreError, match="no whole checkpoint to resume from .*none is there"):
+        checkpoint_to_resume(experiment, paths, None)
+    for step in (2, 4, 6):
+        make_checkpoint(paths, step, kind="sft")
+    damage(paths.checkpoint_step(4), "flip")
+    damage(paths.checkpoint_step(6), "truncate")
+    found = checkpoint_to_resume(experiment, paths, None)
+    assert found is not None and found.step == 4
+    with pytest.raises(ArtifactError) as caught:
+        check_file(found.path / SHARD, found.manifest.files[SHARD], deep=True)
+    record_failed_read(paths, 4, found.manifest, SHARD, caught.value)
+    found = checkpoint_to_resume(experiment, paths, None)
+    assert found is not None and found.step == 2
+    go_back_by_hand(paths, 2, 0)
+    assert list_steps(paths.checkpoints, digits=0) == [2] and not list_failed_reads(paths)
+    assert len(list(paths.checkpoints.glob("set-aside-step_*"))) == 2
 
 
 def test_an_evaluation_beside_sft_needs_a_supervisor(config: Path) -> None:

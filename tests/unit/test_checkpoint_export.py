@@ -1,6 +1,9 @@
 """`prime-hpc export`: every token of the stored batches, as another reader sees them."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from prime_hpc.store.run_paths import RunPaths
 from tests.support.tiny_model import random_rank_batch
 
 pq = pytest.importorskip("pyarrow.parquet")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -122,3 +126,18 @@ def test_a_damaged_batch_is_named_and_nothing_is_left(run: RunPaths) -> None:
     with pytest.raises(ConfigError, match="rank_0001.safetensors: expected"):
         export.run([str(run.root)], "prime-hpc export")
     assert not list(run.root.glob("*parquet*")) and not list(run.root.glob(".tmp*"))
+
+
+def test_a_full_disk_is_told_from_a_wrong_command(run: RunPaths, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here: a small tmpfs cannot be mounted")
+    store(run, 1)
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    words = f"{sys.executable} -P -m prime_hpc.cli export {run.root} --output"
+    script = f"mount -t tmpfs -o size=4k none {mount}; {words} {mount}/a.parquet; echo full $?; ls -A {mount}; "
+    script += f"{words} {tmp_path}/b.parquet --steps 7; echo none $?"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    asked = ["unshare", "-Urm", "sh", "-c", script]
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.stdout.splitlines() == ["full 1", "none 2"] and "disk full" in done.stderr, done.stdout + done.stderr

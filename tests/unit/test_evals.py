@@ -42,6 +42,7 @@ from prime_hpc.launch.plan.plan import slurm_plan
 from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from tests.support import policy_servers
@@ -333,6 +334,18 @@ def test_versions(tmp_path: Path) -> None:
     (tmp_path / "weights" / "step_000005" / "adapter_config.json").unlink()
     with pytest.raises(ConfigError, match="side by side"):
         adapter_rank(found())
+
+
+def test_versions_that_went_over_the_network_are_left_out(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for step, meta in ((10, {}), (11, {"transport": "gloo"}), (12, {"transport": "nccl"})):
+        with ArtifactWriter(paths.weights_step(step), kind="weights", version=step, writer="trainer") as writer:
+            writer.write("model.safetensors.header", [b"names"])
+            writer.meta |= meta
+    config = StandaloneEvalConfig(weights_dir=tmp_path)
+    assert [version.label for version in find_versions(config)] == ["base", "step 10"]
+    with pytest.raises(ConfigError, match="only a version without weights.* of step 12; there are 10$"):
+        find_versions(config.model_copy(update={"steps": [10, 12]}))
 
 
 def test_scores_leave_failed_episodes_out_and_count_timeouts_as_zero() -> None:

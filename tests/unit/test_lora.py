@@ -1,5 +1,6 @@
 """Adapters in one process: the numbers against the merged model, slots, files, checkpoints, refusals."""
 
+import errno
 import json
 import shutil
 from functools import partial
@@ -21,6 +22,7 @@ from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.model.fingerprint import model_identity, weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
@@ -370,7 +372,7 @@ def test_weights_that_the_base_holds_a_second_time_are_left_out(model: Path, tmp
         merge_lora.merge(paths.weights_step(1), base, tmp_path / "no")
 
 
-def test_the_merged_model(model: Path, tmp_path: Path) -> None:
+def test_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = lora_policy(model)
     tensors = fill_randomly(policy, 0, seed=8)
     paths = RunPaths(tmp_path)
@@ -383,6 +385,14 @@ def test_the_merged_model(model: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
     assert (output / "tokenizer.json").exists() and not (output / "adapter_config.json").exists()
     assert merge_lora.main([str(adapter), str(model), str(output)]) == 2  # it exists
+
+    def full(path: Path, tensors: object) -> None:
+        with disk_errors(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merge_lora, "write_tensors", full)
+        assert merge_lora.main([str(adapter), str(model), str(tmp_path / "no")]) == 1
     assert merge_lora.merge(adapter, model, tmp_path / "half", torch.bfloat16) == 14
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     shallow = tmp_path / "shallow"

@@ -1,6 +1,7 @@
 """Objectives at their corners; what they compute is proved in `tests/proofs`. Denominators and micro-batches."""
 
 import math
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -150,8 +151,11 @@ def test_normalisation_follows_the_paper_unless_it_is_stated() -> None:
     assert normalization(LossConfig(type="gspo", normalize="token")) == "token"
 
 
-def test_own_objective_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_objective_by_import_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = ModuleType("my_objectives")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_typed.py").write_text("def loss(:\n")
+    (tmp_path / "half_thought.py").write_text("LIMITS = {}['low']\n")
 
     def half(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
         return Terms(-0.5 * targets.advantages * targets.logprobs, torch.zeros_like(targets.logprobs, dtype=torch.bool))
@@ -163,6 +167,8 @@ def test_own_objective_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("my_objectives:none", "no attribute"),
         ("no_such_package:f", "No module"),
         ("my_objectives:number", "not a function"),
+        ("half_typed:loss", "SyntaxError: invalid syntax"),
+        ("half_thought:loss", "KeyError: 'low'"),
     ]:
         with pytest.raises(ConfigError, match=rf"trainer\.loss\.type.*{reason}"):
             get_objective(wrong)

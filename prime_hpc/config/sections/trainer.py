@@ -260,8 +260,8 @@ class TrainerConfig(Section):
     """Newest weight versions kept on disk besides those a reader or a checkpoint needs."""
     publish_beside: bool | None = None
     """RL: a weight version is copied to (pinned) host memory and written beside the next step; costs each rank its
-    share of the published weights there. Default: on GPUs; on a CPU writing is as cheap as the copy. With
-    `async_level` 0 the step waits for the engines all the same."""
+    share of the published weights there; where a node has too little, each step waits for its version. Default: on
+    GPUs; on a CPU writing is as cheap as the copy. With `async_level` 0 the step waits for the engines all the same."""
     reshard_after_forward: bool = True
     """Free gathered parameters after each block's forward pass (FSDP2 full sharding)."""
     no_sync: bool | None = None

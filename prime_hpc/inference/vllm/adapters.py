@@ -1,10 +1,11 @@
 """Adapters that the engines serve beside the base model: by name, each with its version. Held by `weight_updates`.
 
 A name stands for its newest version: requests that come in sample from that one. Every version is an adapter of its own
-inside vLLM (`policy@7`), so that
+inside vLLM (`policy#12@7`: version 7, the twelfth adapter that was loaded), so that
 
 - a request in flight ends with the version that it began with, without a pause: all its tokens carry one version;
-- the prefix cache, which vLLM keys by the adapter's inner name, never serves another version's keys and values.
+- the prefix cache, which vLLM keys by the adapter's inner name, never serves another version's keys and values, nor
+  those of an earlier version 7, which a run made before it went back to a checkpoint.
 
 A version that was replaced goes when no request uses it any more. When too many are still in use, requests of the
 oldest are aborted: they are older than `async_level` lets the trainer take.
@@ -102,7 +103,7 @@ class AdapterService:
         checked = time.perf_counter()
         self._make_room()
         number = self._models.lora_id_counter.inc(1)
-        request = LoRARequest(f"{name}@{version}", number, str(folder))
+        request = LoRARequest(f"{name}#{number}@{version}", number, str(folder))
         try:
             await asyncio.wait_for(self._engine.add_lora(request), LOAD_TIMEOUT_S)
         except TimeoutError as error:  # a file system that hangs is no fault of the adapter's

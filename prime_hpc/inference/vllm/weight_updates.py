@@ -96,7 +96,7 @@ class PolicyService(WholeModel):
         self._failure: str | None = None
         self.asleep = False
         """Whether the engines have given up their memory; changed under the lock alone."""
-        self._sampling_version = BASE_VERSION
+        self._num_loads = 0
 
     async def start(self) -> None:
         """Label the base model's tokens with version 0 (vLLM's own label is `default`)."""
@@ -347,7 +347,7 @@ class PolicyService(WholeModel):
             try:
                 loaded = await load()
                 await self._engine.update_weight_version(str(loaded.version))
-                self._sampling_version = loaded.version
+                self._num_loads += 1
             except BaseException as error:
                 # Not resumed below: tokens of undefined weights must never carry a version's name.
                 self._failure = f"loading {what} failed: {type(error).__name__}: {error}"
@@ -401,13 +401,13 @@ class PolicyService(WholeModel):
                 await asyncio.sleep(PAUSE_AGAIN_S)
 
     def _share_within_version(self) -> None:
-        """Let requests share the cache of a common prefix only with those that came under the same version: new ones
-        must not begin with keys and values of weights that are gone."""
+        """Let requests share the cache of a common prefix only with those that came under the same weights: new ones
+        must not begin with keys and values of weights that are gone, nor of a version that a run has made anew."""
         core = self._engine.engine_core
         add = core.add_request_async
 
         async def add_request_async(request: Any) -> None:
-            request.cache_salt = f"{self._sampling_version} {request.cache_salt or ''}"
+            request.cache_salt = f"{self._num_loads} {request.cache_salt or ''}"
             await add(request)
 
         core.add_request_async = add_request_async

@@ -17,11 +17,14 @@ from prime_hpc.launch.archive.archive import compare, read_folder, read_index
 from prime_hpc.launch.archive.contents import INDEX
 from prime_hpc.launch.archive.links import stays_within
 from prime_hpc.launch.archive.packed_file import CHUNK, SUFFIXES, opened
+from prime_hpc.store.attempts import read_attempts, saved_claims
+from prime_hpc.store.checkpoint.newest import expected_step
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.run_dirs import is_run
+from prime_hpc.store.run_paths import RunPaths
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Restored:
     num_files: int
     checkpoints: list[int]
     notes: list[str] = field(default_factory=list)
+    lacks_newest: bool = False
+    """The run saved a later checkpoint, which was damaged: it goes on from an older one only where that is named."""
 
 
 def restore(archive: Path, folder: Path) -> Restored:
@@ -51,6 +56,15 @@ def restore(archive: Path, folder: Path) -> Restored:
     with disk_errors(part):
         files.remove_tree(part) if part.exists() else None
         part.mkdir(mode=0o700, parents=True)
+    try:
+        return _restore(archive, folder, part)
+    except BaseException:  # another try begins anew, and has need of the room
+        files.clear_away(part)
+        raise
+
+
+def _restore(archive: Path, folder: Path, part: Path) -> Restored:
+    with disk_errors(part):
         skipped = _copy_folder(archive, part) if archive.is_dir() else _unpack(archive, part)
     if not (part / INDEX).is_file():
         raise StoreError(f"{archive}: holds no {INDEX}: it is no archive of a run, or was broken off")
@@ -59,14 +73,24 @@ def restore(archive: Path, folder: Path) -> Restored:
     compare(archive, {name: FileEntry(*entry) for name, entry in index["files"].items()} | links, read_folder(part))
     final = folder / str(index["run"]) if folder.is_dir() and not is_run(folder) else folder
     if final.exists():
-        files.discard(part)
         raise StoreError(f"{final}: is there already; name another folder")
     _bring_home(part)
+    steps = list(index["checkpoints"])
+    lacks_newest = bool(steps) and _saved_step(part) > max(steps)
     os.chmod(part, 0o755)  # noqa: PTH101 - a directory of our own making
     files.rename(part, final)
     files.fsync_dir(final.parent)
     notes = [f"{name} skipped: a link out of the run ({target})" for name, target in skipped.items()]
-    return Restored(str(final), len(index["files"]), list(index["checkpoints"]), [*index["left_out"], *notes])
+    return Restored(str(final), len(index["files"]), steps, [*index["left_out"], *notes], lacks_newest)
+
+
+def _saved_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint that the run saved, by its own word; 0 where that cannot be told."""
+    paths = RunPaths(run_dir)
+    try:
+        return expected_step(paths, saved_claims(read_attempts(paths.attempts)))
+    except (StoreError, OSError):  # whoever resumes it hears of that
+        return 0
 
 
 def _unpack(archive: Path, part: Path) -> dict[str, str]:

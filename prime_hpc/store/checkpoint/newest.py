@@ -96,6 +96,19 @@ def choose_newest(
     return choice
 
 
+def require(paths: RunPaths, choice: Choice) -> CheckpointInfo:
+    """Return the checkpoint that was chosen.
+
+    Raises:
+        StoreError: there is none; says why.
+    """
+    if choice.info is not None:
+        return choice.info
+    reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
+    reasons = reasons or "none is there: a run without a section `ckpt` saves none"
+    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons})")
+
+
 def starts_of(paths: RunPaths, incarnation: int) -> dict[int, int]:
     """`incarnation_starts` of a directory that lists all attempts.
 

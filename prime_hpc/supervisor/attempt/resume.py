@@ -16,7 +16,7 @@ from prime_hpc.store.artifact import ArtifactError, move_aside, read_manifest
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.import_checkpoint import adopt_checkpoint, adopt_weights, find_checkpoint, run_of
-from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest
+from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest, require
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.model.fingerprint import conflicts, model_identity
@@ -147,11 +147,7 @@ def _latest(
 ) -> tuple[CheckpointInfo, bool]:
     """Return the newest whole one, and whether there are newer ones that are not."""
     choice = _newest(experiment, paths, reading, failed_reads)
-    if choice.info is not None:
-        return choice.info, bool(choice.passed_over)
-    reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
-    reasons = reasons or "none is there: a run without a section `ckpt` saves none"
-    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons})")
+    return require(paths, choice), bool(choice.passed_over)
 
 
 def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:

@@ -5,7 +5,7 @@
 Started by `prime-hpc export RUN --merged STEP`. Reads and writes safetensors file by file: the host needs memory for
 the largest file of the base model. The result loads in Hugging Face and vLLM like any model.
 
-Exit codes: 0 written, 2 the adapter and the base do not fit, or OUT exists.
+Exit codes: 0 written, 1 the disk is full, 2 the adapter and the base do not fit, or OUT exists.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.disk import disk_errors, is_full
 from prime_hpc.store.model.files import CHAT_TEMPLATE, INDEX, weight_files
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.weights.lora_files import CONFIG_FILE, read_adapter
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         count = merge(options.adapter, resolve_source(options.base), options.output, dtype)
     except (ValueError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if is_full(error) else 2
     print(f"{options.output}: {count} modules merged into {options.base}")
     return 0
 

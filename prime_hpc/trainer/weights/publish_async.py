@@ -7,7 +7,7 @@ On CUDA the casts and copies go into pinned memory on the stream of the training
 update changes anything, and the host waits for nothing. What is written, by which rank, and how it becomes a version is
 `publish.Publisher`'s; only who waits differs. Ranks talk about it over a gloo group of its own. One version at a time:
 the next one waits for it, and so do a save, a stop and the end of the run. A failure on any rank ends all of them at
-the next boundary between steps.
+the next boundary between steps. Where a node has too little memory for the copies, the step waits for its version.
 """
 
 import os
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.store.artifact import Manifest, StoreError
@@ -45,8 +44,6 @@ class _Pending:
     blocks: list[Block]
     """The writes of this rank, in host memory."""
     copied: "torch.cuda.Event | None"
-    failure: StoreError | None
-    """Before the thread began."""
     thread: threading.Thread | None = None
     error: BaseException | None = None
 
@@ -82,6 +79,7 @@ class BesidePublisher:
         self._publisher, self._announce, self._timeout_s = publisher, announce, timeout_s
         self._side = RankGroup(timeout_s)
         self._room: HostStage | None = None
+        self._lacks_room = False
         self._pending: _Pending | None = None
 
     @property
@@ -93,9 +91,16 @@ class BesidePublisher:
         """Begin `weights/step_<version>`; returns when the state may change.
 
         Raises:
-            StoreError: the version before it failed.
+            StoreError: the version before it failed; or this one, where there is no room for a copy.
         """
         self.finish()
+        if self._room is None and not self._lacks_room:
+            self._take_room()
+        if self._lacks_room:
+            manifest = self._publisher.publish(version)
+            if manifest is not None:
+                self._announce(manifest)
+            return
         pending = _Pending(version, *self._copy())
         thread = rank_thread(self._in_background, name=f"publish-{version}", args=[pending])
         pending.thread, self._pending = thread, pending
@@ -125,27 +130,37 @@ class BesidePublisher:
             raise StoreError(f"weights version {pending.version} was not published: {pending.error}") from pending.error
 
     @torch.no_grad()
-    def _copy(self) -> "tuple[list[Block], torch.cuda.Event | None, StoreError | None]":
-        """Copy this rank's blocks to host memory, once the event has happened; or say why there is no room for them."""
-        blocks = self._publisher.blocks
-        failure: StoreError | None = None
-        if self._room is None:
-            shapes = {_name(block): torch.empty_like(block.published(), device="meta") for block in blocks()}
-            try:
-                ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-                self._room = HostStage(shapes, None, ranks_per_node, "trainer.publish_beside", "set it to false")
-            except StoreError as error:
-                failure = error
-            dist.barrier()  # all have measured: what one has touched, another of this node would count as taken
-            if self._room is not None:
-                self._room.touch()
+    def _take_room(self) -> None:
+        """Take the host memory for this rank's blocks, if every rank's node has enough. Collective."""
+        blocks = self._publisher.blocks()
+        shapes = {_name(block): torch.empty_like(block.published(), device="meta") for block in blocks}
+        room, lack = None, ""
+        try:
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            room = HostStage(shapes, None, ranks_per_node, "trainer.publish_beside", "each step waits for its version")
+        except (StoreError, OSError) as error:
+            lack = str(error)
+        # all have measured: what one has touched, another of this node would count as taken
+        lacks = {rank: words for rank, words in enumerate(self._side.gather_all(lack)) if words}
+        if room is None or lacks:
+            self._lacks_room = True
+            if self._side.rank == 0:
+                rank, words = next(iter(lacks.items()))
+                logger.warning(f"rank {rank}: {words}")
+            return
+        room.touch()
+        self._room = room
+
+    @torch.no_grad()
+    def _copy(self) -> "tuple[list[Block], torch.cuda.Event | None]":
+        """Copy this rank's blocks to host memory; they are there once the event has happened."""
+        room, event = self._room, None
+        assert room is not None
         copied: list[Block] = []
-        event = None
-        for block in blocks():  # also without room: other ranks' tensors may have to be gathered
-            if self._room is not None:
-                event = self._room.put(_name(block), block.published()) or event
-                copied.append(replace(block, values=self._room.tensors[_name(block)]))
-        return copied, event, failure
+        for block in self._publisher.blocks():
+            event = room.put(_name(block), block.published()) or event
+            copied.append(replace(block, values=room.tensors[_name(block)]))
+        return copied, event
 
     def _in_background(self, pending: _Pending) -> None:
         """Write a version, in its thread."""
@@ -161,8 +176,6 @@ class BesidePublisher:
 
 def _copied(pending: _Pending) -> Iterator[Block]:
     """Return what this rank writes, once it has left the device."""
-    if pending.failure is not None:
-        raise pending.failure
     if pending.copied is not None:
         torch.cuda.set_device(pending.copied.device)  # a new thread's own is the first of the node
         pending.copied.synchronize()

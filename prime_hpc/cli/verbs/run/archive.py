@@ -118,6 +118,8 @@ def _restore(given: Given, archive: Path, folder: Path) -> int:
     for note in done.notes:
         print(f"note: {note}")
     resume = f"prime-hpc resume {shlex.quote(str(done.path))}"
+    if done.lacks_newest:  # or an attempt would wait for it
+        resume += f" --ckpt.resume-step {done.checkpoints[0]}"
     if done.checkpoints and status_of(Path(done.path), details=False).state == "completed":
         print(f"the run is complete; {resume} --max-steps N goes on to a later step")
     elif done.checkpoints:

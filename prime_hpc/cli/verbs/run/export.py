@@ -1,12 +1,15 @@
 """`prime-hpc export RUN`: the run's rollouts as one Parquet file; with `--merged STEP` a version as a whole model (an
 adapter with its base model in it; one that holds only what changed, with what it stands against).
 
-Exit codes: 0 written; 1 the merge failed half-way; 2 there is nothing to export, a version is damaged, or pyarrow is
-not installed.
+Exit codes: 0 written; 1 broken off: the disk is full, or the merge was killed; 2 there is nothing to export, a batch or
+a version is damaged, or pyarrow is not installed.
 """
 
+import contextlib
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from prime_hpc.cli.common import Given, parse, print_json, say, step_range
@@ -15,6 +18,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.export import COMPRESSIONS, export_batches
+from prime_hpc.store.io.disk import is_full
 from prime_hpc.store.run_dirs import find_run
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions, went_over_network
@@ -42,10 +46,8 @@ def run(argv: list[str], program: str) -> int:
     if compression not in COMPRESSIONS:
         raise ConfigError(f"--compression {compression}: must be one of {', '.join(COMPRESSIONS)}")
     names = [env.name or env.id for env in load_run(run_dir).orchestrator.env]
-    try:
+    with _refused():
         done = export_batches(paths, steps, output, names, compression=compression)
-    except StoreError as error:
-        raise ConfigError(str(error)) from error
     if "--json" in given:
         facts = {"path": str(done.path), "steps": [steps[0], steps[-1]], "num_steps": done.num_steps}
         facts |= {"num_sequences": done.num_sequences, "num_tokens": done.num_tokens, "num_bytes": done.num_bytes}
@@ -56,6 +58,17 @@ def run(argv: list[str], program: str) -> int:
             f"{done.num_bytes / 2**20:.1f} MiB ({done.num_bytes / max(done.num_tokens, 1):.1f} bytes a token)"
         )
     return 0
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Refuse to export what is absent or damaged; a full disk is no fault of what was asked for."""
+    try:
+        yield
+    except StoreError as error:
+        if is_full(error):
+            raise
+        raise ConfigError(str(error)) from error
 
 
 def _refuse_idle_flags(given: Given) -> None:
@@ -95,17 +108,18 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.weights.merge_lora"]
     command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
     say(f"merging version {version} into {experiment.model.name}")  # torch takes a while
-    return subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
+    code = subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
+    if code < 0:
+        say(f"the merge was ended by {signal.Signals(-code).name}")
+    return code if code >= 0 else 1
 
 
 def _restore(paths: RunPaths, version: int, output: Path, values: dict[str, str]) -> int:
     """Write the whole version that a chain of changes stands for."""
     if "--dtype" in values:
         raise ConfigError("--dtype is for adapters: a version is written as it was published")
-    try:
+    with _refused():
         restore(paths.weights_step(version), output)
-    except StoreError as error:
-        raise ConfigError(str(error)) from error
     print(f"{output}: version {version}, whole")
     return 0
 
