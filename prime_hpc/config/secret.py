@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -317,8 +318,10 @@ def file_name(dotted: str) -> str:
     return re.sub(r"[^\w.-]", "_", dotted)
 
 
-def write_secrets(folder: Path, texts: Mapping[str, str], keep: str = "", only: str = "") -> None:
-    """Write `folder/secrets/NAME` for each text, readable by its owner alone from the start; others there are removed.
+@contextmanager
+def written_secrets(folder: Path, texts: Mapping[str, str], keep: str = "", only: str = "") -> Iterator[None]:
+    """Write `folder/secrets/NAME` for each text, readable by its owner alone from the start, before the body, which
+    writes the file that names them; the others are removed after it: until then the file as it was names those.
 
     Args:
         folder: the run directory, or a sweep's.
@@ -330,13 +333,13 @@ def write_secrets(folder: Path, texts: Mapping[str, str], keep: str = "", only: 
         OSError: it cannot be written.
     """
     home = folder / SECRETS
-    if not texts and not home.is_dir():
-        return
-    home.mkdir(mode=0o700, exist_ok=True)
-    home.chmod(0o700)
+    if texts:
+        home.mkdir(mode=0o700, exist_ok=True)
+        home.chmod(0o700)
     for name, text in texts.items():
         write_atomic(home / name, text, mode=0o600)
-    for path in home.iterdir():
+    yield
+    for path in home.iterdir() if home.is_dir() else ():
         if path.name not in texts and path.name.startswith(only) and not (keep and path.name.startswith(keep)):
             path.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import SITE_YAML
-from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, write_secrets
+from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, written_secrets
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
@@ -144,8 +144,8 @@ def _section(annotation: Any) -> type[Section] | None:
 def write_site(site: SiteConfig, run_dir: Path) -> None:
     """Keep the profile with the run."""
     tree, texts = put_back(site.model_dump(mode="json", exclude_defaults=True), site, prefix=OF_SITE)
-    write_secrets(run_dir, texts, only=OF_SITE)
-    write_atomic(run_dir / SITE_YAML, dump_yaml(tree | {"name": site.name}))
+    with written_secrets(run_dir, texts, only=OF_SITE):
+        write_atomic(run_dir / SITE_YAML, dump_yaml(tree | {"name": site.name}))
 
 
 def read_site(run_dir: Path) -> SiteConfig:

@@ -22,7 +22,7 @@ from prime_hpc.config.experiment import ALONE, COMPONENTS, Experiment
 from prime_hpc.config.renamed_keys import renew
 from prime_hpc.config.run_files import LOCK_JSON, RUN_YAML
 from prime_hpc.config.schema import Node, members, resolve
-from prime_hpc.config.secret import OF_SITE, anchored, masked_command, put_back, without_known, write_secrets
+from prime_hpc.config.secret import OF_SITE, anchored, masked_command, put_back, without_known, written_secrets
 from prime_hpc.config.sources.coerce import NULL
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
 from prime_hpc.config.sources.interpolate import escape, unescape
@@ -70,18 +70,18 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     from_below, _ = put_back(escape(exp.model_dump(mode="json")), exp, above="../") if texts else (tree, texts)
     configs = run_dir / CONFIGS
     configs.mkdir(parents=True, exist_ok=True)
-    write_secrets(run_dir, texts, keep=OF_SITE)
-    for component in COMPONENTS:
-        target = configs / f"{component}.toml"
-        view = None if component in ALONE and component != exp.kind else _view(from_below, component)
-        if view is None:
-            target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
-        else:
-            write_atomic(target, _dump_toml(view, component, shared.texts), sync=sync)
-    if not _link(shared.lock_file, run_dir / LOCK_JSON):
-        write_atomic(run_dir / LOCK_JSON, without_known(shared.lock), sync=sync)
-    # last: a run directory with it is whole
-    write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), sync=sync)
+    with written_secrets(run_dir, texts, keep=OF_SITE):
+        for component in COMPONENTS:
+            target = configs / f"{component}.toml"
+            view = None if component in ALONE and component != exp.kind else _view(from_below, component)
+            if view is None:
+                target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
+            else:
+                write_atomic(target, _dump_toml(view, component, shared.texts), sync=sync)
+        if not _link(shared.lock_file, run_dir / LOCK_JSON):
+            write_atomic(run_dir / LOCK_JSON, without_known(shared.lock), sync=sync)
+        # last: a run directory with it is whole
+        write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), sync=sync)
 
 
 def share(command: list[str], folder: Path | None = None) -> Shared:

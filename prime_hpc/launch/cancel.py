@@ -19,10 +19,16 @@ from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
 from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.slurm.queue import jobs_of
-from prime_hpc.slurm.sbatch_errors import SlurmRefused
-from prime_hpc.slurm.submission_record import add_to_record, cluster_of, local_controller
+from prime_hpc.slurm.sbatch_errors import SlurmRefused, jobs_of_cut_off_submit
+from prime_hpc.slurm.submission_record import (
+    SubmissionUnderWay,
+    add_to_record,
+    cluster_of,
+    is_being_sent,
+    local_controller,
+)
 from prime_hpc.store.attempts import is_held
-from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, read_json, read_record, read_rows
+from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, read_json, read_record, read_rows
 
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
 ASK_EVERY_S, LONGEST_ASK_S = 5.0, 30.0
@@ -63,6 +69,7 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
 
     Raises:
         SlurmRefused: Slurm cannot be asked whether there is a job, or be told to end it.
+        SubmissionUnderWay: it is being submitted right now.
         ConfigError: its directory cannot be written, so that it cannot be asked to save.
     """
     with on_cluster(cluster_of(run_dir)):
@@ -81,13 +88,22 @@ class _Cancel:
     def run(self) -> Ended:
         """End whatever there is of it."""
         try:
-            active = [info for info in jobs_of(self.run_dir) if info.is_active]
+            active = [info for info in self._all_jobs() if info.is_active]
             return self._jobs(active) if active else self._without_job()
         except SlurmError as error:
             touch = f"touch {shlex.quote(str(self.run_dir / STOP))}"
             stop = f"; `{touch}` has one that runs save and end, without Slurm" if error.is_unreachable else ""
             words = f"{self.run_dir}: {error}{stop}"
             raise SlurmRefused(Problem(words)) from error
+
+    def _all_jobs(self) -> list[JobInfo]:
+        """Return the run's jobs; that of a submit that was cut off may come a moment later."""
+        record = read_record(self.run_dir) or SubmissionRecord()
+        if record.get("state") != "sending":
+            return jobs_of(self.run_dir)
+        if is_being_sent(self.run_dir):
+            raise SubmissionUnderWay(Problem(f"{self.run_dir} is being submitted right now: try again after that"))
+        return jobs_of_cut_off_submit(record["token"], record["time"], self.run_dir, "name")
 
     def _ended(self, outcome: str, note: str, job_id: str | None = None, *, ended: bool = True) -> Ended:
         return Ended(str(self.run_dir), ended, outcome, note, job_id)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.site import write_site
 from prime_hpc.kubernetes.connection import connect, messages, read_key, say
+from prime_hpc.kubernetes.manifests import FINAL_CODES
 from prime_hpc.kubernetes.placement import PODS, SITE, for_pods, read_nodes, section_of
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.atomic_write import write_atomic
@@ -37,6 +39,8 @@ COMES_BACK = (EXIT_UNREADABLE, EXIT_AGAIN)
 POLL_S = 1.0
 SAY_EVERY_S = 30.0
 OVER_S = 20.0
+ANSWER_S = 5.0
+"""So long a pod that was reached may take to answer."""
 RENDERED = "pods.yaml"
 """In the run directory: the experiment as the pods got it."""
 
@@ -53,6 +57,8 @@ def run_in_pods(file: Path) -> int:
     code = 1  # also of an error that nobody thought of, after which the others' GPUs must not wait either
     try:
         code = _attempt(file, nodes, key)
+        if code not in (0, *COMES_BACK, *FINAL_CODES):
+            code = 1  # told to end by a signal, and it does not come back: Kubernetes would make the pod again
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
@@ -129,14 +135,8 @@ def _await_pods(hosts: list[str], key: str, timeout_s: float) -> None:
     began = said = time.monotonic()
     missing = dict.fromkeys(hosts, "")
     while missing:
-        for host in list(missing):
-            try:
-                with connect(host, key) as connection:
-                    say(connection, {"what": "hello"})
-                    if next(messages(connection), {}).get("ready"):
-                        del missing[host]
-            except (OSError, ValueError) as error:
-                missing[host] = str(error)
+        answers = _ask_all(list(missing), key, "hello", "ready")
+        missing = {host: why for host, why in answers.items() if why is not None}
         now = time.monotonic()
         words = "; ".join(f"{host} ({why})" for host, why in missing.items())
         if missing and now - began > timeout_s:
@@ -147,15 +147,27 @@ def _await_pods(hosts: list[str], key: str, timeout_s: float) -> None:
         time.sleep(POLL_S if missing else 0)
 
 
+def _ask_all(hosts: list[str], key: str, what: str, answer: str) -> dict[str, str | None]:
+    """Ask all pods at once, for one that is not there takes seconds; returns why each did not answer, None: it did."""
+
+    def ask(host: str) -> str | None:
+        try:
+            with connect(host, key) as connection:
+                connection.settimeout(ANSWER_S)
+                say(connection, {"what": what})
+                return None if next(messages(connection), {}).get(answer) else ""
+        except (OSError, ValueError) as error:
+            return str(error)
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        return dict(zip(hosts, pool.map(ask, hosts), strict=True))
+
+
 def _say_over(hosts: list[str], key: str) -> None:
     """Tell the other pods that the run is over, so that their Jobs are."""
     deadline = time.monotonic() + OVER_S
     while hosts and time.monotonic() < deadline:
-        for host in list(hosts):
-            with contextlib.suppress(OSError, ValueError), connect(host, key) as connection:
-                say(connection, {"what": "over"})
-                if next(messages(connection), {}).get("over"):
-                    hosts.remove(host)
+        hosts = [host for host, why in _ask_all(hosts, key, "over", "over").items() if why is not None]
         time.sleep(POLL_S if hosts else 0)
     if hosts:
         logger.warning(f"{', '.join(hosts)} could not be told that the run is over: delete their Jobs")

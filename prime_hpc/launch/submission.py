@@ -34,7 +34,7 @@ from prime_hpc.slurm.queue import (
 )
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
 from prime_hpc.slurm.submission_record import add_to_record, cluster_of, submitting
-from prime_hpc.store.run_dirs import read_json, read_record
+from prime_hpc.store.run_dirs import SubmissionRecord, read_json, read_record
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
@@ -268,7 +268,8 @@ def _state(info: JobInfo | None) -> str:
 
 
 def follow_job(job_id: str, log: Path) -> int:
-    """Copy a Slurm job's log to the terminal until the job has ended; Ctrl-C ends the showing, not the job.
+    """Copy a Slurm job's log to the terminal until the job has ended, and its successors' where it has any; Ctrl-C ends
+    the showing, not the job.
 
     Returns:
         0: it is COMPLETED; 1: it ended otherwise; 130: interrupted.
@@ -289,11 +290,22 @@ def follow_job(job_id: str, log: Path) -> int:
             offset = copy_new(log, offset)
             if over:
                 print(f"job {job_id} has ended: {state}", flush=True)
-                return 0 if state == "COMPLETED" else 1
+                if state == "COMPLETED" or (later := _successor_of(job_id, log.parent.parent)) is None:
+                    return 0 if state == "COMPLETED" else 1
+                print(f"the run goes on as job {later}", flush=True)
+                job_id, log, offset, said, state = later, log.with_name(f"slurm-{later}.out"), 0, "", ""
             time.sleep(FOLLOW_POLL_S)
     except KeyboardInterrupt:
         print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel` ends it)", flush=True)
         return 130
+
+
+def _successor_of(job_id: str, run_dir: Path) -> str | None:
+    """Return the job that has taken over from one that ended ill, or is about to; None: none does."""
+    record = read_record(run_dir) or SubmissionRecord()
+    later = record.get("successor") if record.get("job_id") == job_id else record.get("job_id")
+    info = _look(later, run_dir) if later is not None else None
+    return later if info is not None and info.is_active else None
 
 
 def _look(job_id: str, run_dir: Path) -> JobInfo | None:

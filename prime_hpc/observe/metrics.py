@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,12 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file; torn lines are left out."""
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the same one after another, of a file that may be too large for the memory."""
     if not path.exists():
-        return []
-    rows = map(parse_row, path.read_bytes().splitlines())
-    return [row for row in rows if row is not None]
+        return
+    with path.open("rb") as file:
+        yield from (row for row in map(parse_row, file) if row is not None)

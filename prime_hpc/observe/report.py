@@ -1,6 +1,6 @@
 """The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated
-from prime_hpc.observe.metrics import STEP_KEYS, read_metrics
+from prime_hpc.observe.metrics import STEP_KEYS, iterate_metrics, read_metrics
 
 _LEFT_OUT = {
     "overlong": "longer than seq_len and dropped (sft.data.overlong)",
@@ -108,14 +108,13 @@ def _eval_lines(run_dir: Path) -> list[str]:
 
 def _samples(run_dir: Path) -> list[str]:
     """One rollout of the first and one of the last step, of the same prompt where the evaluation has it."""
-    rows = read_metrics(metrics_file(run_dir, "samples"))
-    evals = [row for row in rows if row.get("kind") == "eval"] or rows
-    if not evals:
-        return []
-    last_step, first_step = evals[-1]["step"], evals[0]["step"]
-    by_task = {row.get("task"): row for row in evals if row["step"] == last_step}
+    path = metrics_file(run_dir, "samples")
+    first, last = _ends(row for row in iterate_metrics(path) if row.get("kind") == "eval")
+    if not first:
+        first, last = _ends(iterate_metrics(path))
+    by_task = {row.get("task"): row for row in last}
     lines = []
-    for before in [row for row in evals if row["step"] == first_step][:2]:
+    for before in first[:2]:
         after = by_task.get(before.get("task"))
         if after is None:
             continue
@@ -125,6 +124,19 @@ def _samples(run_dir: Path) -> list[str]:
             for when, row in (("before", before), ("after", after))
         ]
     return lines
+
+
+def _ends(rows: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the first step and those of the last one."""
+    first: list[dict[str, Any]] = []
+    last: list[dict[str, Any]] = []
+    for row in rows:
+        if not first or row["step"] == first[0]["step"]:
+            first.append(row)
+        if last and row["step"] != last[0]["step"]:
+            last = []
+        last.append(row)
+    return first, last
 
 
 def draw(

@@ -43,6 +43,8 @@ WORD, ANSWER, STACKS = "prime-hpc-word", "prime-hpc-answer", "prime-hpc-stacks"
 WORD_BYTES = 4096
 CALL = struct.Struct("<Qd40s")
 """Behind the word: number of the call, when it began (epoch seconds; 0: it is over), its name."""
+MOST_LETTERS = 100
+"""Of a text in a word that would be too long."""
 MAX_FRAMES = 40
 """Innermost frames of a thread or task that are told."""
 MAX_TASKS = 64
@@ -85,8 +87,13 @@ class _Page:
     def write(self, **changes: Any) -> None:
         with self.lock:
             self.row.update(changes)
-            line = json.dumps(self.row, default=str).encode()[: WORD_BYTES - 1]
-            os.pwrite(self.word, line.ljust(WORD_BYTES), 0)
+            line = json.dumps(self.row, default=str).encode()
+            if len(line) > WORD_BYTES:  # its end would be cut off, and nothing of it be understood
+                short = {
+                    k: v[:MOST_LETTERS] if isinstance(v, str) and k != "run_dir" else v for k, v in self.row.items()
+                }
+                line = json.dumps(short, default=str).encode()
+            os.pwrite(self.word, line[:WORD_BYTES].ljust(WORD_BYTES), 0)
 
 
 def _identity(number: int) -> tuple[int, int]:

@@ -312,8 +312,6 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
         record = open_record(
             run_dir, token=new_token(), state="sent", command=[], layout="", cluster=cluster_name(), job_id=job_id
         )
-    if is_of_array(record):
-        job_id = str(record["job_id"])  # SLURM_JOB_ID of an array's last task is the id of the whole array
     # the token in the script's comment is of the submission, unless that was an array's or there was none
     has_own = bool(record.get("command")) and not is_of_array(record)
     token = str(record["token"] if has_own else record.get("successor_token") or new_token())

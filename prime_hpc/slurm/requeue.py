@@ -76,11 +76,11 @@ def update(job_id: str, change: str) -> None:
 
 
 def leave_out(job: Sequence[ShownJob], job_id: str, exclude: Sequence[str], num_nodes: int) -> None:
-    """Have the requeued job not get these nodes, unless it asked for them or too few others are up: it must not wait
+    """Have a job that waits not get these nodes, unless it asked for them or too few others are up: it must not wait
     for ever for want of one.
 
     Args:
-        job: what `requeue` returned.
+        job: what `requeue` returned; of another than was requeued nothing.
         job_id: its leader.
         exclude: nodes.
         num_nodes: that a homogeneous job needs; 0: as many as each component states.

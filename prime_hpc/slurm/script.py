@@ -92,7 +92,7 @@ def render_job(
     body = [
         *_setup(experiment, site),
         *_environment(experiment, site),
-        *_submission(placement, run_dir, token if array is None else None),
+        *_submission(placement, run_dir, token),
         *_command(experiment, site, run_dir, python, command_tail, array),
     ]
     literal = any(re.search(r"'[^']*[$`][^']*'", line) for line in body)

@@ -155,6 +155,11 @@ def submitting(run_dir: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
+def is_being_sent(run_dir: Path) -> bool:
+    """Return whether a command that submits this run (or sweep) is at work."""
+    return _is_held(run_dir / LOCK, _text_of(run_dir / LOCK))
+
+
 def _show_life(lock: Path, over: threading.Event) -> None:
     """Touch a lock that is held: a large sweep takes longer to be sent, and to be ended, than a dead client's lock
     counts."""

@@ -33,6 +33,7 @@ from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.packed_env.facts import SHARED_PYTHON, pack_of, python_words
 from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.slurm.requeue import leave_out
 from prime_hpc.store.attempts import Attempt, is_same_process, read_attempts, rewrite_row, rows_with
 from prime_hpc.store.errors import PROOFS, FencedError, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
@@ -40,7 +41,7 @@ from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
-from prime_hpc.store.run_dirs import AttemptRow, read_record
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.tinker_files import forget_address
 from prime_hpc.supervisor.attempt.bad_nodes import are_avoided, nodes_to_avoid, record_bad_nodes
@@ -411,6 +412,8 @@ def _apply_restart_policy(
     bad = nodes_to_avoid(experiment, site, last)
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
+    if mode == "successor" and (successor := (read_record(run_dir) or SubmissionRecord()).get("successor")):
+        leave_out([], successor, bad, num_nodes)
     if not return_to_queue(allocation.job_id, mode, num_nodes, bad, restarts=allocation.restarts) and not is_queued:
         _note(paths, {**last, "next": None})
         return code or 1

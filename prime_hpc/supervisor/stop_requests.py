@@ -124,8 +124,9 @@ class Controls:
 
     @property
     def force_requested(self) -> bool:
-        """True if somebody asked a second time: no more patience."""
-        return self._signals.count(signal.SIGINT) > 1 or (self._allocation is None and len(self._signals) > 1)
+        """True if somebody asked a second time: no more patience. A second warning (SIGUSR1) says nothing new."""
+        again = [number for number in self._signals[1:] if number != signal.SIGUSR1]
+        return self._signals.count(signal.SIGINT) > 1 or (self._allocation is None and bool(again))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)

@@ -21,7 +21,7 @@ from prime_hpc.launch.monitor.where_to import NotThereError, way_to
 from prime_hpc.launch.monitor.who_hangs import find_target
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.submission import submit
-from prime_hpc.slurm import submission_record
+from prime_hpc.slurm import sbatch_errors, submission_record
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
@@ -356,6 +356,29 @@ def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) ->
     submit(load(config))
     submission_record.write_record(run_dir(config), state="sending", job_id=None)
     assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
+
+
+def test_cancel_waits_for_the_job_of_a_submit_that_was_cut_off(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 60.0)
+    submit(load(config))
+    [job] = fake.jobs()
+    fake.forget(job["id"])
+    submission_record.write_record(run_dir(config), state="sending", job_id=None, time=time.time())
+    result = cancel_beside(config, lambda: (wait_for(lambda: fake.calls("squeue")), fake.add(comment=job["comment"])))
+    assert result.outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
+
+
+def test_cancel_of_a_run_that_is_being_submitted_is_refused(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    submission_record.write_record(run_dir(config), state="sending", job_id=None)
+    with (
+        submission_record.submitting(run_dir(config)),
+        pytest.raises(ConfigError, match="is being submitted right now"),
+    ):
+        cancel(config)
+    assert fake.calls("scancel") == []
 
 
 SUPERVISOR = """

@@ -48,6 +48,33 @@ def test_following_a_job(
     assert submission.follow_job("100", log) == 0, "Slurm forgot it; the run directory knows"
 
 
+def test_a_successor_is_followed_too(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submission, "FOLLOW_POLL_S", 0.02)
+    monkeypatch.setattr(submission, "ASK_EVERY_S", 0.1)
+    submit(load(config, "--slurm.restart.how", "successor"))
+    log = run_dir(config) / "logs" / "slurm-100.out"
+    log.write_text("of the first\n")
+    log.with_name("slurm-101.out").write_text("of the second\n")
+    fake.change("100", state="FAILED")
+
+    def life() -> None:
+        asked = len(fake.calls("squeue"))
+        wait_for(lambda: len(fake.calls("squeue")) > asked + 2)
+        fake.change("101", state="COMPLETED")
+
+    thread = threading.Thread(target=life)
+    thread.start()
+    assert submission.follow_job("100", log) == 0
+    thread.join()
+    said = [line for line in capsys.readouterr().out.splitlines() if "of the" in line or "job 10" in line]
+    assert said[-5:-1] == ["of the first", "job 100 has ended: FAILED", "the run goes on as job 101", "of the second"]
+    assert said[-1] == "job 101 has ended: COMPLETED"
+    fake.change("101", state="FAILED")
+    assert submission.follow_job("101", log) == 1
+
+
 def test_an_interrupted_follower_leaves_the_job_alone(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

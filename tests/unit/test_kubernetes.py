@@ -24,7 +24,7 @@ import yaml
 from prime_hpc.cli import main
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.kubernetes import connection, pod, start
-from prime_hpc.kubernetes.manifests import Manifest, manifests
+from prime_hpc.kubernetes.manifests import FINAL_CODES, Manifest, manifests
 from prime_hpc.kubernetes.placement import PODS, read_nodes
 from prime_hpc.kubernetes.text import write_chart, yaml_stream
 from prime_hpc.launch import pods, prepare
@@ -461,6 +461,26 @@ def test_an_error_that_nobody_thought_of_leaves_no_pod_waiting(
     with pytest.raises(ZeroDivisionError):
         first_pod.run()
     assert first_pod.told_over == ["b"]
+
+
+def test_a_pod_that_a_signal_ended_and_whose_run_does_not_come_back_is_not_made_again(
+    first_pod: FirstPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_pod.write(clean=False)
+    monkeypatch.setattr("prime_hpc.supervisor.main.supervise", lambda run_dir, in_job: 128 + signal.SIGTERM)
+    assert first_pod.run() in FINAL_CODES and first_pod.told_over == ["b"]
+
+
+def test_pods_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Barrier(20)
+
+    def reach(host: str, key: str) -> socket.socket:
+        asked.wait(60.0)  # one after another they would never be all there
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(pods, "connect", reach)
+    with pytest.raises(ConfigError, match=r"did not come within .* a0 \(no route to host\); a1 "):
+        pods._await_pods([f"a{i}" for i in range(20)], KEY, 0.0)
 
 
 def raising(error: Exception) -> Callable[..., Any]:

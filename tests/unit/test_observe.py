@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.envs.errors import EnvError, EnvNodeError
+from prime_hpc.observe import report
 from prime_hpc.observe.console import CURVE, Console, Tail, duration, short, sparkline
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
@@ -360,6 +362,18 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     assert "before (reward 0.50): 'ab'" in text
     assert "after  (reward 1.00): 'ba'" in text
     assert (tmp_path / "reward.png").stat().st_size > 5000
+
+
+def test_the_samples_of_a_long_run_are_not_held_all_at_once(tmp_path: Path) -> None:
+    task = {"kind": "eval", "task": 5, "prompt": "ab", "reward": 0.5}
+    samples = [{**task, "step": step, "completion": f"{step} {'x' * 10_000}"} for step in range(1000)]
+    write_rows(tmp_path / "metrics" / "samples.jsonl", samples)
+    del samples
+    tracemalloc.start()
+    before, after = report._samples(tmp_path)[1:]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "'0 xx" in before and "'999 xx" in after and most < 2e6
 
 
 def test_a_report_leaves_out_the_steps_that_a_run_went_back_behind(tmp_path: Path) -> None:

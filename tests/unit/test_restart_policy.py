@@ -442,6 +442,10 @@ def test_signals(tmp_path: Path) -> None:
     by_steps.note_warning(signal.SIGUSR1)
     request = far.poll()
     assert request is not None and request.outcome == "preempted" and by_steps.poll() == request
+    twice = controls(tmp_path)
+    for number, is_forced in ((signal.SIGUSR1, False), (signal.SIGUSR1, False), (signal.SIGINT, True)):
+        twice._on_signal(number, None)
+        assert twice.force_requested is is_forced, "a warning that comes again is no Ctrl-C: the roles still save"
     local = controls(tmp_path)
     local._on_signal(signal.SIGTERM, None)
     request = local.poll()

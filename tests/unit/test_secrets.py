@@ -1,15 +1,18 @@
 """A secret of the config is read by its owner alone, whichever way it came in; and it arrives where it is needed."""
 
+import errno
 import json
 import os
 import pickle
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_hpc import cli
-from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, snapshot, write_snapshot
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.secret import (
     SECRETS,
     Secret,
@@ -292,6 +295,23 @@ def test_role_files_of_a_run_with_secrets_load(tmp_path: Path) -> None:
     # a run without them leaves none of an earlier one
     write_snapshot(Experiment(), tmp_path / "run", ["rl"])
     assert list((tmp_path / "run" / SECRETS).iterdir()) == []
+
+
+def test_secrets_are_removed_once_nothing_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Experiment.model_validate({"inference": {"api_key": CANARY}})
+    write_snapshot(before, tmp_path, ["rl"])
+    write = snapshot.write_atomic
+
+    def broken_off(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == RUN_YAML:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, *arguments, **options)
+
+    monkeypatch.setattr(snapshot, "write_atomic", broken_off)
+    with pytest.raises(OSError, match="No space"):
+        write_snapshot(Experiment(), tmp_path, ["rl"])
+    kept = load_run(tmp_path).inference
+    assert kept is not None and before.inference is not None and kept.api_key == before.inference.api_key
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -320,6 +320,11 @@ def test_without_slurm_a_killed_process_is_lost(run: Run) -> None:
     child.wait()
     status = run.status()
     assert status.state == "lost" and f"process {child.pid} is gone" in status.note
+    words = [sys.executable, "-c", "input()", "submitit", str(run.path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:  # of its resume, which has not begun yet
+        run.sent(str(controller.pid), "local", host=socket.gethostname(), age=-600)
+        assert run.status().state == "starting"
+        controller.kill()
 
 
 def test_a_local_run_of_another_host(run: Run) -> None:

@@ -136,8 +136,30 @@ def test_at_the_end_a_slot_is_waited_for(fake: FakeSlurm, run: Path) -> None:
 
     assert require_successor(run, "100", None, sleep=sleep) is None
     assert len(slept) == 2 and (read_record(run) or {})["successor"] == "101"
-    asked = len(fake.calls())
-    assert require_successor(run, "100", None) is None and len(fake.calls()) == asked, "one is known to wait"
+    assert require_successor(run, "100", None) is None and len(fake.jobs()) == 2, "it waits"
+
+
+def test_one_that_somebody_took_out_of_the_queue_is_queued_again_at_the_end(fake: FakeSlurm, run: Path) -> None:
+    fake.limit(None)
+    assert try_successor(run, "100") is None
+    fake.change("101", state="CANCELLED")
+    assert require_successor(run, "100", None) is None
+    assert (read_record(run) or {})["successor"] == "102"
+    fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
+    assert require_successor(run, "100", None) is None, "as far as anybody can tell"
+
+
+def test_a_successor_is_not_given_bad_nodes_either(fake: FakeSlurm, run: Path) -> None:
+    fake.limit(None)
+    nodes = "".join(f"echo n{i} idle x;" for i in range(1, 6))
+    (fake.bin / "sinfo").write_text(f"#!/bin/sh\n{nodes}\n")
+    own = ended(run.parents[1] / "exp.yaml", "node_lost", exit_code=1, saved_step=5, lost_nodes=["n1"])
+    experiment = load_run(run)
+    restart = experiment.slurm.restart.model_copy(update={"exclude_bad_nodes": True})
+    slurm = experiment.slurm.model_copy(update={"restart": restart})
+    experiment = experiment.model_copy(update={"slurm": slurm})
+    assert _apply_restart_policy(experiment, run, Allocation("100", (("n1",),), "n1", 0), 1, own) == EXIT_AGAIN
+    assert ["scontrol", "update", "JobId=101", "ExcNodeList=n1"] in fake.calls("scontrol")
 
 
 def test_at_the_end_without_room_the_run_is_over(fake: FakeSlurm, run: Path) -> None:

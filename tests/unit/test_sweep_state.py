@@ -77,6 +77,9 @@ def test_a_point_that_becomes_invalid_keeps_the_earlier_one(sweep: Sweep) -> Non
     sent(sweep, 0)
     merged(sweep, point("a", None, "wrong"))
     assert [(row.index, row.hash, row.current) for row in sweep.rows] == [(0, "1" * 32, False), (1, None, True)]
+    put_run(sweep, "a", attempts=[{"outcome": "completed"}])
+    assert [(view.state, view.note) for view in views(sweep).values()] == [("invalid", "wrong")]
+    assert merged(sweep, point("a", None, "wrong")) == [(1, "a-invalid")]
     assert merged(sweep, point("a", "2" * 32)) == [(1, "a-22222222")]
     assert len({row.run_dir for row in sweep.rows}) == 2
 

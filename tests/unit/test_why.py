@@ -16,7 +16,7 @@ from prime_hpc.cli.verbs.run import why
 from prime_hpc.client.figures import parse_figures
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime import activity
-from prime_hpc.runtime.look import look, probe
+from prime_hpc.runtime.look import look, probe, words_here
 from prime_hpc.supervisor.stalls.collect import from_lines, report, shortened, text_of, to_lines
 from prime_hpc.supervisor.stalls.diagnose import diagnose
 from prime_hpc.supervisor.stalls.stacks import package_of, parse_dump, user_frame
@@ -167,7 +167,11 @@ def test_a_word_is_told_only_where_it_changes(tmp_path: Path) -> None:
         activity.doing("wait", awaits="x", step=3)
         same = activity.now_doing()["since"] == since
         activity.doing("optim")
-        os._exit(0 if same and activity.now_doing()["phase"] == "optim" else 1)
+        is_told = activity.now_doing()["phase"] == "optim"
+        activity.doing("wait", awaits="\N{SNOWMAN}" * 5000)  # a word has its room: its end was cut off
+        [word] = [word for word in words_here(str(tmp_path)) if word["pid"] == os.getpid()]
+        is_told = is_told and word["phase"] == "wait" and word["awaits"].startswith("\N{SNOWMAN}" * 9)
+        os._exit(0 if same and is_told else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 

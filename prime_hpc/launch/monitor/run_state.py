@@ -253,9 +253,15 @@ def _of_process(one: Evidence, silent: float, no_end: str) -> _Verdict:
     here = last.get("host") == socket.gethostname()
     if is_held(last) if here else silent < SILENT_S:
         return _alive(one, silent)
+    if here and _was_sent_since(one, last) and local_controller(one.path.resolve()) is not None:
+        return _Verdict("starting", "as a local job")
     if here:
         return _Verdict("lost", f"process {last.get('pid')} is gone, and {no_end}")
     return _Verdict("lost", f"no word from {last.get('host')} for {span(silent)}")
+
+
+def _was_sent_since(one: Evidence, last: AttemptRow) -> bool:
+    return (number((one.record or {}).get("time")) or 0.0) > (number(last.get("began")) or 0.0)
 
 
 def _alive(one: Evidence, silent: float, job: "JobInfo | None" = None) -> _Verdict:

@@ -7,6 +7,8 @@ run. No job is ended that does not carry a token of this sweep.
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from prime_hpc.config.errors import Problem
@@ -15,6 +17,7 @@ from prime_hpc.launch.cancel import GONE_TIMEOUT_S, Say, cancel_run
 from prime_hpc.launch.how_ended import has_saved
 from prime_hpc.launch.monitor.status import PatientAsk
 from prime_hpc.launch.sweep.progress import PointView, ask_strictly, look
+from prime_hpc.launch.sweep.queue import resolve_pending_submits
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
@@ -27,6 +30,7 @@ from prime_hpc.store.run_dirs import read_record
 POLL_S, LONGEST_POLL_S = 1.0, 15.0
 ASK_EVERY_S = 5.0
 _IDS_AT_ONCE = 100
+_THREADS = 4
 
 
 @dataclass
@@ -76,6 +80,7 @@ def cancel_sweep(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
         return _cancel_here(sweep, here, save=save, timeout_s=timeout_s, say=say)
     with submitting(sweep.dir):
         sweep = read_sweep(sweep.dir)
+        resolve_pending_submits(sweep)
         live = [view for view in look(sweep, ask=ask_strictly) if view.is_under_way]
         if not live:
             return Cancelled(0, 0, 0, [])
@@ -112,13 +117,12 @@ def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: floa
     infos = _jobs_of(sweep, live)
     pending = [info for info in infos if info.is_pending]
     _scancel(pending)  # first: nothing new begins meanwhile, no successor takes over
-    for view in live:
-        if (read_record(sweep.run_dir(view.row)) or {}).get("successor"):
-            add_to_record(sweep.run_dir(view.row), successor=None)
     waiting = {info.job_id for info in pending}
     if waiting:  # those that began before scancel came held nodes
-        waiting -= {info.job_id for info in _jobs_of(sweep, live) if info.nodes}
+        with suppress(SlurmError):
+            waiting -= {info.job_id for info in _jobs_of(sweep, live) if info.nodes}
     running = [view for view in live if view.status.job_id not in waiting]
+    _note_cancel(sweep, [view for view in live if view not in running])
     ask = PatientAsk(ASK_EVERY_S)
     if running and save:
         say(f"asked {len(running)} points to save and end; waiting up to {timeout_s:.0f} s")
@@ -129,9 +133,36 @@ def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: floa
         finally:
             for view in running:  # it would stop the point's next attempt at its first step
                 (sweep.run_dir(view.row) / STOP).unlink(missing_ok=True)
-    _scancel(info for info in _jobs_of(sweep, live) if info.is_active)
+    if _end_left(sweep, live, say):
+        _note_cancel(sweep, running)
     left = _wait(sweep, live, GONE_TIMEOUT_S, PatientAsk(POLL_S))
     return _counted(sweep, running, waiting=len(live) - len(running), left=left)
+
+
+def _note_cancel(sweep: Sweep, views: Sequence[PointView]) -> None:
+    """Have the records of points that were told to end say so: `status` looks there."""
+
+    def note(view: PointView) -> None:
+        if read_record(run_dir := sweep.run_dir(view.row)) is not None:
+            add_to_record(run_dir, cancelled=time.time(), successor=None)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(note, views))
+
+
+def _end_left(sweep: Sweep, live: Sequence[PointView], say: Say) -> bool:
+    """End what is left; a controller that does not answer now is asked again. False: it never did."""
+    began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
+    while True:
+        try:
+            _scancel(info for info in _jobs_of(sweep, live) if info.is_active)
+        except SlurmError as error:
+            if time.monotonic() - began > GONE_TIMEOUT_S:
+                say(f"what has not ended by itself is left: {error}")
+                return False
+        else:
+            return True
+        time.sleep(pause.next())
 
 
 def _wait(sweep: Sweep, views: Sequence[PointView], timeout_s: float, ask: PatientAsk) -> list[PointView]:

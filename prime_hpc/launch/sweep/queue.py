@@ -19,7 +19,7 @@ from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import PointView
-from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
+from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, open_point_record, write_text
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.executors import RunExecutor
 from prime_hpc.slurm.hostlist import index_ranges
@@ -28,7 +28,7 @@ from prime_hpc.slurm.queue import send
 from prime_hpc.slurm.queue_facts.submit_limits import MAX_ARRAY, max_array_size
 from prime_hpc.slurm.sbatch_errors import NothingQueued, job_without_answer, jobs_of_cut_off_submit
 from prime_hpc.slurm.script import ArrayPart, escape_pattern, interpreter, render_job, restart_mode
-from prime_hpc.slurm.submission_record import open_record, submission_environment, write_record
+from prime_hpc.slurm.submission_record import submission_environment, write_record
 
 _MAX_RANGES = 6000  # characters of --array: sbatch reads at most about 8,000
 _SAME_REFUSALS = 3
@@ -304,20 +304,12 @@ def _note_sent(sweep: Sweep, submit: SubmitRow, job_id: str) -> None:
 
 
 def _write_point_records(sweep: Sweep, submit: SubmitRow, job_id: str) -> None:
-    """Tell each point of an array which task it is, where `status`, `logs` and `cancel` look for it."""
-    cluster = cluster_name()
+    command, cluster = masked_command(sys.argv), cluster_name()
 
     def write(index: int) -> None:
-        open_record(
-            sweep.run_dir(sweep.rows[index]),
-            token=submit.token,
-            state="sent",
-            command=masked_command(sys.argv),
-            layout="packed",
-            cluster=cluster,
-            job_id=f"{job_id}_{index - submit.first}",
-            array=str(sweep.dir),
-        )
+        task = f"{job_id}_{index - submit.first}"
+        run_dir = sweep.run_dir(sweep.rows[index])
+        open_point_record(run_dir, sweep.dir, submit, job_id=task, command=command, cluster=cluster)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(write, submit.points))

@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
-from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE, new_token
+from prime_hpc.slurm.allocation import job_argument
+from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE, new_token, open_record
+from prime_hpc.store.run_dirs import SubmissionRecord, read_record
 
 if TYPE_CHECKING:
     from prime_hpc.launch.sweep.resolve import Point
@@ -33,6 +36,8 @@ SUBMITS = "submits.jsonl"
 ARRAYS = ".arrays"
 BLOCK = "block.json"
 _ID_DIGITS = 8
+INVALID = "invalid"
+"""Ends the name of a point that is not valid, where another experiment has its own."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,24 @@ def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] 
         )
     run_dir = sweep_dir / str(json.loads(lines[index])["run_dir"])
     _link_log(run_dir, environ)
+    if newest is not None:
+        with suppress(OSError):  # a full disk: no run fails for want of it
+            _open_point_record(run_dir, sweep_dir, newest, environ)
     return run_dir
+
+
+def _open_point_record(run_dir: Path, sweep_dir: Path, submit: SubmitRow, environ: Mapping[str, str]) -> None:
+    """Open a task's record where the client, which writes those of thousands once sbatch has answered, has not come to
+    it yet: what the job itself adds would go into an earlier submission's, and be lost with that."""
+    if (read_record(run_dir) or SubmissionRecord()).get("time", 0.0) < submit.time:
+        job_id, cluster = job_argument(environ), cluster_name(environ)
+        open_point_record(run_dir, sweep_dir, submit, job_id=job_id, command=[], cluster=cluster)
+
+
+def open_point_record(run_dir: Path, sweep_dir: Path, submit: SubmitRow, **fields: Any) -> None:
+    """Tell a point which task of an array it is (`job_id`), where `status`, `logs` and `cancel` look for it."""
+    own = {"token": submit.token, "time": submit.time, "array": str(sweep_dir)}
+    open_record(run_dir, state="sent", layout="packed", **own, **fields)
 
 
 def log_name(array: str, task: str) -> str:
@@ -215,7 +237,7 @@ def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow
     """
     sent = {index for row in sweep.submits for index in row.points}
     known = {row.hash: row for row in sweep.rows if row.hash is not None}
-    free = {row.name: row.index for row in sweep.rows if row.index not in sent}
+    free = {row.name if row.hash else row.id: row.index for row in sweep.rows if row.index not in sent}
     owners = {row.name: row.index for row in sweep.rows if row.hash is not None}
     wanted = {point.hash for point in points}
     rows = [replace(row, current=False) for row in sweep.rows]
@@ -227,8 +249,10 @@ def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow
             if index < len(rows) and rows[index].hash in wanted - {None}:
                 index = len(rows)  # that is another point of the file as it is now
             name = point.name
-            if point.hash is not None and owners.setdefault(name, index) != index:
-                name = f"{name}-{point.hash[:_ID_DIGITS]}"
+            if owners.get(name, index) != index:
+                name = f"{name}-{(point.hash or INVALID)[:_ID_DIGITS]}"
+            elif point.hash is not None:
+                owners[name] = index
             row = PointRow(index, "", name, name, {}, None)
         row = replace(
             row,

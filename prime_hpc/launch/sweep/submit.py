@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import RUN_YAML
-from prime_hpc.config.secret import OF_SITE, write_secrets
+from prime_hpc.config.secret import OF_SITE, written_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site, other_cluster
 from prime_hpc.config.sources.files import dump_yaml
@@ -21,6 +21,7 @@ from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, Sweep, merge_points
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.script import restart_mode
 from prime_hpc.slurm.submission_record import submitting
 
 
@@ -85,6 +86,11 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     parts = plan_parts(sweep, jobs, views, site, throttle=throttle, lanes=lanes)
     report.parts = [part.as_dict() for part in parts]
     num_nodes = max((part.placement.num_nodes for part in parts), default=0)
+    if (throttle or lanes) and any(restart_mode(p.experiment, site, p.placement) == "successor" for p in parts):
+        report.warnings.append(
+            "throttle and lanes hold until points come back as jobs of their own (slurm.restart.how: successor), which "
+            "run beside them: --feed keeps to them"
+        )
     report.warnings += filter(None, [unseen_by_others(sweep.dir, num_nodes, site.scratch)])
     if not dry_run:
         # without a container the jobs run in this very environment
@@ -144,10 +150,10 @@ def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -
 def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, is_local: bool) -> None:
     """Write the sweep's own files, then the run directories: a point's index is on disk before anything of it is."""
     try:
-        write_secrets(sweep.dir, base.secrets(), keep=OF_SITE)
+        with written_secrets(sweep.dir, base.secrets(), keep=OF_SITE):
+            write_text(sweep.dir / SWEEP_YAML, dump_yaml(base.stored()))
     except OSError as error:
         raise ConfigError(f"{sweep.dir} cannot be written: {error.strerror}") from error
-    write_text(sweep.dir / SWEEP_YAML, dump_yaml(base.stored()))
     sweep.write_points()
     (sweep.dir / "logs").mkdir(exist_ok=True)
     write_run_dirs(sweep, jobs, site, is_local=is_local)

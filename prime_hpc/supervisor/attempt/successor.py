@@ -163,8 +163,6 @@ def require_successor(
     Returns:
         why none waits: Slurm refuses it for good, or had no room for it in time; None: one does.
     """
-    if (read_record(run_dir) or {}).get("successor"):
-        return None
     end = time.monotonic() + min(LAST_TRIES_S, float("inf") if ends_at is None else ends_at - LEAVE_S - time.time())
     while (refusal := try_successor(run_dir, job_id)) is not None:
         left = end - time.monotonic()
