@@ -196,20 +196,21 @@ def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
         yield f"alarms.rules.{index}.below", rule.below
         yield f"alarms.rules.{index}.above", rule.above
     yield "sft.data.num_epochs", experiment.sft.data.num_epochs
-    yield from _deadlines(experiment)
+    yield from _times_and_sizes(experiment)
 
 
-def _deadlines(section: Section, above: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the lengths of time: a wait without an end is none that every part of the system can make."""
+def _times_and_sizes(section: Section, above: str = "") -> Iterator[tuple[str, float]]:
+    """Yield lengths of time and sizes of memory: a wait without an end is none that every part of the system can make,
+    and no memory is counted in bytes that has none."""
     for name, value in section:
-        if isinstance(value, float) and name.endswith("_s"):
+        if isinstance(value, float) and name.endswith(("_s", "_gib")):
             yield f"{above}{name}", value
         elif isinstance(value, Section):
-            yield from _deadlines(value, f"{above}{name}.")
+            yield from _times_and_sizes(value, f"{above}{name}.")
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 if isinstance(item, Section):
-                    yield from _deadlines(item, f"{above}{name}.{index}.")
+                    yield from _times_and_sizes(item, f"{above}{name}.{index}.")
 
 
 def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from prime_hpc import cli, launch
+from prime_hpc.cli.common import parse
 from prime_hpc.config import ConfigError, Loaded
 from prime_hpc.config.snapshot import write_snapshot
+from prime_hpc.store.io.files import write_atomic
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
@@ -245,6 +247,36 @@ def test_a_folder_whose_name_is_no_text(
     monkeypatch.setattr(launch, "run", run)
     assert cli.main(["rl", *ENV, "--model.name", "model"]) == 2
     assert "fr\\udcfch/model' holds bytes that are no text in this locale (utf-8)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "synthesize"])
+def test_json_is_what_this_command_found(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [verb, "--environment-ids", "a", "--client.base-url", "http://a/v1", "--output-dir", str(tmp_path), "--json"]
+    summary = tmp_path / verb / "results" / "summary.json"
+    summary.parent.mkdir(parents=True)
+
+    def run(loaded: Loaded) -> int:
+        print("what is said meanwhile")
+        if codes[0] == 0:
+            write_atomic(summary, b'{"of": "now"}')
+        return codes.pop(0)
+
+    monkeypatch.setattr(launch, "run", run)
+    codes = [1, 0, 1, 0]
+    for code, said in ((1, ""), (0, '{\n  "of": "now"\n}\n')) * 2:  # at last over an earlier one's
+        assert cli.main(argv) == code
+        assert capsys.readouterr().out == said
+
+
+def test_a_flags_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse("render", ["--output=~/job.sbatch"]).path("--output") == Path("/home/me/job.sbatch")
+    assert parse("render", []).path("--output") is None
+    both = ["--target", "kubernetes", "--chart", "a", "--output", "b"]
+    assert cli.main(["render", *ENV, "--kubernetes.image", "i", *both]) == 2
+    assert "--output: a chart is a folder" in capsys.readouterr().err
 
 
 def test_bench_tool_refuses_an_unknown_benchmark() -> None:

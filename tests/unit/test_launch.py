@@ -62,6 +62,15 @@ def test_what_would_fail_later_is_refused(tmp_path: Path, model: Path, values: d
         check(loaded(tmp_path, model, **values))
 
 
+def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = loaded(tmp_path, model, trainer={"loss": {"type": "no_such_module:loss"}})
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module'.*PH233"):
+        local.run(one)
+    assert not one.experiment.run_dir.exists()
+
+
 def test_what_another_job_may_make_is_not_missed_by_one_that_waits_for_it(tmp_path: Path, model: Path) -> None:
     sft = {"kind": "sft", "sft": {"data": {"path": str(tmp_path / "rows")}}}
     to_come = loaded(tmp_path, tmp_path / "made" / "weights" / "step_4", **sft)
