@@ -57,6 +57,7 @@ def _local_server(model: str) -> str | None:
     """Return the server that this user has started here by hand (`inference`), where it serves this model."""
     from prime_hpc.client.http import ask
     from prime_hpc.client.keys import find_key
+    from prime_hpc.config.absolute import local_directory
     from prime_hpc.config.sections.inference import DEFAULT_PORT
 
     url = f"http://127.0.0.1:{DEFAULT_PORT}/v1"
@@ -67,7 +68,7 @@ def _local_server(model: str) -> str | None:
         served = {row["id"] for row in json.loads(ask(f"{url}/models", timeout_s=2, key=key))["data"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return url if model in served else None
+    return url if served & {model, str(local_directory(model))} else None  # a directory is served by its whole path
 
 
 def _with_stdout_aside(call):  # type: ignore[no-untyped-def]
