@@ -147,6 +147,17 @@ def test_every_name_that_the_environments_accept_passes(tmp_path: Path, model: P
     check(loaded(tmp_path, model, orchestrator={"env": [{"id": name}]}))
 
 
+def test_a_model_may_be_named_from_home(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check(loaded(tmp_path, "~/model"))
+    assert (
+        weights_bytes(loaded(tmp_path, "~/model").experiment) == weights_bytes(loaded(tmp_path, model).experiment) > 0
+    )
+    teacher = {"model": "~/model", "base_url": "http://a:1/v1"}
+    taught = {"advantage": {"type": "opd"}, "teacher": teacher, "env": [{"id": "reverse-text"}]}
+    check(loaded(tmp_path, model, orchestrator=taught))
+
+
 def test_model_path_without_weights(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model.name.*no weights"):
