@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.verb_table import VERBS
@@ -59,6 +60,11 @@ class Given:
         if text is not None and (not text.isdecimal() or int(text) < least):
             raise ConfigError(f"{flag} {text}: must be a whole number of at least {least}")
         return None if text is None else int(text)
+
+    def path(self, flag: str) -> Path | None:
+        """Return a flag's path; None where it was not given. Of `--flag=~/x` no shell replaces the ~."""
+        text = self.get(flag)
+        return Path(text).expanduser() if text else None
 
     def positive(self, flag: str, what: str = "seconds") -> float | None:
         """Return a flag's positive number of `what`; None where it was not given.

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -14,7 +15,8 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.orchestrator import check_labels
+from prime_hpc.config.sections.orchestrator import ClientConfig, check_labels
+from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.config.sources.other_names import instead_of
 
 _WRONG_TYPE = re.compile(r"(_type|_parsing|_from_float|_error|_size|too_short|too_long)$")
@@ -152,9 +154,32 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
         if first is not None and first >= size:
             key = "data_parallel_start_rank"
             yield f"{section}.{key}", f"{key} ({first}) is no rank of data_parallel_size ({size})"
+    for key, url in _addresses(experiment):
+        if not _is_address(url):
+            yield key, f"{masked(repr(url))} is no address of a server: write http://host:port/v1"
     for key, figure in _compared(experiment):
         if figure is not None and not math.isfinite(figure):
             yield key, f"must be a finite number, got {figure}"
+
+
+def _addresses(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield the addresses of servers that the run is told of, with their keys."""
+    clients: dict[str, ClientConfig | TeacherConfig | None] = {
+        "orchestrator.client": experiment.orchestrator.client,
+        "orchestrator.teacher": experiment.orchestrator.teacher,
+        "eval.client": experiment.eval.client,
+        "synthesize.client": experiment.synthesize.client,
+    }
+    for key, client in clients.items():
+        yield from ((f"{key}.base_url", url) for url in (client.urls if client is not None else ()))
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.split() == [url]
+    except ValueError:  # a port that is no number, half of an IPv6 address
+        return False
 
 
 def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
@@ -171,20 +196,21 @@ def _compared(experiment: Experiment) -> Iterator[tuple[str, float | None]]:
         yield f"alarms.rules.{index}.below", rule.below
         yield f"alarms.rules.{index}.above", rule.above
     yield "sft.data.num_epochs", experiment.sft.data.num_epochs
-    yield from _deadlines(experiment)
+    yield from _times_and_sizes(experiment)
 
 
-def _deadlines(section: Section, above: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the lengths of time: a wait without an end is none that every part of the system can make."""
+def _times_and_sizes(section: Section, above: str = "") -> Iterator[tuple[str, float]]:
+    """Yield lengths of time and sizes of memory: a wait without an end is none that every part of the system can make,
+    and no memory is counted in bytes that has none."""
     for name, value in section:
-        if isinstance(value, float) and name.endswith("_s"):
+        if isinstance(value, float) and name.endswith(("_s", "_gib")):
             yield f"{above}{name}", value
         elif isinstance(value, Section):
-            yield from _deadlines(value, f"{above}{name}.")
+            yield from _times_and_sizes(value, f"{above}{name}.")
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 if isinstance(item, Section):
-                    yield from _deadlines(item, f"{above}{name}.{index}.")
+                    yield from _times_and_sizes(item, f"{above}{name}.{index}.")
 
 
 def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:

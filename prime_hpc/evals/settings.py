@@ -5,6 +5,7 @@ this.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ import xxhash
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.absolute import from_the_root
+from prime_hpc.config.experiment import ALONE
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
@@ -63,6 +65,20 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         told = {k: v for k, v in env.model_dump(mode="json").items() if k not in _NOT_DECISIVE}
         found[f"{kind}.env.{told.pop('name') or env.id}"] = told
     return found
+
+
+def is_of(key: str, environments: Collection[str], step: int | None) -> bool:
+    """Return whether a recorded setting decides how some environments were played under one version.
+
+    Args:
+        key: of `settings_of`.
+        environments: their labels.
+        step: the version; None: several, whose weights differ.
+    """
+    if key.startswith(_STEP):
+        return key == f"{_STEP}{step}"
+    section, _, label = key.partition(".env.")
+    return section not in ALONE or not label or label in environments
 
 
 def recorded(run_dir: Path) -> dict[str, Any] | None:

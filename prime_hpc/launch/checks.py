@@ -101,7 +101,7 @@ def _samples(experiment: Experiment, role: str | None) -> bool:
 
 def _model(experiment: Experiment, waits: bool) -> list[Problem]:
     name = experiment.model.name
-    folder = Path(name)
+    folder = Path(name).expanduser()
     if not is_local_path(name) or (waits and not folder.exists()):
         return []
     is_loaded = experiment.trains or experiment.inference is not None
@@ -144,7 +144,7 @@ def trained_models(experiment: Experiment) -> list[Problem]:
 
 def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:
     """List what a local model's directory lacks; whether its weights are whole, where this run loads them."""
-    folder = Path(name)
+    folder = Path(name).expanduser()
     if not folder.is_dir():
         return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)]
     if not (folder / "config.json").exists() and holds_changes(folder):
@@ -208,11 +208,12 @@ def _teacher(experiment: Experiment) -> list[Problem]:
         return []
     key = MODELS["teacher"]
     if is_local_path(teacher.model):
-        if not Path(teacher.model).is_dir():
+        folder = Path(teacher.model).expanduser()
+        if not folder.is_dir():
             return [Problem(f"{teacher.model!r} is not a directory (a hub name looks like owner/model)", key)]
         if experiment.teacher_inference is not None:
             longest = served_by(experiment, "teacher").max_model_len
-            if lacks := _folder(teacher.model, key) or _context(Path(teacher.model), longest, key):
+            if lacks := _folder(teacher.model, key) or _context(folder, longest, key):
                 return lacks
     vocabularies: list[dict[str, int] | None] = []
     for name, its_key in ((experiment.model.name, "model.name"), (teacher.model, key)):

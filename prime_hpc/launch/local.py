@@ -16,7 +16,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import masked_command
-from prime_hpc.config.site import load_site
+from prime_hpc.config.site import GENERIC, load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.job import local_job
@@ -46,11 +46,12 @@ RESUME = ["--ckpt.resume-step", "latest"]
 
 
 def run(loaded: Loaded) -> int:
-    """Run an experiment in the foreground; returns the exit code."""
-    if loaded.experiment.kind == "sft":
-        with suppress(ConfigError):
-            here = loaded.experiment.model_copy(update={"launch": "local"})
-            print_warnings(lint(here, load_site(here.slurm.site)))
+    """Run an experiment in the foreground; returns the exit code. Raises ConfigError, for what lint calls an error as
+    `submit` does."""
+    loaded = for_evaluation(loaded)
+    findings = lint(loaded.experiment.model_copy(update={"launch": "local"}), GENERIC)  # no site's nodes are asked
+    refuse_errors(loaded, findings)
+    print_warnings(findings)
     run_dir = prepare_run(loaded)
     from prime_hpc.supervisor.main import supervise
 

@@ -85,7 +85,7 @@ def _bytes_kept(experiment: Experiment) -> dict[str, int]:
 
 def weights_bytes(experiment: Experiment) -> int:
     """Of the model's weight files; 0 where it is not here."""
-    folder = Path(experiment.model.name)
+    folder = Path(experiment.model.name).expanduser()
     if not folder.is_dir():
         return 0
     try:

@@ -5,14 +5,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prime_hpc import cli, launch
+from prime_hpc.cli.common import parse
+from prime_hpc.client.keys import key_file, take_key
 from prime_hpc.config import ConfigError, Loaded
 from prime_hpc.config.snapshot import write_snapshot
+from prime_hpc.store.io.files import write_atomic
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
@@ -245,6 +250,66 @@ def test_a_folder_whose_name_is_no_text(
     monkeypatch.setattr(launch, "run", run)
     assert cli.main(["rl", *ENV, "--model.name", "model"]) == 2
     assert "fr\\udcfch/model' holds bytes that are no text in this locale (utf-8)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "synthesize"])
+def test_json_is_what_this_command_found(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [verb, "--environment-ids", "a", "--client.base-url", "http://a/v1", "--output-dir", str(tmp_path), "--json"]
+    summary = tmp_path / verb / "results" / "summary.json"
+    summary.parent.mkdir(parents=True)
+
+    def run(loaded: Loaded) -> int:
+        print("what is said meanwhile")
+        if codes[0] == 0:
+            write_atomic(summary, b'{"of": "now"}')
+        return codes.pop(0)
+
+    monkeypatch.setattr(launch, "run", run)
+    codes = [1, 0, 1, 0]
+    for code, said in ((1, ""), (0, '{\n  "of": "now"\n}\n')) * 2:  # at last over an earlier one's
+        assert cli.main(argv) == code
+        assert capsys.readouterr().out == said
+
+
+def test_a_server_by_hand_is_found_by_a_path_from_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handed: list[tuple[Any, ...]]
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_user = self.path == "/v1/models" and self.headers["Authorization"] == f"Bearer {key}"
+            self.send_response(200 if is_user else 403)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": [{"id": "policy"}, {"id": str(tmp_path / "model")}]}).encode())
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = take_key(key_file())
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        monkeypatch.setattr("prime_hpc.config.sections.inference.DEFAULT_PORT", server.server_port)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        for name in ("model", str(tmp_path / "model"), "other"):
+            cli.main(["eval", "--environment-ids", "a", "--model.name", name, "--json"])
+            client = handed.pop()[1].experiment.eval.client
+            assert (client and client.base_url) == (None if name == "other" else url)
+            said = capsys.readouterr()
+            assert said.out == "" and (url in said.err) == (name != "other"), "standard output is the JSON's alone"
+        server.shutdown()
+
+
+def test_a_flags_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse("render", ["--output=~/job.sbatch"]).path("--output") == Path("/home/me/job.sbatch")
+    assert parse("render", []).path("--output") is None
+    both = ["--target", "kubernetes", "--chart", "a", "--output", "b"]
+    assert cli.main(["render", *ENV, "--kubernetes.image", "i", *both]) == 2
+    assert "--output: a chart is a folder" in capsys.readouterr().err
 
 
 def test_bench_tool_refuses_an_unknown_benchmark() -> None:

@@ -286,6 +286,7 @@ def test_a_part_of_a_group_of_engines_is_no_more_than_the_group() -> None:
         (["--alarms.rules", '[{"metric": "trainer.kl", "above": NaN}]'], "rl"),
         (["--trainer.dist-timeout-s", "inf"], "rl"),
         (["--orchestrator.env.0.timeout-s", "inf"], "rl"),
+        (["--inference.kv-cache-gib", "inf"], "rl"),
         (["--data.num-epochs", "inf", "--data.path", "rows.jsonl"], "sft"),
         (["--environment-ids", "a", "--min-reward", "nan"], "synthesize"),
         (["--environment-ids", "a", "--pass-threshold", "nan"], "eval"),
@@ -293,6 +294,26 @@ def test_a_part_of_a_group_of_engines_is_no_more_than_the_group() -> None:
 )
 def test_figures_that_are_compared_are_finite(flags: list[str], entrypoint: str) -> None:
     refused(flags, "finite number", entrypoint)
+
+
+@pytest.mark.parametrize(
+    ("key", "entrypoint"),
+    [
+        ("orchestrator.client.base_url", "rl"),
+        ("orchestrator.teacher.base_url", "rl"),
+        ("eval.client.base_url", "eval"),
+        ("synthesize.client.base_url", "synthesize"),
+    ],
+)
+def test_addresses_of_servers_are_some(key: str, entrypoint: str) -> None:
+    taught = ["--orchestrator.advantage.type", "opd", "--orchestrator.env", '[{"id": "reverse-text"}]']
+    flags = ["--environment-ids", "a"] if entrypoint in ("eval", "synthesize") else taught * ("teacher" in key)
+    for text in ("localhost:8000/v1", "http:///v1", "http://a b/v1", "ftp://a/v1", "http://a:x/v1"):
+        refused(
+            [*flags, f"--{key}={text}"], f"{key}: .*is no address of a server: write http://host:port/v1", entrypoint
+        )
+    for text in ("http://a:8000", "https://api.a.com/v1", "http://[::1]:8000/v1"):
+        load([*flags, f"--{key}={text}"], entrypoint)
 
 
 def test_a_seed_is_one_that_torch_takes() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.cli.verbs.run.replay import Replay, _progress, compare
-from prime_hpc.config import load_experiment
+from prime_hpc.cli.verbs.run.replay import Replay, _progress, compare, run
+from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.trainer.replay.dump_failed_step import _with_model
@@ -37,6 +37,15 @@ def test_a_kept_version_is_the_policy_and_not_the_reference(flags: list[str], re
     assert (kl.model if kl is not None else None) == reference
     assert kept.trainer.loss.kl is None or kept.trainer.loss.kl.coef == 0.1
     assert experiment.model.name == "org/base"
+
+
+def test_a_kept_step_is_one_and_takes_no_steps(tmp_path: Path) -> None:
+    kept = tmp_path / "failed" / "step_000001"
+    kept.mkdir(parents=True)
+    (kept / "run.yaml").touch()
+    for flag in (["--json"], ["--steps", "1:2"], ["--timeout", "9"]):
+        with pytest.raises(ConfigError, match=f"{flag[0]} is for the steps of a run"):
+            run([str(kept), *flag], "replay")
 
 
 def test_a_step_whose_record_was_torn_is_not_compared(tmp_path: Path) -> None:

@@ -62,6 +62,15 @@ def test_what_would_fail_later_is_refused(tmp_path: Path, model: Path, values: d
         check(loaded(tmp_path, model, **values))
 
 
+def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = loaded(tmp_path, model, trainer={"loss": {"type": "no_such_module:loss"}})
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module'.*PH233"):
+        local.run(one)
+    assert not one.experiment.run_dir.exists()
+
+
 def test_what_another_job_may_make_is_not_missed_by_one_that_waits_for_it(tmp_path: Path, model: Path) -> None:
     sft = {"kind": "sft", "sft": {"data": {"path": str(tmp_path / "rows")}}}
     to_come = loaded(tmp_path, tmp_path / "made" / "weights" / "step_4", **sft)
@@ -136,6 +145,17 @@ def test_versions_that_another_job_makes_are_not_missed_by_an_evaluation_that_wa
 @pytest.mark.parametrize("name", ["reverse_text", "Reverse-Text", "hypothesis", "prime_hpc.envs.tasksets.reverse_text"])
 def test_every_name_that_the_environments_accept_passes(tmp_path: Path, model: Path, name: str) -> None:
     check(loaded(tmp_path, model, orchestrator={"env": [{"id": name}]}))
+
+
+def test_a_model_may_be_named_from_home(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check(loaded(tmp_path, "~/model"))
+    assert (
+        weights_bytes(loaded(tmp_path, "~/model").experiment) == weights_bytes(loaded(tmp_path, model).experiment) > 0
+    )
+    teacher = {"model": "~/model", "base_url": "http://a:1/v1"}
+    taught = {"advantage": {"type": "opd"}, "teacher": teacher, "env": [{"id": "reverse-text"}]}
+    check(loaded(tmp_path, model, orchestrator=taught))
 
 
 def test_model_path_without_weights(tmp_path: Path, model: Path) -> None:

@@ -32,13 +32,13 @@ KINDS = {
     ("parallel_rules", TRAINING): "tensor_parallel context_parallel expert_parallel nodes",
     ("run_rules", "rl"): "groups sampling stale concurrency learning curriculum echo evaluation runs",
     ("run_rules", TRAINING): "batch learning_rate checkpoints",
-    ("run_rules", EVERY): "sandboxes alarms output",
+    ("run_rules", EVERY): "sandboxes alarms offline output",
     ("sft_rules", "sft"): "data epochs rate",
     ("env_rules", "rl eval synthesize"): "workers",
     ("env_rules", EVERY): "installed arguments rows keys",
     ("own_code_rules", "rl"): "found",
-    ("effect_rules", TRAINING): "unused resumed",
-    ("effect_rules", EVERY): "by_hand",
+    ("effect_rules", TRAINING): "resumed",
+    ("effect_rules", EVERY): "unused by_hand",
     ("effect_rules", "eval"): "evaluated",
     ("sharing_rules", TRAINING): "shared_gpus sleeping",
     ("slurm_rules", EVERY): "placed renders partitions sizes resources handed_on values paths networks",
@@ -111,8 +111,22 @@ def test_a_run_that_trains_nothing_is_held_to_what_its_engines_and_its_job_can_d
     assert said(slurm={"time": "10"}) >= {("PH310", "error", "slurm.restart.signal_lead_s")}
     attached = {"inference": None, kind: {"client": {"base_url": "http://localhost:8000/v1"}}}
     assert said(**attached) == {("PH312", "warning", f"{kind}.client.base_url")}
+    monitors = {"wandb": {}, "mlflow": {}, "tensorboard": True, "ckpt": {}}
+    assert said(**monitors) == {("PH241", "warning", key) for key in monitors}, "nothing writes them"
+    weighed = {kind: {"env": [{"id": "calculator", "ratio": 2}]}}
+    assert said(**weighed) == {("PH241", "warning", f"{kind}.env.0.ratio")}
     rules = [{"metric": "trainer.kl", "above": 1}, {"metric": "run.stall_s", "above": 1}]
     assert said(alarms={"rules": rules}) == {("PH240", "warning", "alarms.rules.0.metric")}
+
+
+@pytest.mark.parametrize("kind", EVERY.split())
+def test_a_model_that_nobody_may_fetch(model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    here = {"launch": "local", "slurm": None, "model": {"name": "someone/unheard-of"}}
+    change = here | (alone(kind) if kind in ("eval", "synthesize") else {"kind": kind})
+    for text, said in (("1", [("error", "model.name")]), ("0", [])):
+        monkeypatch.setenv("HF_HUB_OFFLINE", text)
+        assert [(f.severity, f.key) for f in findings(model, change) if f.code == "PH329"] == said
 
 
 def test_an_unstated_length_is_bounded_by_the_models_own(model: Path) -> None:

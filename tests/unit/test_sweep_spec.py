@@ -94,13 +94,16 @@ def test_values_are_taken_in_any_spelling_the_config_accepts(write) -> None:
     assert (third.inference, third.trainer.optim.lr) == (None, 1e-4)
 
 
-def test_order_of_sources(write, tmp_path: Path) -> None:
+def test_order_of_sources(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(AXES + "overrides: {max_steps: 5, async_level: 0}\nname: one\n")
     base = load_base(path, ["--max-steps", "9", "--name", "two"], {"PRIME_SEED": "11", "PRIME_MAX_STEPS": "1"})
     experiment = experiment_of(resolve_points(base)[0])
     assert (experiment.max_steps, experiment.async_level, experiment.seed) == (9, 0, 11)
     assert base.sweep_dir == tmp_path / "out" / "two"
     assert experiment.run_dir == tmp_path / "out" / "two" / "lr1e-05-rollouts_per_example4"
+    named = write(AXES + "output_dir: ${oc.env:SWEEPS}/of-${seed}\n", "named.yaml")
+    monkeypatch.setenv("SWEEPS", str(tmp_path / "by variable"))
+    assert load_base(named, [], {}).sweep_dir == tmp_path / "by variable" / "of-0" / "named"
     elsewhere = load_base(write(AXES + f"output_dir: {tmp_path}/else\n", "three.yaml"), [], {})
     assert elsewhere.sweep_dir == tmp_path / "else" / "three"
 

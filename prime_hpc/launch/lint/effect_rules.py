@@ -79,12 +79,26 @@ def _of_any(experiment: Experiment) -> Iterator[Row]:
     yield "teacher_gpu_ids", experiment.teacher_inference is not None, "servers that the run starts (teacher_inference)"
 
 
-@rule(*TRAINING)
+def _of_episodes_alone(experiment: Experiment) -> Iterator[Row]:
+    user = f"runs that train; what {experiment.kind} finds is in results/ and metrics/ of its directory"
+    yield from ((key, False, user) for key in ("ckpt", "wandb", "mlflow", "tensorboard"))
+
+
+def _of_environments(experiment: Experiment) -> Iterator[Row]:
+    for key, envs in experiment.environment_lists.items():
+        for index in range(len(envs)):
+            yield f"{key}.{index}.ratio", key == "orchestrator.env", "environments that are trained on"
+
+
+@rule(*EVERY)
 def unused(subject: Subject) -> Iterator[Finding]:
     """Report keys that differ from their defaults, and that nothing reads."""
     experiment = subject.experiment
-    rows = [*_of_any(experiment)]
-    rows += [*_of_loss(experiment), *_of_advantage(experiment)] if subject.is_rl else [*_of_sft(experiment)]
+    rows = [*_of_environments(experiment), *(_of_any if experiment.trains else _of_episodes_alone)(experiment)]
+    if subject.is_rl:
+        rows += [*_of_loss(experiment), *_of_advantage(experiment)]
+    elif experiment.trains:
+        rows += _of_sft(experiment)
     for key, is_used, user in rows:
         if not is_used and _is_stated(experiment, key):
             yield Finding(
@@ -96,7 +110,7 @@ def _is_stated(experiment: Experiment, key: str) -> bool:
     section: Any = experiment
     *above, last = key.split(".")
     for name in above:
-        section = getattr(section, name)
+        section = section[int(name)] if name.isdecimal() else getattr(section, name)
     return bool(getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True))
 
 

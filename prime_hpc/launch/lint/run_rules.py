@@ -10,6 +10,8 @@ from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.checks import stated_environments
+from prime_hpc.launch.fetch.fetch import OFFLINE
+from prime_hpc.launch.fetch.presence import missing_of
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.observe.metric_names import is_known, near, split_metric
 from prime_hpc.store.child_runs import list_children
@@ -351,6 +353,17 @@ def alarms(subject: Subject) -> Iterator[Finding]:
         elif (file := split_metric(alarm.metric)[0]) not in written:
             text = f"{alarm.metric}: this run has no {file}, so that the rule never fires"
             yield Finding("PH240", "warning", key, text, f"one of {' and '.join(f'{name}.' for name in written)}")
+
+
+@rule(*EVERY)
+def offline(subject: Subject) -> Iterator[Finding]:
+    """Find models that are not on disk, where the environment of this machine keeps its roles off the hub."""
+    said = next((name for name in OFFLINE[:2] if os.environ.get(name, "").lower() in ("1", "on", "yes", "true")), None)
+    for one in missing_of(subject.experiment, os.environ) if said and not subject.is_slurm else ():
+        if one.need.kind == "model" and one.can_fetch:
+            lacks = f"{one.need.name} is not all in {one.path} ({', '.join(one.lacks)})"
+            message, remedy = f"{lacks}, and {said} keeps it from the hub", f"`prime-hpc fetch FILE`, or unset {said}"
+            yield Finding("PH329", "error", one.need.key, message, remedy)
 
 
 @rule(*EVERY)

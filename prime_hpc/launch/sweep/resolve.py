@@ -16,6 +16,7 @@ from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sources.files import Document, parse_yaml, read_documents
 from prime_hpc.config.sources.flags import Entry, FileRef, parse_flags
+from prime_hpc.config.sources.interpolate import value_at
 from prime_hpc.config.sources.load import Loaded, environment_entries, file_entries
 from prime_hpc.config.sources.variants import Variants
 from prime_hpc.launch.sweep.naming import check_pattern, default_pattern, point_name
@@ -152,7 +153,7 @@ def _base(spec: Spec, variants: Variants, name: str) -> Base:
         directory_name(name)
     except ValueError as error:
         raise ConfigError(Problem(str(error), "name")) from error
-    parent = Path(str(variants.stated.get("output_dir") or "outputs")).expanduser()
+    parent = Path(str(value_at(variants.stated, ("output_dir",)) or "outputs")).expanduser()
     return Base(spec, variants, name, parent.resolve() / name)
 
 

@@ -21,13 +21,13 @@ def run(argv: list[str], program: str) -> int:
     """Examine the machine, or with --path measure a directory; print one line a finding."""
     given = parse("doctor", argv)
     given.arguments(0)
-    path = given.get("--path")
+    path = given.path("--path")
     if "--other" in given and path is None:
         raise ConfigError(f"--other is the directory of --path through another mount; usage: {given.usage}")
     as_data = "--json" in given
     extra: dict[str, Any] = {}
     if path is not None:
-        findings, extra["measured"] = _path(Path(path), given.get("--other"))
+        findings, extra["measured"] = _path(path, given.path("--other"))
     else:
         findings = examine()
     if as_data:
@@ -40,19 +40,18 @@ def run(argv: list[str], program: str) -> int:
     return 1 if worst(findings) == "fail" else 0
 
 
-def _path(path: Path, other: str | None) -> tuple[list[Finding], dict[str, Any]]:
+def _path(path: Path, other: Path | None) -> tuple[list[Finding], dict[str, Any]]:
     from prime_hpc.launch.doctor.advice import advise
     from prime_hpc.launch.doctor.filesystem import measure
     from prime_hpc.launch.doctor.fs_view import FolderView
 
     view: Callable[[str], FolderView] | None = _other_node(path)
     if other is not None:
-        second = Path(other)
-        if not second.is_dir():
+        if not other.is_dir():
             raise ConfigError(f"--other {other} is not a directory")
 
         def view(name: str) -> FolderView:
-            return FolderView(second.resolve() / name)
+            return FolderView(other.resolve() / name)
 
     found = measure(path, view)
     return advise(found), found.as_json()

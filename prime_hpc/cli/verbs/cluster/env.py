@@ -29,11 +29,10 @@ def _pack(given: Given, program: str) -> int:
     kind = given.get("--format") or best_kind()
     if kind not in SUFFIXES:
         raise ConfigError(f"--format {kind}: must be one of {', '.join(SUFFIXES)}")
-    output = given.get("--output")
     try:
         pack, facts = pack_environment(
             Path(sys.prefix),
-            None if output is None else Path(output).expanduser(),
+            given.path("--output"),
             kind,
             say,
             start="mount" if "--mount" in given else "unpack",

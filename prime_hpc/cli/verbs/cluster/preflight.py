@@ -38,4 +38,4 @@ def _check(given: Given) -> dict[str, Any]:
         options["timeout_s"] = timeout_s
     if "--allreduce" in given or "--no-allreduce" in given:
         options["allreduce"] = "--allreduce" in given
-    return check_here(Path(given.get("--dir") or "."), PreflightConfig(**options)).as_json()
+    return check_here(given.path("--dir") or Path(), PreflightConfig(**options)).as_json()

@@ -25,7 +25,7 @@ def run(argv: list[str], program: str) -> int:
     if what == "show":
         return _show(rest[1] if len(rest) > 1 else None, as_json)
     if what == "probe" and len(rest) == 1:
-        return _probe(given.get("--output"), as_json, program)
+        return _probe(given.path("--output"), as_json, program)
     raise ConfigError(f"usage: {given.usage}")
 
 
@@ -56,7 +56,7 @@ def _show(name: str | None, as_json: bool) -> int:
     return 0
 
 
-def _probe(output: str | None, as_json: bool, program: str) -> int:
+def _probe(output: Path | None, as_json: bool, program: str) -> int:
     from prime_hpc.slurm.client import SlurmError
     from prime_hpc.slurm.probe_site import probe
 
@@ -68,7 +68,7 @@ def _probe(output: str | None, as_json: bool, program: str) -> int:
         print(f"{program}: error: {error}", file=sys.stderr)
         return error.exit_code
     if output is not None:
-        _write_new(Path(output), draft.text)
+        _write_new(output, draft.text)
         print(f"wrote {output}: check its lines marked `check`", file=sys.stderr)
     if as_json:
         print_json(draft.site.model_dump(mode="json", exclude_defaults=True) | {"name": draft.site.name})

@@ -6,8 +6,9 @@ Exit codes: 0 done, 1 it failed (or too many episodes did; the results are there
 
 import json
 import sys
+from pathlib import Path
 
-from prime_hpc.cli.common import Given, load, parse, print_json
+from prime_hpc.cli.common import Given, load, parse, print_json, say
 
 
 def run(argv: list[str], program: str) -> int:
@@ -30,23 +31,33 @@ def run_alone(argv: list[str], program: str, kind: str) -> int:
     if not any(key.startswith(says_where) for key in loaded.provenance) and not loaded.experiment.clean:
         url = _local_server(loaded.experiment.model.name)
         if url is not None:
-            print(f"{program}: {url} serves {loaded.experiment.model.name}: attached (--inference starts another)")
+            say(f"{program}: {url} serves {loaded.experiment.model.name}: attached (--inference starts another)")
             loaded = load([*given.words, "--client.base-url", url], kind, program)
     from prime_hpc import launch
 
     if "--json" not in given:
         return launch.run(loaded)
-    code = _with_stdout_aside(lambda: launch.run(loaded))
     path = loaded.experiment.run_dir / "results" / "summary.json"
-    if path.is_file():
+    before = _written(path)
+    code = _with_stdout_aside(lambda: launch.run(loaded))
+    if _written(path) not in (None, before):  # of this command, which may have ended before it wrote one
         print_json(json.loads(path.read_text(encoding="utf-8")))
     return code
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written anew; None: there is none."""
+    if not path.is_file():
+        return None
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _local_server(model: str) -> str | None:
     """Return the server that this user has started here by hand (`inference`), where it serves this model."""
     from prime_hpc.client.http import ask
     from prime_hpc.client.keys import find_key
+    from prime_hpc.config.absolute import local_directory
     from prime_hpc.config.sections.inference import DEFAULT_PORT
 
     url = f"http://127.0.0.1:{DEFAULT_PORT}/v1"
@@ -57,7 +68,7 @@ def _local_server(model: str) -> str | None:
         served = {row["id"] for row in json.loads(ask(f"{url}/models", timeout_s=2, key=key))["data"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return url if model in served else None
+    return url if served & {model, str(local_directory(model))} else None  # a directory is served by its whole path
 
 
 def _with_stdout_aside(call):  # type: ignore[no-untyped-def]

@@ -3,8 +3,6 @@
 Exit codes: 0 all is there; 1 something is missing, or could not be fetched; 2 wrong config.
 """
 
-from pathlib import Path
-
 from prime_hpc.cli.common import load, parse, print_json, say
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.fetch.fetch import fetch_all
@@ -14,12 +12,11 @@ from prime_hpc.launch.fetch.presence import Presence
 def run(argv: list[str], program: str) -> int:
     """Fetch what is missing; with --check only say it."""
     given = parse("fetch", argv)
-    into = given.get("--into")
     loaded = load(given.words, "plan", program)
     done = fetch_all(
         loaded.experiment,
         load_site(loaded.experiment.slurm.site),
-        into=None if into is None else Path(into),
+        into=given.path("--into"),
         check="--check" in given,
         say=say,
     )

@@ -50,7 +50,7 @@ def run(argv: list[str], program: str) -> int:
             "to send it by hand, state the secret in the experiment's file as @FILE, or in the environment (PRIME_...)",
             file=sys.stderr,
         )
-    return _show(script, given.get("--output"))
+    return _show(script, given.path("--output"))
 
 
 def _kubernetes(loaded: Loaded, given: Given) -> int:
@@ -66,14 +66,16 @@ def _kubernetes(loaded: Loaded, given: Given) -> int:
     findings = lint_pods(for_pods(loaded.experiment), SITE)
     refuse_errors(loaded, findings)
     print_warnings(findings)
-    if (folder := given.get("--chart")) is not None:
-        for path in write_chart(loaded.experiment, Path(folder)):
+    if (folder := given.path("--chart")) is not None:
+        if "--output" in given:
+            raise ConfigError(Problem("a chart is a folder: --chart says where", "--output"))
+        for path in write_chart(loaded.experiment, folder):
             print(path)
         return 0
-    return _show(yaml_stream(objects), given.get("--output"), mode=0o600)
+    return _show(yaml_stream(objects), given.path("--output"), mode=0o600)
 
 
-def _show(text: str, output: str | None, mode: int = 0o666) -> int:
+def _show(text: str, output: Path | None, mode: int = 0o666) -> int:
     if output is None:
         print(text, end="")
         return 0

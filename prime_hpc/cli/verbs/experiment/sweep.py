@@ -118,13 +118,13 @@ def _results(argv: list[str], program: str) -> int:
     from prime_hpc.launch.sweep.plot import draw
 
     given = parse("sweep", argv, "results")
-    sweep_dir, plot = _find(given), given.get("--plot")
+    sweep_dir, plot = _find(given), given.path("--plot")
     sweep, base = read_sweep(sweep_dir), load_stored(sweep_dir / "sweep.yaml")
     metric = choose_metric(base.spec.file, str(base.variants.stated.get("kind", "rl")), given.get("--metric"))
     results = collect_results(sweep, look(sweep), metric, whole=plot is not None)
     seeds = over_seeds(results, metric.goal)
     if plot is not None:
-        draw(results, metric, f"{sweep_dir.name}: {metric.name}", Path(plot).expanduser())
+        draw(results, metric, f"{sweep_dir.name}: {metric.name}", plot)
     if "--json" in given:
         print_json(
             {

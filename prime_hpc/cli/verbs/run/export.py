@@ -41,7 +41,7 @@ def run(argv: list[str], program: str) -> int:
     if "--merged" in given:
         return _merge(load_run(run_dir), paths, given.flags)
     steps = _chosen(given.get("--steps"), list_batches(paths), run_dir)
-    output = Path(given.get("--output") or run_dir / "rollouts.parquet").expanduser()
+    output = given.path("--output") or run_dir / "rollouts.parquet"
     compression = given.get("--compression") or "zstd"
     if compression not in COMPRESSIONS:
         raise ConfigError(f"--compression {compression}: must be one of {', '.join(COMPRESSIONS)}")

@@ -62,11 +62,13 @@ def run(argv: list[str], program: str) -> int:
 
     run_dir = find_run(word)
     if run_dir.resolve().parent.name == "failed":
+        if idle := sorted(given.flags.keys() - {"--ranks"}):
+            raise ConfigError(f"{idle[0]} is for the steps of a run; {word} is one step, which takes --ranks alone")
         return _kept_step(run_dir.resolve(), given.whole("--ranks", 1))
     what = plan_replay(run_dir, given.get("--steps"), given.whole("--from"), given.whole("--ranks", 1))
     timeout_s = given.positive("--timeout") or TIMEOUT_S
     as_json = "--json" in given
-    with _scratch(given.get("--keep")) as scratch:
+    with _scratch(given.path("--keep")) as scratch:
         if not as_json:
             where = f"the checkpoint of step {what.start}" if what.start else "the base model"
             print(f"steps {what.first}..{what.last} again from {where}, {what.num_ranks} rank(s)", flush=True)
@@ -207,13 +209,13 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _scratch(named: str | None) -> Iterator[Path]:
+def _scratch(named: Path | None) -> Iterator[Path]:
     """Make a directory that is deleted afterwards unless the user named it."""
     if named is None:
         with tempfile.TemporaryDirectory(prefix="prime-hpc-replay-", ignore_cleanup_errors=True) as made:
             yield Path(made)
         return
-    path = Path(named).absolute()
+    path = named.absolute()
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise ConfigError(f"--keep {named}: is not empty")

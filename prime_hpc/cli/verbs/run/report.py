@@ -6,7 +6,6 @@ is full, no permission); 2 there is no such run, or none that can be read.
 
 import sys
 import time
-from pathlib import Path
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
@@ -28,7 +27,7 @@ def run(argv: list[str], program: str) -> int:
     words = given.arguments(MOST, least=1)
 
     chosen = choose_runs(words)
-    output = Path(given.get("--output") or chosen.home / NAME).expanduser()
+    output = given.path("--output") or chosen.home / NAME
     refuse_no_directory(output)
     statuses, _ = collect(chosen.paths, chosen.home)
     by_path = {status.path: status for status in statuses}
