@@ -29,6 +29,7 @@ from prime_hpc.slurm.submission_record import (
 )
 from prime_hpc.store.attempts import is_held
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, read_json, read_record, read_rows
+from prime_hpc.store.run_paths import other_owner
 
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
 ASK_EVERY_S, LONGEST_ASK_S = 5.0, 30.0
@@ -246,13 +247,15 @@ class _Cancel:
             job_id: of its Slurm job, if it is one.
             process: without Slurm, the open attempt whose process it is.
         """
-        self._tell(f"asked {whom} to save and end; waiting up to {self.timeout_s:.0f} s")
         stop, over_before = self.run_dir / STOP, (self._ended_attempt(job_id) or {}).get("attempt")
         try:
             stop.touch()
         except OSError as error:
             without = f"`prime-hpc cancel --now {shlex.quote(str(self.run_dir))}` does without"
-            raise ConfigError(f"{stop} cannot be written: {error.strerror}; {without}") from error
+            theirs = other_owner(self.run_dir)
+            hint = without if theirs is None else f"{theirs}, who alone can end it"
+            raise ConfigError(f"{stop} cannot be written: {error.strerror}; {hint}") from error
+        self._tell(f"asked {whom} to save and end; waiting up to {self.timeout_s:.0f} s")
         began = asked = told = time.monotonic()
         pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
         next_ask_s = ask_pause.next()

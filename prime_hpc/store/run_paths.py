@@ -231,20 +231,27 @@ def why_late(step: int, incarnation: int, starts: Mapping[int, int]) -> str | No
     return words if is_late(step, incarnation, starts) else None
 
 
-def refuse_other_owner(run_dir: Path) -> None:
-    """Raise a StoreError where a run directory is another user's; nothing in it is read or changed.
+def other_owner(run_dir: Path) -> str | None:
+    """Say which other user's a run directory is; None: this user's.
 
     The user that no user maps to (nobody: root on a squashed NFS export) is nobody else.
     """
     owner, own = run_dir.stat().st_uid, os.geteuid()
-    if owner not in (own, 0, _NOBODY):
-        try:
-            name = pwd.getpwuid(owner).pw_name
-        except KeyError:
-            name = "unknown"
+    if owner in (own, 0, _NOBODY):
+        return None
+    try:
+        name = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        name = "unknown"
+    return f"{run_dir} belongs to another user ({name}, uid {owner}; this is uid {own})"
+
+
+def refuse_other_owner(run_dir: Path) -> None:
+    """Raise a StoreError where a run directory is another user's; nothing in it is read or changed."""
+    if (theirs := other_owner(run_dir)) is not None:
         raise StoreError(
-            f"{run_dir} belongs to another user ({name}, uid {owner}; this is uid {own}): choose another --name or "
-            "output_dir, and start from one of its checkpoints with --ckpt.resume-step PATH"
+            f"{theirs}: choose another --name or output_dir, and start from one of its checkpoints with "
+            "--ckpt.resume-step PATH"
         )
 
 

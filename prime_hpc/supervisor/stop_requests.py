@@ -229,8 +229,12 @@ class Controls:
     def _of_signal(self, number: int) -> StopRequest:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
+            near_s = 3 * self._lead_s + 60
             left = self.time_left_s
-            if left is not None and left > 3 * self._lead_s + 60:
+            if self._limit is not None and (left is None or left > near_s):
+                self._limit.look()  # somebody may have shortened it since it was last asked for
+                left = self.time_left_s
+            if left is not None and left > near_s:
                 reason = f"warned by {name} (a preemption, or scancel -s)"
                 return StopRequest(reason, "preempted", 0, True, self._lead_s)
             words = "" if left is None else f", {left:.0f} s before the time limit"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed import FileStore
+from torch.distributed import DistStoreError, FileStore
 
 from prime_hpc.runtime.role_context import RANKS_FILE, RANKS_PREFIX
 from prime_hpc.store.io import scratch
@@ -65,7 +65,15 @@ def file_store(world_size: int, *, engines_join: bool = False) -> FileStore | No
         scratch.hold(folder)
         scratch.remove_leftovers(_NODE_LOCAL, RANKS_PREFIX)
     stay_on_loopback(engines_join=engines_join)
-    return FileStore(path, world_size)
+    return open_store(path, world_size)
+
+
+def open_store(path: str, world_size: int) -> FileStore:
+    """Open the file over which so many meet."""
+    try:
+        return FileStore(path, world_size)
+    except DistStoreError as error:  # a full disk, and not whose
+        raise DistStoreError(f"{path}: {error}") from error
 
 
 def control_group(device: torch.device, timeout_s: float) -> RankGroup:

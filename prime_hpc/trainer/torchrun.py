@@ -7,7 +7,7 @@ with `--nnodes` of more than one they meet as torchrun's options say.
 import os
 import sys
 
-from torch.distributed import FileStore, PrefixStore
+from torch.distributed import PrefixStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
 from prime_hpc.runtime.role_context import RANKS_FILE
-from prime_hpc.trainer.ranks import meeting_file, stay_on_loopback
+from prime_hpc.trainer.ranks import meeting_file, open_store, stay_on_loopback
 
 _BACKEND = "file"
 
@@ -28,7 +28,7 @@ class _FileRendezvous(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         self._run_id = params.run_id
-        self._store = PrefixStore("agent", FileStore(params.endpoint, 1))
+        self._store = PrefixStore("agent", open_store(params.endpoint, 1))
 
     def get_backend(self) -> str:
         return _BACKEND

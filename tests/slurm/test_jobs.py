@@ -185,17 +185,13 @@ def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path
 
 @pytest.mark.exhaustive
 def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
-    flags = (
-        "--slurm.time",
-        "2:00",  # Slurm may warn 30 s too early
-        "--slurm.restart.signal-lead-s",
-        45,
-        "--max-steps",
-        100_000,
-        "--ckpt.interval",
-        10_000,
-    )
+    """However slowly it starts: the limit is set once there is something to save."""
+    flags = ("--slurm.restart.signal-lead-s", 45, "--max-steps", 100_000, "--ckpt.interval", 10_000)
     job, run_dir = submit(cluster, experiment, "limited", *flags)
+    wait_for_step(cluster, run_dir, 1)
+    hours, minutes, _ = cluster.job(job)["RunTime"].split(":")
+    limit = int(hours) * 60 + int(minutes) + 2  # 60 to 120 s from now; Slurm may warn 30 s too early
+    cluster.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "a second attempt", timeout=400)
     first, second = attempts(run_dir)
     assert (first["outcome"], first["next"]) == ("requeued", "requeue")

@@ -1,6 +1,7 @@
 """`cancel` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
 import errno
+import os
 import subprocess
 import sys
 import threading
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.cli.verbs.run import resume
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import load_site
 from prime_hpc.launch import cancel as cancel_module
 from prime_hpc.launch import local
-from prime_hpc.launch.cancel import Ended
+from prime_hpc.launch.cancel import Ended, cancel_run
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.monitor.where_to import NotThereError, way_to
 from prime_hpc.launch.monitor.who_hangs import find_target
@@ -239,6 +241,26 @@ def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
     fake.change("100", state="RUNNING", nodes="n1")
     assert cancel(config, now=True).outcome == "cancelled"
     assert fake.calls("scancel") == [["scancel", "100"]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_cancel_of_another_users_run(fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    os.chown(run_dir(config), 12345, 12345)
+    monkeypatch.setattr(Path, "touch", refused)  # root may write everywhere
+    told: list[str] = []
+    with pytest.raises(
+        ConfigError, match=r"STOP cannot be .*belongs to another user .*uid 12345.*, who alone can end it"
+    ):
+        cancel_run(run_dir(config), now=False, timeout_s=5, say=told.append)
+    assert not told, "it was asked for nothing"
+    with pytest.raises(ConfigError, match=r"name: .* belongs to another user .*uid 12345"):
+        resume.run([str(run_dir(config))], "prime-hpc resume")
 
 
 def test_cancel_on_a_full_disk(

@@ -131,6 +131,17 @@ def test_a_meeting_place_whose_processes_were_killed_goes_when_the_next_is_made(
             assert path.parent.exists()
 
 
+def test_a_meeting_place_on_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that there is no space, and not where: /tmp is nowhere in a run's config."""
+    store = tmp_path / "own" / "store"
+    store.parent.mkdir(mode=0o700)
+    store.symlink_to("/dev/full")
+    monkeypatch.setenv("PRIMEHPC_RANKS_FILE", str(store))
+    monkeypatch.setattr(ranks, "stay_on_loopback", lambda **_: None)
+    with pytest.raises(dist.DistStoreError, match=f"{store}: No space left on device"):
+        ranks.file_store(1)
+
+
 @pytest.mark.parametrize(("transport", "interface"), [("files", "lo"), ("nccl", None)])
 def test_engines_on_other_nodes_reach_a_rank_that_sends_over_nccl(
     transport: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -431,6 +431,22 @@ def test_a_changed_limit_is_seen_while_the_attempt_runs(tmp_path: Path, monkeypa
     assert "before the time limit" in request.reason
 
 
+@pytest.mark.parametrize("before_s", [10_000, None])
+def test_a_warning_asks_whether_the_limit_was_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_s: float | None
+) -> None:
+    """By `scontrol update`, after the last look: that is no preemption, and a save has to fit into what is left."""
+    one = controls(tmp_path, left_s=10_000)
+    assert one._limit is not None
+    one._limit.ends_at = None if before_s is None else time.time() + before_s
+    one._limit.update(parse_shown(shown("UNLIMITED" if before_s is None else "02:46:40", one._limit.ends_at), "7"))
+    monkeypatch.setattr(client, "run_slurm", lambda *_, **__: shown("00:02:00", time.time() + 70))
+    one._on_signal(signal.SIGUSR1, None)
+    request = one.poll()
+    assert request is not None and request.outcome == "requeued"
+    assert "before the time limit" in request.reason and request.budget_s <= 60
+
+
 def test_signals(tmp_path: Path) -> None:
     one = controls(tmp_path, left_s=100)
     one._on_signal(signal.SIGUSR1, None)

@@ -15,8 +15,11 @@ import pytest
 from prime_hpc.cli.verbs.run import why
 from prime_hpc.client.figures import parse_figures
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.monitor.who_hangs import find_target
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.look import look, probe, words_here
+from prime_hpc.store import run_paths
+from prime_hpc.store.attempts import begin
 from prime_hpc.supervisor.stalls.collect import from_lines, report, shortened, text_of, to_lines
 from prime_hpc.supervisor.stalls.diagnose import diagnose
 from prime_hpc.supervisor.stalls.stacks import package_of, parse_dump, user_frame
@@ -482,6 +485,21 @@ def test_runs_that_cannot_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFix
     (half / "attempts.jsonl").write_text(json.dumps({**over, "host": "n1", "pid": 1}) + "\n")
     assert why.run([str(half), "--json"], "prime-hpc") == 3
     assert json.loads(capsys.readouterr().out)["headline"].startswith("the run is over (completed)")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_another_users_run_is_no_silent_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `why` and `shell`."""
+    run_dir = tmp_path / "theirs"
+    run_dir.mkdir()
+    (run_dir / "run.yaml").write_text("name: theirs\n")
+    begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    os.chown(run_dir, 12345, 12345)
+    monkeypatch.setattr(run_paths.os, "geteuid", lambda: 4242)
+    with pytest.raises(
+        ConfigError, match=r"belongs to another user .*uid 12345.*, who alone can look at its processes"
+    ):
+        find_target(str(run_dir))
 
 
 def test_a_child_gives_up_its_parents_files_and_no_others(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.slurm.client import SlurmError, clean_environment
@@ -24,6 +25,7 @@ from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.jobs import JobInfo, jobs
 from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import find_run, outputs_folder
+from prime_hpc.store.run_paths import other_owner
 from prime_hpc.supervisor.stalls.collect import WHY, Seen, from_lines, report
 
 READ_WITHIN_S = 8.0
@@ -70,12 +72,16 @@ def find_target(word: str) -> Target:
     """Find the run; where its file system hangs, what is known of it without.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run, or it is another user's.
     """
 
     def read() -> Target:
         path = find_run(word).absolute()
         status = status_of(path)
+        if os.geteuid() and not why_idle(status) and (theirs := other_owner(path)):  # root may look at all
+            raise ConfigError(
+                f"{theirs}, who alone can look at its processes; `status` and `logs` say what its files say"
+            )
         job_id = status.job_id if status.is_under_way and cluster_of(path) is None else None  # srun reaches no other
         return Target(path, status, jobs([job_id]).get(job_id) if job_id else None)
 
