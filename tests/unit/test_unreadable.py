@@ -227,6 +227,16 @@ def test_a_step_that_is_asked_for_is_read_twice_before_it_is_refused(prepared: d
     assert start is not None and start.info.step == OLD
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_note_that_somebody_has_changed_is_named(tmp_path: Path, text: str) -> None:
+    paths = RunPaths(tmp_path)
+    for name in ("checkpoints.json", "saved.json"):
+        (tmp_path / name).write_text(text)
+    for read in (newest.read_pointer, newest.read_saved):
+        with pytest.raises(StoreError, match="is not what was written there .*: restore or delete it"):
+            read(paths)
+
+
 def test_a_run_does_not_start_over_when_all_is_broken(prepared: dict[str, Prepared]) -> None:
     own = prepared["sft"]
     home = own.copy()
