@@ -204,7 +204,7 @@ def lost_hosts(hosts: Sequence[str], since: float, *, silent_end: bool = False) 
     except SlurmError as error:
         logger.debug(f"the state of {', '.join(hosts)} is unknown: {error}")
         return []
-    return [field(line, "NodeName") for line in text.splitlines() if line.strip() and _is_lost(line, since, silent_end)]
+    return [field(line, "NodeName") for line in text.splitlines() if _is_lost(line, since, silent_end)]
 
 
 def _is_lost(node: str, since: float, silent_end: bool) -> bool:

@@ -54,8 +54,7 @@ def clear_leases(paths: RunPaths) -> None:
 
 def min_floor(paths: RunPaths) -> int | None:
     """Lowest version that any reader still needs; None where no reader is registered."""
-    names = [n for n in files.list_dir(paths.leases) if n.endswith(".json") and not n.startswith(".")]
-    floors = [_read_floor(paths.leases / name) for name in sorted(names)]
+    floors = [_read_floor(paths.leases / name) for name in files.list_dir(paths.leases) if name.endswith(".json")]
     return min((floor for floor in floors if floor is not None), default=None)
 
 

@@ -86,6 +86,18 @@ def broken_filter(sample: Sample) -> np.ndarray:
     return np.zeros(3)
 
 
+def undefined_filter(sample: Sample) -> np.ndarray:
+    return np.where(np.arange(sample.num_tokens) == 3, np.nan, 1.0)
+
+
+def negative_filter(sample: Sample) -> np.ndarray:
+    return 1.0 - 2.0 * (np.arange(sample.num_tokens) == 3)
+
+
+def failing_filter(sample: Sample) -> np.ndarray:
+    raise KeyError("tool")
+
+
 def test_what_the_environment_said_after_the_first_reply_counts_once() -> None:
     one, two = two_branches()
     assert one.roles is not None and two.roles is not None
@@ -94,5 +106,17 @@ def test_what_the_environment_said_after_the_first_reply_counts_once() -> None:
     assert Echo(EchoConfig(weight=0.5, roles=["user"])).weights(one).tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0]
     mine = EchoConfig(weight=0.5, filter=f"{__name__}:only_first")
     assert Echo(mine).weights(one).tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
-    with pytest.raises(OrchestratorError, match="broken_filter returned shape .3. for a sample of 8 tokens"):
-        Echo(EchoConfig(filter=f"{__name__}:broken_filter")).weights(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken_filter", "broken_filter returned shape .3. for a sample of 8 tokens"),
+        ("undefined_filter", "undefined_filter returned .* factors that are negative or not finite"),
+        ("negative_filter", "negative_filter returned .* factors that are negative or not finite"),
+        ("failing_filter", "failing_filter failed: KeyError: 'tool'"),
+    ],
+)
+def test_a_filter_of_the_users_own_that_fails_is_named(name: str, words: str) -> None:
+    with pytest.raises(OrchestratorError, match=words):
+        Echo(EchoConfig(filter=f"{__name__}:{name}")).weights(two_branches()[0])

@@ -192,6 +192,13 @@ def test_tokens(fake: FakeSlurm) -> None:
     assert token_of("prime-hpc") is None and token_of("prime-hpc:x y") == "x"
 
 
+def test_the_jobs_of_a_token_come_oldest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, the first is the job and the second its successor; squeue sorts as its user's SQUEUE_SORT says."""
+    ids = ("1000", "999")
+    say(tmp_path, [row(JobArrayID=i, JobID=i, Comment="prime-hpc:aa") for i in ids], monkeypatch)
+    assert [info.job_id for info in find_by_token("aa")] == ["999", "1000"]
+
+
 @pytest.mark.parametrize(
     ("states", "folded"),
     [

@@ -145,6 +145,12 @@ def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) ->
     assert update[2:] == [f"JobId={job}", "ExcNodeList=n[3,7-8]"]
 
 
+def test_a_job_that_a_successor_follows_is_not_requeued_as_well(fake: FakeSlurm) -> None:
+    job = fake.add(state="RUNNING", num_nodes=2)
+    assert restart_policy.return_to_queue(job, "successor", 2, ["n3"], restarts=0)
+    assert not fake.calls("scontrol")
+
+
 def test_a_node_that_the_job_must_have_is_not_excluded(fake: FakeSlurm) -> None:
     """Slurm would keep it for ever: BadConstraints."""
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ReqNodeList": "n[3-4]"})

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,18 @@ def test_points_that_evaluate_adapters_have_room_for_them_and_the_models_own_con
     assert [str(row.reason).partition(";")[0] for row in report.invalid] == [
         f"eval.steps: {tmp_path / 'run' / 'weights'} holds no step 30"
     ]
+
+
+def test_the_later_submit_counts_whatever_the_clocks_of_their_hosts_say(sweep: Sweep) -> None:
+    """A login node whose clock is five minutes ahead sends a point and cancels it; another one sends it again."""
+    merged(sweep, point("a", "1" * 32))
+    for kind, job_id in (("array", "7"), ("cancel", None)):
+        ahead = replace(new_submit(kind, [0]), time=time.time() + 300)
+        sweep.update(ahead, state="sent", job_id=job_id)
+    sent(sweep, 0, job_id="8")
+    again = read_sweep(sweep.dir)
+    assert again.last_submits()[0].job_id == "8"
+    put_run(sweep, "a", record={"state": "sent", "job_id": "8_0", "token": "t", "time": time.time()})
+    assert views(again)["a"].state == "lost"
+    sweep.update(new_submit("cancel", [0]), state="sent")
+    assert views(read_sweep(sweep.dir))["a"].state == "stopped"

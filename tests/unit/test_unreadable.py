@@ -208,6 +208,35 @@ def test_a_first_reading_is_not_believed(prepared: dict[str, Prepared]) -> None:
     assert choice.info is not None and choice.info.step == NEW and not choice.passed_over
 
 
+def test_a_step_that_is_asked_for_is_read_twice_before_it_is_refused(prepared: dict[str, Prepared]) -> None:
+    own = prepared["rl"]
+    home = own.copy()
+    paths = own.runs(home)[0]
+    shard = paths.checkpoint_step(OLD) / SHARD
+    whole = shard.read_bytes()
+    now = [0.0]
+    reading, failed_reads = resume.Reading(True, NEW, 1), FailedReads(120, clock=lambda: now[0])
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(InDoubt, match="it is read again in 120 s"):
+        resume.choose_start(_asked(home, own, OLD), paths, reading, failed_reads)
+    now[0] = 120.0
+    with pytest.raises(ConfigError, match=f"checkpoint of step {OLD} is damaged"):
+        resume.choose_start(_asked(home, own, OLD), paths, reading, failed_reads)
+    shard.write_bytes(whole)  # the cache of this node was old
+    start = resume.choose_start(_asked(home, own, OLD), paths, reading, failed_reads)
+    assert start is not None and start.info.step == OLD
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_note_that_somebody_has_changed_is_named(tmp_path: Path, text: str) -> None:
+    paths = RunPaths(tmp_path)
+    for name in ("checkpoints.json", "saved.json"):
+        (tmp_path / name).write_text(text)
+    for read in (newest.read_pointer, newest.read_saved):
+        with pytest.raises(StoreError, match="is not what was written there .*: restore or delete it"):
+            read(paths)
+
+
 def test_a_run_does_not_start_over_when_all_is_broken(prepared: dict[str, Prepared]) -> None:
     own = prepared["sft"]
     home = own.copy()

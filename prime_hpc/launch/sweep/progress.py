@@ -54,23 +54,23 @@ def look(sweep: Sweep, *, ask: Ask = ask_slurm) -> list[PointView]:
     statuses, _ = collect((sweep.run_dir(row) for row in rows), sweep.dir, ask=ask)
     by_path = {status.path: status for status in statuses}
     sent = sweep.last_submits()
-    cancelled = {index: s.time for s in sweep.submits if s.kind == "cancel" for index in s.points}
+    newest = {index: s.kind for s in sweep.submits for index in s.points}
     views = []
     for row in rows:
         status = by_path[str(sweep.run_dir(row))]
-        state, note = _state(row, status, sent.get(row.index), cancelled.get(row.index))
+        state, note = _state(row, status, sent.get(row.index), newest.get(row.index) == "cancel")
         views.append(PointView(row, state, status, note))
     return views
 
 
-def _state(row: PointRow, status: RunStatus, sent: SubmitRow | None, cancelled: float | None) -> tuple[str, str]:
+def _state(row: PointRow, status: RunStatus, sent: SubmitRow | None, is_cancelled: bool) -> tuple[str, str]:
     """State and note of a point.
 
     Args:
         row: the point.
         status: of its run directory.
         sent: the last job it was sent as.
-        cancelled: when the sweep cancelled it, if ever.
+        is_cancelled: whether the sweep has cancelled it since.
     """
     if status.state == "completed" or status.is_under_way:
         return status.state, status.note
@@ -78,7 +78,7 @@ def _state(row: PointRow, status: RunStatus, sent: SubmitRow | None, cancelled: 
         return "invalid", row.reason
     if sent is not None and sent.state == "sending":
         return "submitting", "sbatch's answer was never written down; the next submit finds out"
-    if cancelled is not None and (sent is None or cancelled > sent.time):
+    if is_cancelled:
         return "stopped", "cancelled"
     if status.state == "not started":
         if sent is not None and sent.state == "failed":

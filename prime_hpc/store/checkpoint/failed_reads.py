@@ -55,7 +55,7 @@ def list_failed_reads(paths: RunPaths) -> dict[Path, FailedRead]:
     """
     found = {}
     for name in files.list_dir(paths.root / FOLDER):
-        if name.startswith(".") or not name.endswith(".json"):
+        if not name.endswith(".json"):
             continue
         path = paths.root / FOLDER / name
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # torn by a power cut: the rank reads again
