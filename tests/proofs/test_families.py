@@ -10,6 +10,7 @@ SAMPLE = {
     "qwen3_moe": "exact_packed",
     "deepseek_v3": "exact_packed",
     "gpt_oss": "exact_packed",
+    "afmoe": "exact_packed",  # passes its mask by name
     "llama4_text": "exact_packed",
     "qwen3_5_text": "exact_single",
     "nemotron_h": "exact_single",

@@ -55,9 +55,11 @@ def recorded_calls() -> Iterator[Calls]:
 
     calls = Calls()
 
-    def record(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **passed: Any) -> Any:
-        calls.see(module, q, k, v, **passed)
-        return attention.packed_attention_forward(module, q, k, v, mask, **passed)
+    def record(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **passed: Any
+    ) -> Any:
+        calls.see(module, query, key, value, **passed)
+        return attention.packed_attention_forward(module, query, key, value, *rest, **passed)
 
     AttentionInterface.register(attention.IMPLEMENTATION, record)
     try:
