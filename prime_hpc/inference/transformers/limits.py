@@ -107,7 +107,7 @@ def _sampling(experiment: Experiment) -> Iterator[Refusal]:
     sections: dict[str, Any] = {"orchestrator": o, "orchestrator.eval": o.eval}
     if not experiment.trains:
         sections = {experiment.kind: experiment.episodes}
-    stated = {}
+    stated: dict[str, Any] = {}
     for key, section in sections.items():
         if section is not None:
             own = {f"{key}.env.{i}": env for i, env in enumerate(section.env)}
