@@ -24,6 +24,12 @@ class WholeModel:
         self._reader = VersionReader(scratch)
         self._lock = asyncio.Lock()
         self.version, self.path = BASE_VERSION, self._base_name
+        self._digest: str | None = None
+        """Of the version that was loaded last."""
+
+    def _serves(self, path: str, version: int, digest: str | None) -> bool:
+        """Return whether a version is served already; `digest`: its own, as it lies there now."""
+        return (version, path) == (self.version, self.path) and digest in (None, self._digest)
 
     def _folder(self, path: str, version: int) -> Path:
         """Return the folder of a version that is to be loaded.

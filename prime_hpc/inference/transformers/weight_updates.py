@@ -8,7 +8,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import BadVersionError, Received, read_signature, weight_files
+from prime_hpc.inference.check_version import BadVersionError, Received, digest_of, read_signature, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.transformers.engine import Engine
@@ -41,11 +41,14 @@ class BatchPolicy(WholeModel):
         if name != POLICY:
             raise BadVersionError(f"{name}: {_NO_ADAPTERS}")
         async with self._lock:
-            if (version, path) == (self.version, self.path):
+            digest = await asyncio.to_thread(digest_of, folder)
+            if self._serves(path, version, digest):
                 return self._answer(changed=False)
             start = time.perf_counter()
             received = await self._receive(folder, version)
-            return await self._load(received, version, time.perf_counter() - start)
+            answer = await self._load(received, version, time.perf_counter() - start)
+            self._digest = digest
+            return answer
 
     async def reload(self, name: str) -> dict[str, Any]:
         """Go back to the base model."""

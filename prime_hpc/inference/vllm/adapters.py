@@ -39,6 +39,8 @@ class _Loaded:
     name: str
     version: int
     request: LoRARequest
+    digest: str | None
+    """Of its manifest."""
 
     @property
     def path(self) -> str:
@@ -86,12 +88,16 @@ class AdapterService:
         found = self._served.get(name)
         return None if found is None else (found.version, found.path)
 
+    def serves(self, name: str, version: int, path: str, digest: str | None) -> bool:
+        """Return whether a name stands for a version already; `digest`: its own, as it lies there now."""
+        return self.served(name) == (version, path) and digest in (None, self._served[name].digest)
+
     def versions(self) -> dict[str, int]:
         """All names that stand for an adapter."""
         return {name: loaded.version for name, loaded in self._served.items()}
 
-    async def update(self, name: str, folder: Path, version: int) -> dict[str, float]:
-        """Let `name` stand for `version` in `folder`; returns seconds of each phase.
+    async def update(self, name: str, folder: Path, version: int, digest: str | None) -> dict[str, float]:
+        """Let `name` stand for `version` in `folder`, whose manifest has this digest; returns seconds of each phase.
 
         Raises:
             BadVersionError: refused; everything goes on as it was.
@@ -113,7 +119,7 @@ class AdapterService:
             await self._remove(request)
             raise BadVersionError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
         before = self._served.get(name)
-        self._served[name] = _Loaded(name, version, request)
+        self._served[name] = _Loaded(name, version, request, digest)
         self._models.lora_requests[name] = request
         if before is not None:
             self._replaced.append(before)

@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import BadVersionError, Received, server_scratch, weight_files
+from prime_hpc.inference.check_version import BadVersionError, Received, digest_of, server_scratch, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError, UnavailableError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.vllm.adapters import AdapterService
@@ -140,24 +140,29 @@ class PolicyService(WholeModel):
                 "inference.vllm.kv_transfer_config and kv_offloading_backend"
             )
         async with self._lock:
-            if self.adapters.served(name) == (version, path):
+            digest = await asyncio.to_thread(digest_of, folder)
+            if self.adapters.serves(name, version, path, digest):
                 await self._wake()
                 return {"version": version, "path": path, "changed": False}
             if self.adapters.is_enabled:
                 await self._wake()
-                seconds = await self.adapters.update(name, folder, version)
+                seconds = await self.adapters.update(name, folder, version, digest)
                 rounded = {key: round(value, 4) for key, value in seconds.items()}
                 return {"version": version, "path": path, "changed": True, "seconds": rounded}
             if name != POLICY:
                 raise BadVersionError(f"{name}: this server serves no adapters (model.lora is not set)")
-            if (version, path) == (self.version, self.path):
+            if self._serves(path, version, digest):
                 await self._wake()
                 return self._answer(changed=False)
             start = time.perf_counter()
-            if self._network is not None and (answer := await self._update_over(self._network, folder, version)):
-                return answer
-            received = await self._receive(folder, version)
-            return await self._load(received, version, time.perf_counter() - start)
+            answer = None
+            if self._network is not None:
+                answer = await self._update_over(self._network, folder, version)
+            if answer is None:
+                received = await self._receive(folder, version)
+                answer = await self._load(received, version, time.perf_counter() - start)
+            self._digest = digest
+            return answer
 
     async def _update_over(self, network: NetworkUpdates, folder: Path, version: int) -> dict[str, Any] | None:
         """Load a version that the trainer sends; None where it is one of files, or must be read from them.
