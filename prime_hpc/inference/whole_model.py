@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.inference.check_version import BadVersionError, Received, read_signature, receive_version
+from prime_hpc.inference.check_version import BadVersionError, Received, digest_of, read_signature, receive_version
 from prime_hpc.inference.policy import BASE_VERSION
 from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
 
@@ -27,9 +27,15 @@ class WholeModel:
         self._digest: str | None = None
         """Of the version that was loaded last."""
 
-    def _serves(self, path: str, version: int, digest: str | None) -> bool:
-        """Return whether a version is served already; `digest`: its own, as it lies there now."""
-        return (version, path) == (self.version, self.path) and digest in (None, self._digest)
+    async def _serves(self, path: str, version: int) -> bool:
+        """Return whether a version is served already, as it lies there now. No other name is looked up: one that is not
+        visible yet would be remembered as a miss."""
+        is_named_so = (version, path) == (self.version, self.path)
+        return is_named_so and await asyncio.to_thread(digest_of, Path(path)) in (None, self._digest)
+
+    async def _note(self, folder: Path) -> None:
+        """Remember the version that was just loaded."""
+        self._digest = await asyncio.to_thread(digest_of, folder)
 
     def _folder(self, path: str, version: int) -> Path:
         """Return the folder of a version that is to be loaded.

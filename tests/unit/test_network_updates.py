@@ -322,7 +322,7 @@ def test_an_adapter_that_engines_load_too_late_is_asked_for_again(
     monkeypatch.setattr(adapters, "check_adapter", lambda *_: None)
     service = adapters.AdapterService(engine, models, None)
     with pytest.raises(UnavailableError, match="was not loaded within"):
-        asyncio.run(service.update("policy", tmp_path, 3, None))
+        asyncio.run(service.update("policy", tmp_path, 3))
     assert removed == [7] and service.served("policy") is None
 
 

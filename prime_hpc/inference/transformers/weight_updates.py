@@ -8,7 +8,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import BadVersionError, Received, digest_of, read_signature, weight_files
+from prime_hpc.inference.check_version import BadVersionError, Received, read_signature, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.transformers.engine import Engine
@@ -41,13 +41,12 @@ class BatchPolicy(WholeModel):
         if name != POLICY:
             raise BadVersionError(f"{name}: {_NO_ADAPTERS}")
         async with self._lock:
-            digest = await asyncio.to_thread(digest_of, folder)
-            if self._serves(path, version, digest):
+            if await self._serves(path, version):
                 return self._answer(changed=False)
             start = time.perf_counter()
             received = await self._receive(folder, version)
             answer = await self._load(received, version, time.perf_counter() - start)
-            self._digest = digest
+            await self._note(folder)
             return answer
 
     async def reload(self, name: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import BadVersionError, Received, digest_of, server_scratch, weight_files
+from prime_hpc.inference.check_version import BadVersionError, Received, server_scratch, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError, UnavailableError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.vllm.adapters import AdapterService
@@ -140,18 +140,17 @@ class PolicyService(WholeModel):
                 "inference.vllm.kv_transfer_config and kv_offloading_backend"
             )
         async with self._lock:
-            digest = await asyncio.to_thread(digest_of, folder)
-            if self.adapters.serves(name, version, path, digest):
+            if await self.adapters.serves(name, version, path):
                 await self._wake()
                 return {"version": version, "path": path, "changed": False}
             if self.adapters.is_enabled:
                 await self._wake()
-                seconds = await self.adapters.update(name, folder, version, digest)
+                seconds = await self.adapters.update(name, folder, version)
                 rounded = {key: round(value, 4) for key, value in seconds.items()}
                 return {"version": version, "path": path, "changed": True, "seconds": rounded}
             if name != POLICY:
                 raise BadVersionError(f"{name}: this server serves no adapters (model.lora is not set)")
-            if self._serves(path, version, digest):
+            if await self._serves(path, version):
                 await self._wake()
                 return self._answer(changed=False)
             start = time.perf_counter()
@@ -161,7 +160,7 @@ class PolicyService(WholeModel):
             if answer is None:
                 received = await self._receive(folder, version)
                 answer = await self._load(received, version, time.perf_counter() - start)
-            self._digest = digest
+            await self._note(folder)
             return answer
 
     async def _update_over(self, network: NetworkUpdates, folder: Path, version: int) -> dict[str, Any] | None:
