@@ -15,7 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, read_manifest, verify_artifact
 from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io.files import await_name
 from prime_hpc.store.model import files as model_files
@@ -213,6 +213,15 @@ def verify_version(path: Path, version: int) -> Manifest:
     if manifest.version is not None and manifest.version != version:
         raise BadVersionError(f"{path} holds version {manifest.version}, not {version}")
     return manifest
+
+
+def digest_of(path: Path) -> str | None:
+    """Return the digest of a version's manifest, which tells it from another one of the same name that a run has made
+    anew; None where it cannot be read now."""
+    try:
+        return read_manifest(path).digest
+    except (ArtifactError, Unreadable):
+        return None
 
 
 def compare_signatures(found: Signature, expected: Signature, tied: bool, path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.inference.check_version import BadVersionError, Received, read_signature, receive_version
+from prime_hpc.inference.check_version import BadVersionError, Received, digest_of, read_signature, receive_version
 from prime_hpc.inference.policy import BASE_VERSION
 from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
 
@@ -24,6 +24,18 @@ class WholeModel:
         self._reader = VersionReader(scratch)
         self._lock = asyncio.Lock()
         self.version, self.path = BASE_VERSION, self._base_name
+        self._digest: str | None = None
+        """Of the version that was loaded last."""
+
+    async def _serves(self, path: str, version: int) -> bool:
+        """Return whether a version is served already, as it lies there now. No other name is looked up: one that is not
+        visible yet would be remembered as a miss."""
+        is_named_so = (version, path) == (self.version, self.path)
+        return is_named_so and await asyncio.to_thread(digest_of, Path(path)) in (None, self._digest)
+
+    async def _note(self, folder: Path) -> None:
+        """Remember the version that was just loaded."""
+        self._digest = await asyncio.to_thread(digest_of, folder)
 
     def _folder(self, path: str, version: int) -> Path:
         """Return the folder of a version that is to be loaded.

@@ -365,11 +365,12 @@ def test_a_taken_port_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_kept_cache_serves_running_requests_alone(family: Family) -> None:
     """With `keep_kv_cache` a request that runs goes on over the update; one that comes after it sees nothing of the old
-    weights, though its prompt's blocks are still there."""
+    weights, though its prompt's blocks are still there; nor of a version 1 that was before the run went back."""
     process = ServerProcess(family.run_dir, family.base, family.inference | {"keep_kv_cache": True})
     prompt = [(11 * i) % 400 for i in range(150)]  # several blocks
+    again = publish(family.v2, family.run_dir / "again", 1)
 
-    async def run() -> tuple[Generation, Generation]:
+    async def run() -> tuple[Generation, Generation, Generation]:
         async with client_of(process) as client:
             await client.generate(prompt, GREEDY)
             long = asyncio.create_task(client.generate(prompt, GREEDY | {"max_tokens": 350}))
@@ -377,14 +378,17 @@ def test_a_kept_cache_serves_running_requests_alone(family: Family) -> None:
             answer = await client.update_weights(family.v1, 1)
             assert answer["seconds"].keys() == {"check", "read", "open", "paused"}
             after = await client.generate(prompt, GREEDY)
-            return await long, after
+            await long
+            await client.reload_weights()
+            await client.update_weights(again, 1)
+            return await long, after, await client.generate(prompt, GREEDY)
 
     try:
         process.wait_ready()
-        long, after = asyncio.run(run())
+        long, *found = asyncio.run(run())
     finally:
         process.close()
     assert len(long.token_ids) == 350
-    completion = after.token_ids.tolist()
-    own = hf_logprobs(family.v1, prompt, completion)
-    np.testing.assert_allclose(after.logprobs, own, atol=TOLERANCE, rtol=0)
+    for folder, after in zip((family.v1, again), found, strict=True):
+        own = hf_logprobs(folder, prompt, after.token_ids.tolist())
+        np.testing.assert_allclose(after.logprobs, own, atol=TOLERANCE, rtol=0)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_versions_come_paused_and_joined_once(world: World) -> None:
         "policy_join",
         *(word.format(version) for version in (1, 2, 3) for word in ("pause", *once)),
     ]
+
+
+def test_a_version_that_a_run_makes_anew_is_loaded_anew(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        for _ in range(2):
+            expected = world.publish(1)
+            for changes in (True, False):
+                assert (await world.update(1))["changed"] == changes and world.serves(expected)
+            shutil.rmtree(world.run.weights_step(1))
+        assert not (await world.update(1))["changed"]  # what it serves is gone, or not to be read now
+
+    asyncio.run(go())
 
 
 def test_a_version_that_broke_off_is_a_whole_one_instead_and_then_joins_anew(world: World) -> None:

@@ -41,11 +41,13 @@ class BatchPolicy(WholeModel):
         if name != POLICY:
             raise BadVersionError(f"{name}: {_NO_ADAPTERS}")
         async with self._lock:
-            if (version, path) == (self.version, self.path):
+            if await self._serves(path, version):
                 return self._answer(changed=False)
             start = time.perf_counter()
             received = await self._receive(folder, version)
-            return await self._load(received, version, time.perf_counter() - start)
+            answer = await self._load(received, version, time.perf_counter() - start)
+            await self._note(folder)
+            return answer
 
     async def reload(self, name: str) -> dict[str, Any]:
         """Go back to the base model."""

@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_hpc.inference.check_version import BadVersionError, Signature, check_adapter
+from prime_hpc.inference.check_version import BadVersionError, Signature, check_adapter, digest_of
 from prime_hpc.inference.policy import UnavailableError
 
 logger = init_logger(__name__)
@@ -39,6 +39,8 @@ class _Loaded:
     name: str
     version: int
     request: LoRARequest
+    digest: str | None
+    """Of its manifest."""
 
     @property
     def path(self) -> str:
@@ -86,6 +88,12 @@ class AdapterService:
         found = self._served.get(name)
         return None if found is None else (found.version, found.path)
 
+    async def serves(self, name: str, version: int, path: str) -> bool:
+        """Return whether a name stands for a version already, as it lies there now."""
+        if self.served(name) != (version, path):
+            return False
+        return await asyncio.to_thread(digest_of, Path(path)) in (None, self._served[name].digest)
+
     def versions(self) -> dict[str, int]:
         """All names that stand for an adapter."""
         return {name: loaded.version for name, loaded in self._served.items()}
@@ -112,8 +120,9 @@ class AdapterService:
         except Exception as error:
             await self._remove(request)
             raise BadVersionError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        digest = await asyncio.to_thread(digest_of, folder)
         before = self._served.get(name)
-        self._served[name] = _Loaded(name, version, request)
+        self._served[name] = _Loaded(name, version, request, digest)
         self._models.lora_requests[name] = request
         if before is not None:
             self._replaced.append(before)

@@ -140,7 +140,7 @@ class PolicyService(WholeModel):
                 "inference.vllm.kv_transfer_config and kv_offloading_backend"
             )
         async with self._lock:
-            if self.adapters.served(name) == (version, path):
+            if await self.adapters.serves(name, version, path):
                 await self._wake()
                 return {"version": version, "path": path, "changed": False}
             if self.adapters.is_enabled:
@@ -150,14 +150,18 @@ class PolicyService(WholeModel):
                 return {"version": version, "path": path, "changed": True, "seconds": rounded}
             if name != POLICY:
                 raise BadVersionError(f"{name}: this server serves no adapters (model.lora is not set)")
-            if (version, path) == (self.version, self.path):
+            if await self._serves(path, version):
                 await self._wake()
                 return self._answer(changed=False)
             start = time.perf_counter()
-            if self._network is not None and (answer := await self._update_over(self._network, folder, version)):
-                return answer
-            received = await self._receive(folder, version)
-            return await self._load(received, version, time.perf_counter() - start)
+            answer = None
+            if self._network is not None:
+                answer = await self._update_over(self._network, folder, version)
+            if answer is None:
+                received = await self._receive(folder, version)
+                answer = await self._load(received, version, time.perf_counter() - start)
+            await self._note(folder)
+            return answer
 
     async def _update_over(self, network: NetworkUpdates, folder: Path, version: int) -> dict[str, Any] | None:
         """Load a version that the trainer sends; None where it is one of files, or must be read from them.

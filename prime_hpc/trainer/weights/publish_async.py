@@ -134,7 +134,8 @@ class BesidePublisher:
         """Take the host memory for this rank's blocks, if every rank's node has enough. Collective."""
         blocks = self._publisher.blocks()
         shapes = {_name(block): torch.empty_like(block.published(), device="meta") for block in blocks}
-        room, lack = None, ""
+        room: HostStage | None = None
+        lack = ""
         try:
             ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             room = HostStage(shapes, None, ranks_per_node, "trainer.publish_beside", "each step waits for its version")
@@ -154,9 +155,9 @@ class BesidePublisher:
     @torch.no_grad()
     def _copy(self) -> "tuple[list[Block], torch.cuda.Event | None]":
         """Copy this rank's blocks to host memory; they are there once the event has happened."""
-        room, event = self._room, None
+        room, copied = self._room, list[Block]()
+        event: torch.cuda.Event | None = None
         assert room is not None
-        copied: list[Block] = []
         for block in self._publisher.blocks():
             event = room.put(_name(block), block.published()) or event
             copied.append(replace(block, values=room.tensors[_name(block)]))
