@@ -367,8 +367,10 @@ def test_cancel_waits_for_the_job_of_a_submit_that_was_cut_off(
     fake.forget(job["id"])
     submission_record.write_record(run_dir(config), state="sending", job_id=None, time=time.time())
 
+    asked = len(fake.calls("squeue"))
+
     def arrives() -> None:
-        wait_for(lambda: fake.calls("squeue"))
+        wait_for(lambda: len(fake.calls("squeue")) > asked + 1)  # not there when it was first asked for
         fake.add(comment=job["comment"])
 
     result = cancel_beside(config, arrives)
