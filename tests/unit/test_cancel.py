@@ -388,7 +388,14 @@ def test_cancel_waits_for_the_job_of_a_submit_that_was_cut_off(
     [job] = fake.jobs()
     fake.forget(job["id"])
     submission_record.write_record(run_dir(config), state="sending", job_id=None, time=time.time())
-    result = cancel_beside(config, lambda: (wait_for(lambda: fake.calls("squeue")), fake.add(comment=job["comment"])))
+
+    asked = len(fake.calls("squeue"))
+
+    def arrives() -> None:
+        wait_for(lambda: len(fake.calls("squeue")) > asked + 1)  # not there when it was first asked for
+        fake.add(comment=job["comment"])
+
+    result = cancel_beside(config, arrives)
     assert result.outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
 
 

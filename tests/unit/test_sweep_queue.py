@@ -361,7 +361,7 @@ def test_a_submit_interrupted_before_its_points_know_their_tasks_never_makes_two
 
     for _ in range(2):  # the submit, and the one that finds its array
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(queue, "open_record", interrupt)
+            patched.setattr(queue, "open_point_record", interrupt)
             submit(path)
     assert submit(path).jobs == []
     (job,) = slurm.jobs()

@@ -207,8 +207,8 @@ def _open_point_record(run_dir: Path, sweep_dir: Path, submit: SubmitRow, enviro
 
 def open_point_record(run_dir: Path, sweep_dir: Path, submit: SubmitRow, **fields: Any) -> None:
     """Tell a point which task of an array it is (`job_id`), where `status`, `logs` and `cancel` look for it."""
-    own = {"token": submit.token, "time": submit.time, "array": str(sweep_dir)}
-    open_record(run_dir, state="sent", layout="packed", **own, **fields)
+    of_sweep = {"time": submit.time, "array": str(sweep_dir), **fields}
+    open_record(run_dir, token=submit.token, state="sent", layout="packed", **of_sweep)
 
 
 def log_name(array: str, task: str) -> str:

@@ -1,6 +1,7 @@
 """`prime-hpc cancel RUN ...`: end runs; each saves first, unless told not to.
 
-Exit codes: 0 nothing of them waits or runs any more, 1 one is still ending, 2 no such run, 3 Slurm cannot be reached.
+Exit codes: 0 nothing of them waits or runs any more, 1 one is still ending, 2 no such run, or one that is being
+submitted, 3 Slurm cannot be reached.
 """
 
 import sys
