@@ -216,11 +216,12 @@ class Console:
         if self._progress is None:
             if not waiting:
                 return
+            from rich.console import Console as Screen
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            self._progress = Progress(
-                TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), transient=True
-            )
+            screen = Screen(soft_wrap=True)  # the terminal breaks long lines, whose width rich may only guess
+            columns = TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn()
+            self._progress = Progress(*columns, console=screen, transient=True)
             self._progress.start()
         for label in waiting:
             if label not in self._tasks:

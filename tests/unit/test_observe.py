@@ -1,8 +1,13 @@
 """Metrics, status, console and report: what a person and the supervisor read."""
 
+import contextlib
 import errno
 import json
 import math
+import os
+import pty
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -406,3 +411,30 @@ def test_the_environments_log_level_overrides_the_configs(
     finally:
         monkeypatch.delenv("PRIME_LOG_LEVEL")
         setup_logger("t")
+
+
+def test_lines_beside_the_bar_are_broken_by_the_terminal_alone(tmp_path: Path) -> None:
+    """Of a terminal that does not say how wide it is rich takes 80 columns."""
+    code = """
+import sys
+from pathlib import Path
+from prime_hpc.observe.console import Console
+from prime_hpc.observe.logs import setup_logger
+
+folder = Path(sys.argv[1])
+log, console = setup_logger("supervisor", file=folder / "log"), Console(folder, 3, kind="eval")
+console.tick({"inference[0]": 3.0})
+log.info("A" * 150)
+console.close()
+"""
+    reader, writer = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=writer, env=environment)
+    os.close(writer)
+    shown = b""
+    with contextlib.suppress(OSError):  # all its ends are closed
+        while part := os.read(reader, 65536):
+            shown += part
+    os.close(reader)
+    assert process.wait(timeout=60) == 0
+    assert b"starts (loads the model" in shown and b"A" * 150 in shown
