@@ -8,11 +8,14 @@ where it can be neither found nor installed, the tests are skipped and say why.
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.faults import pairs
-from tests.support.slurm import SLURM_IS_MISSING, Cluster, ClusterError, start_or_skip
+from tests.support.slurm import SLOWEST, SLURM_IS_MISSING, Cluster, ClusterError, start_or_skip
+
+HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,9 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "netns: needs nodes with namespaces of their own (root)")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the cluster is marked."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whatever uses the cluster is marked; a test here is not ended before its waits are over on a busy machine."""
     for item in items:
+        if item.path.parent == HERE:
+            stated = item.get_closest_marker("timeout")
+            limit_s = float(stated.args[0] if stated else config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(SLOWEST * limit_s), append=False)
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slurm)
 

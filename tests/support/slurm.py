@@ -30,6 +30,16 @@ class ClusterError(RuntimeError):
         self.code = code
 
 
+SLOWEST = 4
+"""So many times longer than on a machine of its own a test may take."""
+
+
+def slowness() -> float:
+    """How many times longer than on an idle machine a wait may last: all nodes share this one's CPUs with whatever else
+    runs here, so that the start of a few roles takes one minute or ten."""
+    return min(SLOWEST, max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
+
+
 def start_or_skip(*options: str, num_nodes: int = 6) -> "Cluster":
     """Start a cluster; a test without a Slurm is skipped and says why."""
     try:
@@ -117,7 +127,7 @@ class Cluster:
         """Run a command on the head node; its exit code, stdout and stderr come back as they are.
 
         Args:
-            timeout: seconds; subprocess.TimeoutExpired after it, with the command killed.
+            timeout: seconds, more on a busy machine; subprocess.TimeoutExpired after it, with the command killed.
             env: more environment.
             cwd: its directory; default: `shared`.
             options: of subprocess.run.
@@ -128,7 +138,7 @@ class Cluster:
             cwd=cwd or self.shared,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=timeout * slowness(),
             **options,
         )
         return done
@@ -182,10 +192,11 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def wait_until(self, holds: Callable[[], bool], what: str, timeout: float = 60) -> None:
-        """Until `holds()`. Raises ClusterError with `what` and the queue after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        """Until `holds()`. Raises ClusterError with `what` and the queue after `timeout` seconds, on a machine that is
+        busy with other work so many more times as long."""
+        began = time.monotonic()
         while not holds():
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + timeout * slowness():
                 queue = self.x(["squeue"]).stdout + self.x(["sinfo", "-N", "-p", "all", "-o", "%N %T %E"]).stdout
                 raise ClusterError(f"{timeout:.0f} s went by without: {what}\n{queue}")
             time.sleep(0.2)
