@@ -216,3 +216,9 @@ def test_samples_by_number_meet_those_of_similar_length(num_ranks):
 def test_one_overlong_row_is_refused_by_name():
     with pytest.raises(ValueError, match="sample 1 has 9 tokens"):
         pack_rows([3, 9], 1, 8)
+
+
+def test_long_samples_bound_the_number_of_micro_batches() -> None:
+    assert fewest_micro_batches([600] * 10, 1, 1000) == 10  # no two fit together
+    assert fewest_micro_batches([400] * 10, 1, 1000) == 5  # two do; by tokens it would be four
+    assert fewest_micro_batches([400] * 10, 2, 1000) == 3

@@ -77,6 +77,17 @@ def make_after(position: int) -> Prompt:
     return [stream.next() for _ in range(position + 1)][-1]
 
 
+def test_a_stream_resumed_in_any_epoch_goes_on_with_its_tasks() -> None:
+    whole = PromptStream([SourceInfo("a", 1.0, 3)], 0)
+    drawn = [whole.next() for _ in range(12)]
+    for cut in range(12):
+        begun, resumed = (PromptStream([SourceInfo("a", 1.0, 3)], 0) for _ in range(2))
+        for _ in range(cut):
+            begun.next()
+        resumed.load_state_dict(begun.state_dict([]))
+        assert [resumed.next() for _ in range(12 - cut)] == drawn[cut:]
+
+
 def test_the_state_is_small_json() -> None:
     stream = make_stream()
     outstanding = [stream.next() for _ in range(40)]

@@ -22,6 +22,7 @@ from prime_hpc.config.secret import (
     plainly_assigned,
     read_key_file,
     revealed,
+    write_secrets,
 )
 from prime_hpc.config.site import load_site, read_site
 from prime_hpc.launch import local, submission
@@ -102,8 +103,10 @@ def test_a_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         read_key_file(path)
-    with pytest.raises(ConfigError, match="is no ordinary file"):
-        read_key_file(tmp_path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for other in (tmp_path, tmp_path / "pipe"):  # of which nobody waits for who writes into it
+        with pytest.raises(ConfigError, match="is no ordinary file"):
+            read_key_file(other)
     with pytest.raises(ConfigError, match="No such file"):
         read_key_file(tmp_path / "none")
 
@@ -181,6 +184,22 @@ def test_command_lines_are_masked_whatever_their_form() -> None:
     ]
     assert command_tail(["--inference.api-key", CANARY, "--max-steps", "3"]) == ["--max-steps", "3"]
     assert masked(f'{{"api_key": "{CANARY}", "b": 1}}') == '{"api_key": "***", "b": 1}'
+
+
+def test_a_folder_of_secrets_that_others_may_open_is_closed(tmp_path: Path) -> None:
+    """It came with a copy of the run directory, say."""
+    home = tmp_path / SECRETS
+    home.mkdir()
+    home.chmod(0o755)
+    write_secrets(tmp_path, {"api_key": CANARY})
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+def test_of_secrets_that_begin_alike_nothing_is_left() -> None:
+    texts = ["walrus" + "-and-more" * number for number in range(6)]
+    for text in texts:
+        Secret(text)
+    assert [masked(f"it is {text}.") for text in texts] == ["it is ***."] * 6
 
 
 def _by_flag(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

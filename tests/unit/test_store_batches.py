@@ -78,6 +78,13 @@ def test_ragged_batches_round_trip(tmp_path_factory, ranks):
     assert manifest.meta["note"] == "n"
 
 
+def test_ids_of_any_size_come_back(tmp_path):
+    paths = RunPaths(tmp_path)
+    for step, number in enumerate((-(2**62), -(2**31) - 1, -(2**31), 2**31 - 1, 2**31, 2**62), 1):
+        write_batch(paths, step, [replace(make_rank([3, 2], [2]), sample_ids=np.array([number, 0]))], state={})
+        assert read_rank_batch(paths.rollouts_step(step), 0).sample_ids.tolist() == [number, 0]
+
+
 def test_at_most_16_bytes_a_token_and_plain_safetensors(tmp_path):
     paths = RunPaths(tmp_path)
     ranks = [make_rank([900, 1100, 48] * 8, [12, 12], seed) for seed in range(2)]

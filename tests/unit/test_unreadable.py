@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,23 @@ def test_patience_ends_with_the_reason_and_can_be_told_to_end() -> None:
 
     with pytest.raises(Stopped):
         Patience(600, on_wait=heed)(fail)
+
+
+def test_who_waits_for_a_second_reading_is_asked_all_along() -> None:
+    """Else a STOP would be heard minutes later."""
+    now, asked, doubts = [0.0], [0.0], [InDoubt(Path("/data/x"), "expected 2 bytes, found 1 bytes", 120.0)]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def read() -> str:
+        if doubts:
+            raise doubts.pop()
+        return "content"
+
+    patience = Patience(600, on_wait=lambda: asked.append(now[0]), clock=lambda: now[0], sleep=sleep)
+    assert patience(read) == "content" and now[0] == 120
+    assert max(later - earlier for earlier, later in pairwise([*asked, now[0]])) < 10
 
 
 # ------------------------------------------------------------------------- what is broken is proved, and set aside
