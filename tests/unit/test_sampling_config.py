@@ -156,7 +156,14 @@ def test_what_the_transformers_backend_cannot_do_is_refused_wherever_it_is_state
 
 
 def test_what_tokens_are_drawn_from() -> None:
-    off: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "seed": None, "logit_bias": {}}
+    off: dict[str, Any] = {
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "seed": None,
+        "logit_bias": {},
+    }
     assert of_distribution({"temperature": 0.5, "max_tokens": 9, "stop": ["x"], **off}) == {"temperature": 0.5}
     own = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
     assert of_distribution(own) == own
