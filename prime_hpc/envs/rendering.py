@@ -6,6 +6,7 @@ sample is kept as the ids that the engine returned.
 
 import asyncio
 import copy
+import functools
 import json
 import re
 import threading
@@ -217,18 +218,15 @@ def load_prompt_renderer(
         EnvError: no tokenizer there, no such renderer, the tokenizer lacks tokens that the renderer needs, or the
             renderer writes no images.
     """
+    from renderers import base
 
-    def load() -> Any:
-        if trust_remote_code:
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=True)
-        from renderers.base import load_tokenizer as load_by_name
-
-        return load_by_name(tokenizer_path)
-
+    by_name = functools.partial(base.load_tokenizer, tokenizer_path)
     try:
-        tokenizer = load_tokenizer(tokenizer_path, load, trust_remote_code=trust_remote_code)
+        if not trust_remote_code and tokenizer_path in base.TRUSTED_REVISIONS | base.TOKENIZER_SOURCE_OVERRIDES:
+            tokenizer = by_name()
+        else:
+            otherwise = None if trust_remote_code else by_name
+            tokenizer = load_tokenizer(tokenizer_path, otherwise, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise EnvError(f"cannot load a tokenizer from {tokenizer_path!r}: {error}") from error
     if chat_template is not None:

@@ -28,15 +28,18 @@ def _model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def _load(folder: Path, cache: dict[str, str], **options: Any) -> tuple[Any, bool]:
+def _load(folder: Path | str, cache: dict[str, str], **options: Any) -> tuple[Any, bool]:
     """The tokenizer, and whether `AutoTokenizer` was asked."""
-    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        asked = []
+        real = AutoTokenizer.from_pretrained
 
-    def load() -> Any:
-        asked.append(folder)
-        return AutoTokenizer.from_pretrained(folder)
+        def note(*args: Any, **named: Any) -> Any:
+            asked.append(args)
+            return real(*args, **named)
 
-    return load_tokenizer(str(folder), load, environ=cache, **options), bool(asked)
+        patch.setattr(AutoTokenizer, "from_pretrained", note)
+        return load_tokenizer(str(folder), environ=cache, **options), bool(asked)
 
 
 def _facts(tokenizer: Any) -> tuple[Any, ...]:
@@ -105,6 +108,37 @@ def test_a_note_that_others_may_write_is_none(tmp_path: Path, cache: dict[str, s
     (note,) = (tmp_path / "cache" / "prime-hpc" / "tokenizers").iterdir()
     note.chmod(0o666)
     assert _load(model, cache)[1]
+
+
+def test_what_is_loaded_otherwise_is_not_remembered(tmp_path: Path, cache: dict[str, str]) -> None:
+    """The hub, or a file system, may have failed for a moment."""
+    model = _model(tmp_path / "model")
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text("{")
+    assert load_tokenizer(str(model), lambda: "another", environ=cache) == "another"
+    assert not (tmp_path / "cache").exists()
+    (model / "config.json").write_text(config)
+    assert _load(model, cache)[1]
+
+
+def test_a_hub_model_is_that_of_its_main_branch(
+    tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions that share a config.json: the one that is loaded decides, not the newest file."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--owner--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "snapshots").mkdir()
+    environ = cache | {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    for commit, chosen in (("b" * 40, "TokenizersBackend"), ("a" * 40, "LlamaTokenizer")):
+        model = _model(kept / "snapshots" / commit)
+        config = json.loads((model / "tokenizer_config.json").read_text())
+        (model / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": chosen}))
+        (kept / "refs" / "main").write_text(commit)
+        for is_first in (True, False):
+            tokenizer, was_asked = _load("owner/model", environ)
+            assert type(tokenizer).__name__ == chosen and was_asked is is_first
 
 
 def test_no_cache_is_no_failure(tmp_path: Path) -> None:

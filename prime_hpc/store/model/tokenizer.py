@@ -17,7 +17,7 @@ from typing import Any
 
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.io.private import check_way, make_private_dir, open_private
-from prime_hpc.store.model.config import find_config
+from prime_hpc.store.model.config import hub_cache, hub_folder, is_local_path
 
 _CHOICE = re.compile(r"(\S+) (transformers(?:\.\w+)+):(\w+)")
 """transformers' version, module and name of a class: of transformers' own, nothing else is imported by a note."""
@@ -28,25 +28,39 @@ _OPTIONAL = ("sentencepiece", "tiktoken", "mistral_common")
 
 
 def load_tokenizer(
-    name: str, load: Callable[[], Any], *, trust_remote_code: bool = False, environ: Mapping[str, str] = os.environ
+    name: str,
+    otherwise: Callable[[], Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    environ: Mapping[str, str] = os.environ,
 ) -> Any:
-    """Return what `load` returns, without calling it where the class is known that it would take.
+    """Return what `AutoTokenizer` loads, without it where the class is known that it would take.
 
     Args:
         name: a local directory or a name of the hub.
-        load: loads it by transformers' `AutoTokenizer`, from whichever source.
-        trust_remote_code: as `load` takes it: a tokenizer's own code is never noted.
+        otherwise: loads it where `AutoTokenizer` cannot; what that takes is not noted: the reason may pass.
+        trust_remote_code: run a tokenizer's own code, which is never noted either.
         environ: has the places of the user's cache and the hub's.
 
     Raises:
-        Exception: whatever `load` does.
+        Exception: whatever `AutoTokenizer` or `otherwise` does.
     """
     note = _note_of(name, trust_remote_code, environ)
     chosen = _read(note) if note is not None else None
     if chosen is not None:
-        with contextlib.suppress(Exception):  # `load` says what is wrong
-            return chosen.from_pretrained(name)
-    tokenizer = load()
+        with contextlib.suppress(Exception):  # `AutoTokenizer` says what is wrong
+            tokenizer = chosen.from_pretrained(name)
+            if _note_of(name, trust_remote_code, environ) == note:  # the hub's is still what it was
+                return tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception:
+        if otherwise is None:
+            raise
+        return otherwise()
+    note = _note_of(name, trust_remote_code, environ)  # the hub's may have come only now
     if note is not None and type(tokenizer) is not chosen:
         _write(note, type(tokenizer))
     return tokenizer
@@ -54,11 +68,11 @@ def load_tokenizer(
 
 def _note_of(name: str, trust_remote_code: bool, environ: Mapping[str, str]) -> Path | None:
     """Return the file that tells the class of such a tokenizer; None where its files are not here."""
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home
-        config = find_config(name, environ)
-        if config is None:
-            return None
-        folder = config.parent
+    with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):  # RuntimeError: no home
+        folder = Path(name)
+        if not is_local_path(name):
+            kept = hub_folder(name, hub_cache(environ))
+            folder = kept / "snapshots" / (kept / "refs" / "main").read_text(encoding="utf-8").strip()
         # By their names some of the hub's models are treated otherwise than their files say.
         facts = ["" if Path(name).is_absolute() else name, trust_remote_code]
         facts += [find_spec(package) is not None for package in _OPTIONAL]

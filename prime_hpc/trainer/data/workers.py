@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles
@@ -54,14 +53,8 @@ class Recipe:
         Raises:
             SFTDataError: there is none.
         """
-
-        def load() -> Any:
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
-
         try:
-            tokenizer = load_tokenizer(str(self.tokenizer), load, trust_remote_code=self.trust_remote_code)
+            tokenizer = load_tokenizer(str(self.tokenizer), trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
             raise SFTDataError(f"no tokenizer in {self.tokenizer} ({error})") from error
         return ChatTokenizer(
