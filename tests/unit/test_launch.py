@@ -63,11 +63,15 @@ def test_what_would_fail_later_is_refused(tmp_path: Path, model: Path, values: d
 
 
 def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = loaded(tmp_path, model, trainer={"loss": {"type": "no_such_module:loss"}})
     with pytest.raises(ConfigError, match="there is no module 'no_such_module'.*PH233"):
         local.run(one)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
+        local.run(loaded(tmp_path, "someone/unheard-of"))
     assert not one.experiment.run_dir.exists()
 
 

@@ -363,7 +363,7 @@ def offline(subject: Subject) -> Iterator[Finding]:
         if one.need.kind == "model" and one.can_fetch:
             lacks = f"{one.need.name} is not all in {one.path} ({', '.join(one.lacks)})"
             message, remedy = f"{lacks}, and {said} keeps it from the hub", f"`prime-hpc fetch FILE`, or unset {said}"
-            yield Finding("PH329", "error", one.need.key, message, remedy)
+            yield Finding("PH329", "warning", one.need.key, message, remedy)
 
 
 @rule(*EVERY)
