@@ -108,9 +108,7 @@ class AdapterService:
         assert self._config is not None
         start = time.perf_counter()
         await asyncio.to_thread(check_adapter, folder, version, self._base, self._config.max_lora_rank)
-        digest = await asyncio.to_thread(
-            digest_of, folder
-        )  # before it is loaded: from then on no wait until it is noted
+        digest = await asyncio.to_thread(digest_of, folder)  # before it is loaded: no wait until it is noted
         checked = time.perf_counter()
         self._make_room()
         number = self._models.lora_id_counter.inc(1)
