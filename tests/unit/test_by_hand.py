@@ -132,7 +132,12 @@ def test_a_trainer_by_hand_goes_back_behind_what_a_rank_has_found_broken(
     words = ["sft", "@", str(config), "--data.type", "fake", "--trainer.dist-timeout-s", "2"]
     experiment = command_line.resolve([*words, "--ckpt.resume-step", "latest"], {})
     waits: list[float] = []
-    monkeypatch.setattr(resume, "FailedReads", lambda recheck_s: waits.append(recheck_s) or FailedReads(0.2))
+
+    def failed_reads(recheck_s: float) -> FailedReads:
+        waits.append(recheck_s)
+        return FailedReads(0.2)
+
+    monkeypatch.setattr(resume, "FailedReads", failed_reads)
     paths = RunPaths(tmp_path / "out" / "x")
     with pytest.raises(StoreError, match="no whole checkpoint to resume from .*none is there"):
         checkpoint_to_resume(experiment, paths, None)
