@@ -156,7 +156,8 @@ class SourceRunner:
             turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
         duration_s = time.monotonic() - started
         if self.settings.keep_samples and self.settings.chat is None:
-            self._refuse_other_sampling(episode)
+            if self.settings.is_policy:
+                self._refuse_other_sampling(episode)
             versions = {id(turn.logprobs): turn.versions for turn in turns}
             routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
             routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None

@@ -42,6 +42,8 @@ class PoolSettings:
     """`http://host:port/v1` of each server; `url_index` counts them."""
     model_name: str
     """Under which the servers serve the policy."""
+    is_policy: bool = True
+    """The servers' model is the one that trains; else it imitates theirs, and no ratio asks how they draw tokens."""
     api_key: str | None = field(default=None, repr=False)
     api_key_var: str = "VLLM_API_KEY"
     """Environment variable with the key, where `api_key` is not known: a worker's machine may have it."""

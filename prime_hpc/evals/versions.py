@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,20 +47,23 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
     if not root.is_dir():
         raise ConfigError(Problem(f"{config.weights_dir} is not a directory", "eval.weights_dir"))
     folders = {step: root / f"step_{step:06d}" for step in list_steps(root) if step > 0}
-    there = [step for step, folder in folders.items() if not went_over_network(folder)]
-    if config.steps == "all":
-        steps = there
-    else:
-        steps = list(config.steps)
-        if missing := sorted(set(steps) - set(there)):
-            shown = ", ".join(map(str, there[:20])) + (" ..." if len(there) > 20 else "")
-            what = "only a version without weights, which went over the network, of" if missing[0] in folders else "no"
-            message = f"{root} holds {what} step {missing[0]}; there are {shown or 'none'}"
-            raise ConfigError(Problem(message, "eval.steps"))
+    steps = _with_weights(folders) if config.steps == "all" else list(config.steps)
+    if config.steps != "all" and (
+        missing := set(steps) - set(_with_weights({step: folders[step] for step in steps if step in folders}))
+    ):
+        first, there = min(missing), _with_weights(folders)
+        shown = ", ".join(map(str, there[:20])) + (" ..." if len(there) > 20 else "")
+        what = "only a version without weights, which went over the network, of" if first in folders else "no"
+        raise ConfigError(Problem(f"{root} holds {what} step {first}; there are {shown or 'none'}", "eval.steps"))
     if not steps and not config.eval_base:
-        raise ConfigError(Problem(f"{root} holds no version (step_000010, ...)", "eval.weights_dir"))
+        what = "only versions without weights, which went over the network" if folders else "no version"
+        raise ConfigError(Problem(f"{root} holds {what} (step_000010, ...)", "eval.weights_dir"))
     base = [Version(0)] if config.eval_base else []
     return base + [Version(step, folders[step]) for step in steps]
+
+
+def _with_weights(folders: Mapping[int, Path]) -> list[int]:
+    return [step for step, folder in folders.items() if not went_over_network(folder)]
 
 
 def version_template(config: StandaloneEvalConfig) -> str | None:

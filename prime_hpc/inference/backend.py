@@ -195,8 +195,8 @@ def load_backend(name: str, key: str = "inference.backend") -> Backend:
     module, _, attribute = BACKENDS.get(name, name).partition(":")
     try:
         found: Backend = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(Problem(f"cannot import {name!r}: {error}", key)) from error
+    except Exception as error:  # a user's module may raise anything, and hold what is no Python
+        raise ConfigError(Problem(f"cannot import {name!r}: {type(error).__name__}: {error}", key)) from error
     lacks = [part for part in ("title", "overhead_gib", "missing", "refusals", "serve") if not hasattr(found, part)]
     if lacks:
         raise ConfigError(Problem(f"{name!r} is no inference backend: it has no {', '.join(lacks)}", key))

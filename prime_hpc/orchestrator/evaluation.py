@@ -206,7 +206,7 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
 
     An episode that failed, timed out or has no finite reward counts as reward 0: a policy that starts to ramble must
     not score better because its long replies are not counted. Metrics are means over the episodes that completed; one
-    with the name of a figure here stands as `env/<name>`.
+    with the name of a figure of an evaluation stands as `<name>_own`.
     """
     good = [r for r in results if r.state is EpisodeState.COMPLETED and math.isfinite(r.reward)]
     row: dict[str, float] = {
@@ -223,7 +223,8 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
     row["truncated_share"] = sum(r.truncated for r in good) / len(good)
     for name in sorted({name for r in good for name in r.metrics}):
         values = [r.metrics[name] for r in good if name in r.metrics]
-        row[f"env/{name}" if name in row else name] = sum(values) / len(values)
+        is_taken = name in row or name == "mean_reward_se" or name.endswith("/mean_reward")
+        row[f"{name}_own" if is_taken else name] = sum(values) / len(values)
     return row
 
 

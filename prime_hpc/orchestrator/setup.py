@@ -182,6 +182,7 @@ def make_pool(
         beside=_environments_beside(exp, split),
         urls=urls,
         model_name=imitated.served_name if imitated else name,
+        is_policy=imitated is None,
         api_key=_teacher_key(exp, imitated) if imitated else _policy_key(exp),
         api_key_var=_key_variable(
             "teacher" if imitated else "inference", (imitated or exp.orchestrator.client).api_key_var

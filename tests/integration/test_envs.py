@@ -92,6 +92,8 @@ def test_a_seat_that_draws_its_tokens_otherwise_than_the_trainer_computes_does_n
     assert "{'temperature': 0.3}" in result.reason and "{'temperature': 1.0}" in result.reason
     (result,) = world.play(hot, keep_samples=False)
     assert result.state is EpisodeState.COMPLETED, "nobody trains on an evaluation"
+    (result,) = world.play(hot, is_policy=False)
+    assert result.usable, "a model that imitates has no ratio to its teacher"
     shorter = EnvConfig(id="reverse-text", env_args={"agent": {"sampling": {"max_tokens": 5, "top_p": 1.0}}})
     (result,) = world.play(shorter)
     assert result.usable and world.server.requests[-1]["sampling_params"]["max_tokens"] == 5

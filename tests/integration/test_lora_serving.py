@@ -249,17 +249,13 @@ def test_a_run_begins_as_the_base_model_under_its_own_name(world: World) -> None
         assert_sampled_by(world.merged[version], version, LONG, generation)
 
 
-def test_it_ends_in_order(world: World) -> None:
-    assert world.server.terminate() == 0
-
-
 def test_a_version_that_is_made_anew_is_loaded_and_shares_no_cache(world: World, tmp_path: Path) -> None:
     """A run that goes back makes versions once more, under the same names; a server that serves on has the former."""
     again = RunPaths(tmp_path / "again")
 
     def publish(slot: int) -> None:
         shutil.rmtree(again.weights_step(7), ignore_errors=True)
-        options = {"incarnation": 0, "model_name": str(world.base), "slot": slot}
+        options: dict[str, Any] = {"incarnation": 0, "model_name": str(world.base), "slot": slot}
         AdapterPublisher(world.policy, world.base, again, **options).publish(7)
 
     async def work(client: InferenceClient) -> Generation:
@@ -270,3 +266,7 @@ def test_a_version_that_is_made_anew_is_loaded_and_shares_no_cache(world: World,
     for slot in (3, 5):
         publish(slot)
         assert_sampled_by(world.merged[slot], 7, LONG, world.run(work))
+
+
+def test_it_ends_in_order(world: World) -> None:
+    assert world.server.terminate() == 0

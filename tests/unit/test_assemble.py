@@ -26,7 +26,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
 )
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.metrics import batch_metrics
-from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_server_error, to_episode
+from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_server_error, mask_all, to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.batch.rank_batch import RankBatch
@@ -390,11 +390,13 @@ def test_echo_says_once_that_nothing_tells_whose_the_tokens_are() -> None:
     sink = logger.add(warnings.append, level="WARNING", format="{message}")
     two_turns = [(7, replace(make_sample([0]), roles=np.zeros(4, np.uint8))) for _ in range(2)]
     spoken = replace(make_sample([0, 0]), roles=np.array([0, 0, 0, 0, 2], np.uint8), num_turns=2)
-    for quiet in ([], two_turns[:1], [*two_turns, (8, spoken)]):
+    episode = replace(make_episode([0]), result=make_result(samples=[sample for _, sample in two_turns]))
+    masked = [(9, sample) for sample in mask_all(episode).result.samples]
+    for quiet in ([], two_turns[:1], [*two_turns, (8, spoken)], masked):
         Echo(config).tell_if_idle(quiet)
     assert not warnings
     echo = Echo(config)
     for _ in range(2):
-        echo.tell_if_idle(two_turns)
+        echo.tell_if_idle([*masked, *two_turns])
     logger.remove(sink)
     assert len(warnings) == 1 and "echo learns nothing" in warnings[0]

@@ -12,9 +12,10 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.launch.by_hand import Nodes, ranks_of_all
 from prime_hpc.store.artifact import ArtifactError, StoreError, check_file
 from prime_hpc.store.checkpoint import newest
-from prime_hpc.store.checkpoint.failed_reads import list_failed_reads, record_failed_read
+from prime_hpc.store.checkpoint.failed_reads import FailedReads, list_failed_reads, record_failed_read
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.trainer import command_line
+from prime_hpc.trainer.checkpointing import resume
 from prime_hpc.trainer.checkpointing.resume import checkpoint_to_resume, go_back_by_hand
 from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights
 
@@ -128,8 +129,15 @@ def test_a_trainer_by_hand_goes_back_behind_what_a_rank_has_found_broken(
 ) -> None:
     """Its large files are read by the ranks alone, who note it and end; the next command reads it once more."""
     monkeypatch.setattr(newest, "SMALL", 10)
-    words = ["sft", "@", str(config), "--data.type", "fake", "--supervisor.recheck-s", "0.2"]
+    words = ["sft", "@", str(config), "--data.type", "fake", "--trainer.dist-timeout-s", "2"]
     experiment = command_line.resolve([*words, "--ckpt.resume-step", "latest"], {})
+    waits: list[float] = []
+
+    def failed_reads(recheck_s: float) -> FailedReads:
+        waits.append(recheck_s)
+        return FailedReads(0.2)
+
+    monkeypatch.setattr(resume, "FailedReads", failed_reads)
     paths = RunPaths(tmp_path / "out" / "x")
     with pytest.raises(StoreError, match="no whole checkpoint to resume from .*none is there"):
         checkpoint_to_resume(experiment, paths, None)
@@ -144,6 +152,7 @@ def test_a_trainer_by_hand_goes_back_behind_what_a_rank_has_found_broken(
     record_failed_read(paths, 4, found.manifest, SHARD, caught.value)
     found = checkpoint_to_resume(experiment, paths, None)
     assert found is not None and found.step == 2
+    assert set(waits) == {0.2}, "ten such waits fit into the collective in which the other ranks wait"
     go_back_by_hand(paths, 2, 0)
     assert list_steps(paths.checkpoints, digits=0) == [2] and not list_failed_reads(paths)
     assert len(list(paths.checkpoints.glob("set-aside-step_*"))) == 2

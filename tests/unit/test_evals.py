@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -346,6 +347,19 @@ def test_versions_that_went_over_the_network_are_left_out(tmp_path: Path) -> Non
     assert [version.label for version in find_versions(config)] == ["base", "step 10"]
     with pytest.raises(ConfigError, match="only a version without weights.* of step 12; there are 10$"):
         find_versions(config.model_copy(update={"steps": [10, 12]}))
+    shutil.rmtree(paths.weights_step(10))
+    with pytest.raises(ConfigError, match="holds only versions without weights, which went over the network"):
+        find_versions(config.model_copy(update={"eval_base": False}))
+
+
+def test_a_version_that_is_named_is_looked_at_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of thousands is on a network file system."""
+    asked: list[str] = []
+    monkeypatch.setattr("prime_hpc.evals.versions.went_over_network", lambda folder: asked.append(folder.name))
+    for step in (10, 11, 12):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    config = StandaloneEvalConfig(weights_dir=tmp_path, steps=[11], eval_base=False)
+    assert [version.step for version in find_versions(config)] == [11] and asked == ["step_000011"]
 
 
 def test_scores_leave_failed_episodes_out_and_count_timeouts_as_zero() -> None:

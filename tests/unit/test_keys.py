@@ -291,6 +291,7 @@ def test_a_key_of_the_attempt_goes_to_no_server_of_others(started: str, monkeypa
     imitated = experiment.model_copy(update={"orchestrator": config})
     pool = make_pool(imitated, [server], config.env, config.sampling, "train")
     assert pool._settings.api_key == sent["teacher"]
+    assert asked.is_policy and not pool._settings.is_policy
 
 
 # ------------------------------------------------------------------------------------ directories nobody else prepared

@@ -46,6 +46,15 @@ def test_what_lint_says(
     assert all(f.remedy for f in found)
 
 
+def test_a_backend_whose_module_raises_is_a_finding(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_typed_engine.py").write_text("class Mine(:\n")
+    found = findings(model, {"inference": {"backend": "half_typed_engine:MINE"}})
+    assert [f.message for f in found if f.code == "PH125" and "SyntaxError: invalid syntax" in f.message]
+
+
 def test_roles_that_share_nodes_are_named_together_for_gpus_that_nobody_uses(model: Path) -> None:
     few = {
         "trainer": {"num_ranks": 2},

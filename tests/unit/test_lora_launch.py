@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,20 @@ def test_export_merged_refuses_what_is_not_there(tmp_path: Path) -> None:
         export.run([*merged, "--json"], "prime-hpc")
     with pytest.raises(ConfigError, match="--dtype is for weights: it goes with --merged"):
         export.run([str(run_dir), "--dtype", "float32"], "prime-hpc")
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "40")])
+def test_export_tells_which_signal_ended_the_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, name: str
+) -> None:
+    run_dir, dying = tmp_path / "run", tmp_path / "python"
+    write_snapshot(experiment("m", {}, name="run", output_dir=str(tmp_path)), run_dir, ["test"])
+    (run_dir / "weights" / "step_000003").mkdir(parents=True)
+    dying.write_text(f"#!/bin/sh\nkill -{number} $$\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    assert export.run([str(run_dir), "--merged", "3"], "prime-hpc") == 1
+    assert f"the merge was ended by signal {name}" in "".join(capsys.readouterr())
 
 
 def test_products_leave_the_base_models_rows_alone() -> None:

@@ -326,6 +326,34 @@ def test_an_adapter_that_engines_load_too_late_is_asked_for_again(
     assert removed == [7] and service.served("policy") is None
 
 
+def test_an_adapter_is_in_the_books_as_soon_as_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that is cancelled while it reads its manifest leaves none in the engines that nobody would remove."""
+    updates: list[asyncio.Task[Any]] = []
+    loaded: list[int] = []
+
+    async def load(request: Any) -> None:
+        loaded.append(request.lora_int_id)
+
+    def digest(folder: Path) -> None:
+        if loaded:
+            updates[0].get_loop().call_soon_threadsafe(updates[0].cancel)
+
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config=SimpleNamespace(max_cpu_loras=2, max_lora_rank=8)), add_lora=load
+    )
+    models = SimpleNamespace(lora_id_counter=SimpleNamespace(inc=lambda _: 7), lora_requests={})
+    monkeypatch.setattr(adapters, "check_adapter", lambda *_: None)
+    monkeypatch.setattr(adapters, "digest_of", digest)
+    service = adapters.AdapterService(engine, models, None)
+
+    async def go() -> None:
+        updates.append(asyncio.create_task(service.update("policy", tmp_path, 3)))
+        await asyncio.wait(updates)
+        assert loaded == [7] and service.served("policy") == (3, str(tmp_path))
+
+    asyncio.run(go())
+
+
 def test_sleep_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:
     """No engine sleeps before all have paused: what resumed one that sleeps would have it compute without memory."""
     calls, engine = world.engine.call_utility_all_async, world.engine

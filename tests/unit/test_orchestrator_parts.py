@@ -394,7 +394,10 @@ def test_episodes_that_fail_or_time_out_count_as_reward_0() -> None:
 
 
 def test_an_environments_metric_takes_the_place_of_no_figure_of_an_evaluation() -> None:
-    own = {"mean_reward": 0.25, "num_failed": 3.0, "solved": 1.0}  # of its programs' tests, say
+    own = {"mean_reward": 0.25, "mean_reward_se": 0.1, "num_failed": 3.0, "solved": 1.0, "judge/mean_reward": 0.2}
     row = summarize([replace(make_result([0], reward=1.0), metrics=own), failed_result()])
-    assert (row["mean_reward"], row["num_failed"], row["solved"]) == (0.5, 1, 1.0)
-    assert (row["env/mean_reward"], row["env/num_failed"]) == (0.25, 3.0)
+    assert (row["mean_reward"], row["num_failed"], row["solved"]) == (0.5, 1, 1.0) and "mean_reward_se" not in row
+    assert {k: v for k, v in row.items() if k.endswith("_own")} == {
+        f"{k}_own": v for k, v in own.items() if k != "solved"
+    }
+    assert rewards_text({f"eval/a/{k}": v for k, v in row.items()}) == "a 0.500 (1 of 2 failed or timed out)"

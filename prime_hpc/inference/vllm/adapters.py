@@ -108,6 +108,7 @@ class AdapterService:
         assert self._config is not None
         start = time.perf_counter()
         await asyncio.to_thread(check_adapter, folder, version, self._base, self._config.max_lora_rank)
+        digest = await asyncio.to_thread(digest_of, folder)  # before it is loaded: no wait until it is noted
         checked = time.perf_counter()
         self._make_room()
         number = self._models.lora_id_counter.inc(1)
@@ -120,7 +121,6 @@ class AdapterService:
         except Exception as error:
             await self._remove(request)
             raise BadVersionError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
-        digest = await asyncio.to_thread(digest_of, folder)
         before = self._served.get(name)
         self._served[name] = _Loaded(name, version, request, digest)
         self._models.lora_requests[name] = request

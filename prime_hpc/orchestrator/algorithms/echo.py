@@ -49,7 +49,8 @@ class Echo:
         """
         turns: Counter[tuple[int, int]] = Counter()
         for rollout, sample in traces:
-            turns[rollout, sample.trace] += sample.num_turns
+            if sample.roles is not None:  # else it was masked: nothing of it may train
+                turns[rollout, sample.trace] += sample.num_turns
         known = any(sample.roles is not None and sample.roles.any() for _, sample in traces)
         if known or self._is_told or max(turns.values(), default=0) < 2:
             return

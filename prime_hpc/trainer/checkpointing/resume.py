@@ -35,7 +35,9 @@ def checkpoint_to_resume(experiment: Experiment, paths: RunPaths, chosen: int | 
         return find_checkpoint(wanted, deep=False)
     if wanted != "latest":
         return resolve_resume(paths.checkpoints, wanted, deep=False)
-    failed_reads = FailedReads(experiment.supervisor.recheck_s)  # those too that ranks noted the last time
+    # the other ranks wait meanwhile, in one collective, for all that is read again
+    recheck_s = min(experiment.supervisor.recheck_s, experiment.trainer.dist_timeout_s / 10)
+    failed_reads = FailedReads(recheck_s)  # those too that ranks noted the last time
     return require(paths, patience(lambda: choose_newest(paths, failed_reads, expected=0)))
 
 

@@ -110,7 +110,8 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     say(f"merging version {version} into {experiment.model.name}")  # torch takes a while
     code = subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
     if code < 0:
-        say(f"the merge was ended by {signal.Signals(-code).name}")
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else -code  # most real-time ones have none
+        say(f"the merge was ended by signal {name}")
     return code if code >= 0 else 1
 
 
