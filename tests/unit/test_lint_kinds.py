@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from prime_hpc.launch.lint import effect_rules
 from prime_hpc.launch.lint import lint as lint_module
 from prime_hpc.launch.lint.lint import RULES, examine
 from prime_hpc.launch.lint.lint_finding import Finding, Rule, Subject
+from prime_hpc.store.model.config import hub_cache, hub_folder
 from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
 
 TRAINING = "rl sft"
@@ -122,11 +124,17 @@ def test_a_run_that_trains_nothing_is_held_to_what_its_engines_and_its_job_can_d
 @pytest.mark.parametrize("kind", EVERY.split())
 def test_a_model_that_nobody_may_fetch(model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     here = {"launch": "local", "slurm": None, "model": {"name": "someone/unheard-of"}}
     change = here | (alone(kind) if kind in ("eval", "synthesize") else {"kind": kind})
     for text, said in (("1", [("error", "model.name")]), ("0", [])):
         monkeypatch.setenv("HF_HUB_OFFLINE", text)
         assert [(f.severity, f.key) for f in findings(model, change) if f.code == "PH329"] == said
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (hub_folder("someone/unheard-of", hub_cache(os.environ)) / "snapshots" / "0a1b").mkdir(parents=True)
+    said = [f.severity for f in findings(model, change) if f.code == "PH329"]
+    assert said == ["warning"], "a revision that is pinned, weights of another format: it may load"
 
 
 def test_an_unstated_length_is_bounded_by_the_models_own(model: Path) -> None:

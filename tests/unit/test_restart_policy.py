@@ -448,7 +448,7 @@ def test_a_warning_asks_whether_the_limit_was_shortened(
 
 
 def test_a_warning_asks_for_the_limit_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor polls five times a second while the run saves, and a silent controller takes long to say nothing."""
+    """The supervisor polls five times a second while the run saves, and a silent controller takes long to answer."""
     one, asked = controls(tmp_path, left_s=10_000), []
     answer = shown("02:46:40", time.time() + 10_000)
     monkeypatch.setattr(client, "run_slurm", lambda *arguments, **_: asked.append(arguments) or answer)

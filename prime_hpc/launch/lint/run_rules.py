@@ -22,14 +22,14 @@ def groups(subject: Subject) -> Iterator[Finding]:
     """Report groups too small for a baseline that is the group's own mean."""
     orchestrator = subject.experiment.orchestrator
     advantage = orchestrator.advantage
-    compares = advantage.compares_rollouts or ":" in advantage.type  # of code of one's own that is likely
-    if orchestrator.rollouts_per_example == 1 and compares:
+    is_own = ":" in advantage.type  # nobody but the user knows
+    if orchestrator.rollouts_per_example == 1 and (advantage.compares_rollouts or is_own):
         yield Finding(
             "PH201",
-            "error",
+            "warning" if is_own else "error",
             "orchestrator.rollouts_per_example",
-            f"advantage.type = {orchestrator.advantage.type} compares the rollouts of one prompt, and there is one: "
-            "every advantage is 0 and nothing is learned",
+            f"advantage.type = {advantage.type} {'may compare' if is_own else 'compares'} the rollouts of one prompt, "
+            f"and there is one: every advantage {'would be' if is_own else 'is'} 0 and nothing is learned",
             "at least 2 rollouts_per_example, or advantage.type = none",
         )
 
@@ -363,7 +363,8 @@ def offline(subject: Subject) -> Iterator[Finding]:
         if one.need.kind == "model" and one.can_fetch:
             lacks = f"{one.need.name} is not all in {one.path} ({', '.join(one.lacks)})"
             message, remedy = f"{lacks}, and {said} keeps it from the hub", f"`prime-hpc fetch FILE`, or unset {said}"
-            yield Finding("PH329", "error", one.need.key, message, remedy)
+            has_none = one.lacks == ["all of it"] and one.path is not None and not one.path.exists()
+            yield Finding("PH329", "error" if has_none else "warning", one.need.key, message, remedy)
 
 
 @rule(*EVERY)
