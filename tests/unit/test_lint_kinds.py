@@ -133,8 +133,8 @@ def test_a_model_that_nobody_may_fetch(model: Path, tmp_path: Path, kind: str, m
         assert [(f.severity, f.key) for f in findings(model, change) if f.code == "PH329"] == said
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (hub_folder("someone/unheard-of", hub_cache(os.environ)) / "snapshots" / "0a1b").mkdir(parents=True)
-    said = [f.severity for f in findings(model, change) if f.code == "PH329"]
-    assert said == ["warning"], "a revision that is pinned, weights of another format: it may load"
+    severities = [f.severity for f in findings(model, change) if f.code == "PH329"]
+    assert severities == ["warning"], "a revision that is pinned, weights of another format: it may load"
 
 
 def test_an_unstated_length_is_bounded_by_the_models_own(model: Path) -> None:
