@@ -171,7 +171,9 @@ def _addresses(experiment: Experiment) -> Iterator[tuple[str, str]]:
         "synthesize.client": experiment.synthesize.client,
     }
     for key, client in clients.items():
-        yield from ((f"{key}.base_url", url) for url in (client.urls if client is not None else ()))
+        if client is not None:
+            name = "base_url" if client.base_url else "host"
+            yield from ((f"{key}.{name}", url) for url in client.urls)
 
 
 def _is_address(url: str) -> bool:

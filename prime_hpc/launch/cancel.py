@@ -94,7 +94,8 @@ class _Cancel:
         except SlurmError as error:
             touch = f"touch {shlex.quote(str(self.run_dir / STOP))}"
             stop = f"; `{touch}` has one that runs save and end, without Slurm" if error.is_unreachable else ""
-            words = f"{self.run_dir}: {error}{stop}"
+            theirs = None if error.is_unreachable else other_owner(self.run_dir)
+            words = f"{self.run_dir}: {error}{stop}" if theirs is None else f"{error}; {theirs}, who alone can end it"
             raise SlurmRefused(Problem(words)) from error
 
     def _all_jobs(self) -> list[JobInfo]:

@@ -20,6 +20,7 @@ from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import GENERIC, load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.fetch.presence import absent_models
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
 from prime_hpc.launch.monitor.logs import copy_new
@@ -51,8 +52,10 @@ def run(loaded: Loaded) -> int:
     `submit` does."""
     loaded = for_evaluation(loaded)
     findings = lint(loaded.experiment.model_copy(update={"launch": "local"}), GENERIC)  # no site's nodes are asked
-    # what is missing nobody brings meanwhile, as he may while a job waits
-    refuse_errors(loaded, [replace(f, severity="error") if f.code == "PH329" else f for f in findings])
+    if any(finding.code == "PH329" for finding in findings):  # nobody brings it meanwhile, as he may while a job waits
+        absent = absent_models(loaded.experiment, os.environ)
+        findings = [replace(f, severity="error") if f.code == "PH329" and f.key in absent else f for f in findings]
+    refuse_errors(loaded, findings)
     print_warnings(findings)
     run_dir = prepare_run(loaded)
     from prime_hpc.supervisor.main import supervise

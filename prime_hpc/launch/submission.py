@@ -301,11 +301,12 @@ def follow_job(job_id: str, log: Path) -> int:
 
 
 def _successor_of(job_id: str, run_dir: Path) -> str | None:
-    """Return the job that has taken over from one that ended ill, or is about to; None: none does."""
+    """Return the job that has taken over from one that ended ill, or is about to; None: none does. One that Slurm says
+    nothing of now may: who follows it asks again."""
     record = read_record(run_dir) or SubmissionRecord()
     later = record.get("successor") if record.get("job_id") == job_id else record.get("job_id")
     info = _look(later, run_dir) if later is not None else None
-    return later if info is not None and info.is_active else None
+    return later if info is None or info.is_active else None
 
 
 def _look(job_id: str, run_dir: Path) -> JobInfo | None:

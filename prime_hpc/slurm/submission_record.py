@@ -259,6 +259,9 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     record = read_record(run_dir)
     job_id = environ.get("SLURM_JOB_ID")
     is_of_array = "SLURM_ARRAY_TASK_ID" in environ
+    if record is not None and not token and job_id is not None and record.get("successor") == job_id:
+        # of an array's task: its script knows no token, and `--export=NONE` keeps the environment from it
+        token, folder = record.get("successor_token") or "", str(run_dir)
     if record is None or not token or job_id is None or is_of_array or Path(folder) != run_dir:
         return None
     if record.get("successor_token") == token:  # after a script sent by hand, or an array's task

@@ -81,7 +81,7 @@ class Controls:
         self._began = time.time()
         self._of_slurm: StopRequest | None = None
         self._log = JobLog()
-        self._warned = False
+        self._warned = self._asked_at_warning = False
         self._lead_s = lead_s
         self.needs_s = needs_s
         self._signals: list[int] = []
@@ -231,7 +231,8 @@ class Controls:
         if number == signal.SIGUSR1:
             near_s = 3 * self._lead_s + 60
             left = self.time_left_s
-            if self._limit is not None and (left is None or left > near_s):
+            if self._limit is not None and not self._asked_at_warning and (left is None or left > near_s):
+                self._asked_at_warning = True  # every tick comes here, while the save is under way, too
                 self._limit.look()  # somebody may have shortened it since it was last asked for
                 left = self.time_left_s
             if left is not None and left > near_s:

@@ -139,10 +139,9 @@ class Fault:
         faults.install()
         early_end.LOAD_S = 1.0
         if self._role.startswith("rank"):
-            from prime_hpc.trainer import trainer
-            from prime_hpc.trainer.checkpointing import verify
+            from prime_hpc.trainer.checkpointing import resume, verify
 
-            trainer.READ_S = verify.READ_S = 1.0
+            resume.READ_S = verify.READ_S = 1.0
 
     def message(self, operation: str, op: str) -> None:
         """A message was taken, or is about to be said."""

@@ -198,7 +198,7 @@ class Cluster:
         while not holds():
             if time.monotonic() > began + timeout * slowness():
                 queue = self.x(["squeue"]).stdout + self.x(["sinfo", "-N", "-p", "all", "-o", "%N %T %E"]).stdout
-                raise ClusterError(f"{timeout:.0f} s went by without: {what}\n{queue}")
+                raise ClusterError(f"{time.monotonic() - began:.0f} s went by without: {what}\n{queue}")
             time.sleep(0.2)
 
     def wait_state(self, job_id: str, states: str | Collection[str], timeout: float = 60) -> str:

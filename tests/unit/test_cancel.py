@@ -259,6 +259,11 @@ def test_cancel_of_another_users_run(fake: FakeSlurm, config: Path, monkeypatch:
     ):
         cancel_run(run_dir(config), now=False, timeout_s=5, say=told.append)
     assert not told, "it was asked for nothing"
+    fake.behave("scancel", code=1, stderr="scancel: error: Kill job error on job id 100: Access/permission denied")
+    for state, now in (("RUNNING", True), ("PENDING", False)):
+        fake.change("100", state=state, nodes="n1" if state == "RUNNING" else "")
+        with pytest.raises(SlurmRefused, match=r"permission denied.*; .*uid 12345.*, who alone can end it"):
+            cancel_run(run_dir(config), now=now, timeout_s=5, say=told.append)
     with pytest.raises(ConfigError, match=r"name: .* belongs to another user .*uid 12345"):
         resume.run([str(run_dir(config))], "prime-hpc resume")
 

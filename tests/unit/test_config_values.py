@@ -314,6 +314,9 @@ def test_addresses_of_servers_are_some(key: str, entrypoint: str) -> None:
         )
     for text in ("http://a:8000", "https://api.a.com/v1", "http://[::1]:8000/v1"):
         load([*flags, f"--{key}={text}"], entrypoint)
+    if "teacher" not in key:
+        host = key.replace("base_url", "host")
+        refused([*flags, f"--{host}=::1"], f"{host}: 'http://::1:8000/v1' is no address of a server", entrypoint)
 
 
 def test_a_seed_is_one_that_torch_takes() -> None:

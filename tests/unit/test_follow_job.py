@@ -75,6 +75,26 @@ def test_a_successor_is_followed_too(
     assert submission.follow_job("101", log) == 1
 
 
+def test_a_successor_of_which_slurm_says_nothing_for_a_moment_is_followed(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "FOLLOW_POLL_S", 0.02)
+    monkeypatch.setattr(submission, "ASK_EVERY_S", 0.1)
+    submit(load(config, "--slurm.restart.how", "successor"))
+    fake.change("100", state="FAILED")
+    ask = submission._successor_of
+
+    def silent(job_id: str, folder: Path) -> str | None:
+        fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
+        found = ask(job_id, folder)
+        fake.behave("squeue")
+        fake.change("101", state="COMPLETED")
+        return found
+
+    monkeypatch.setattr(submission, "_successor_of", silent)
+    assert submission.follow_job("100", run_dir(config) / "logs" / "slurm-100.out") == 0
+
+
 def test_an_interrupted_follower_leaves_the_job_alone(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

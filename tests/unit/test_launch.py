@@ -15,12 +15,14 @@ from prime_hpc.config import ConfigError, Loaded, load_run, write_snapshot
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.launch import local
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.fetch.presence import absent_models
 from prime_hpc.launch.local import run_role
 from prime_hpc.launch.plan.plan import local_plan
 from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import for_evaluation, prepare_run
 from prime_hpc.launch.storage import weights_bytes
 from prime_hpc.store.attempts import begin, write_attempt
+from prime_hpc.store.model.config import hub_folder
 from prime_hpc.supervisor.attempt.start import await_made
 from tests.support.launch import loaded, make_model
 
@@ -73,6 +75,15 @@ def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
     with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
         local.run(loaded(tmp_path, "someone/unheard-of"))
     assert not one.experiment.run_dir.exists()
+
+
+def test_a_model_of_the_hub_that_is_there_in_part_may_do(tmp_path: Path) -> None:
+    """With a pinned revision, or weights of another format."""
+    environ = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    experiment = loaded(tmp_path, "someone/unheard-of").experiment
+    assert absent_models(experiment, environ) == {"model.name"}
+    (hub_folder("someone/unheard-of", tmp_path / "hub") / "snapshots" / "0a1b").mkdir(parents=True)
+    assert absent_models(experiment, environ) == set()
 
 
 def test_what_another_job_may_make_is_not_missed_by_one_that_waits_for_it(tmp_path: Path, model: Path) -> None:

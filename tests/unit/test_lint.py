@@ -168,7 +168,10 @@ def test_a_group_of_one(model: Path) -> None:
     # the config refuses it for the objectives that it knows; lint for any to come
     single = one.orchestrator.model_copy(update={"rollouts_per_example": 1})
     found = lint(one.model_copy(update={"orchestrator": single}), SiteConfig.model_validate(SITE))
-    assert [f.code for f in found] == ["PH201"]
+    assert [(f.code, f.severity) for f in found] == [("PH201", "error")]
+    own = {"rollouts_per_example": 1, "advantage": {"type": "own:fn"}}
+    said = [(f.severity, f.message) for f in findings(model, {"orchestrator": own}) if f.code == "PH201"]
+    assert [severity for severity, _ in said] == ["warning"] and "may compare" in said[0][1]
 
 
 def test_a_job_that_nobody_preempts_need_not_come_back(model: Path) -> None:

@@ -447,6 +447,22 @@ def test_a_warning_asks_whether_the_limit_was_shortened(
     assert "before the time limit" in request.reason and request.budget_s <= 60
 
 
+def test_a_warning_asks_for_the_limit_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor polls five times a second while the run saves, and a silent controller takes long to answer."""
+    one, asked = controls(tmp_path, left_s=10_000), list[object]()
+
+    def answer(*arguments: object, **_: object) -> str:
+        asked.append(arguments)
+        return shown("02:46:40", time.time() + 10_000)
+
+    monkeypatch.setattr(client, "run_slurm", answer)
+    one._on_signal(signal.SIGUSR1, None)
+    for _ in range(2):
+        request = one.poll()
+        assert request is not None and request.outcome == "preempted"
+    assert len(asked) == 1
+
+
 def test_signals(tmp_path: Path) -> None:
     one = controls(tmp_path, left_s=100)
     one._on_signal(signal.SIGUSR1, None)

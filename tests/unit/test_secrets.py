@@ -22,7 +22,7 @@ from prime_hpc.config.secret import (
     plainly_assigned,
     read_key_file,
     revealed,
-    write_secrets,
+    written_secrets,
 )
 from prime_hpc.config.site import load_site, read_site
 from prime_hpc.launch import local, submission
@@ -191,7 +191,8 @@ def test_a_folder_of_secrets_that_others_may_open_is_closed(tmp_path: Path) -> N
     home = tmp_path / SECRETS
     home.mkdir()
     home.chmod(0o755)
-    write_secrets(tmp_path, {"api_key": CANARY})
+    with written_secrets(tmp_path, {"api_key": CANARY}):
+        pass
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 

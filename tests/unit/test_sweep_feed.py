@@ -198,16 +198,24 @@ def test_a_point_that_fails_meanwhile_is_not_sent_again(slurm: FakeSlurm, folder
     assert sent(folder) == [*range(5), 0, 1, 2]
 
 
-def test_cancelled_meanwhile(slurm: FakeSlurm, folder: Path) -> None:
+@pytest.mark.parametrize("ahead_s", [-300, 0, 300])
+def test_cancelled_meanwhile(slurm: FakeSlurm, folder: Path, ahead_s: float) -> None:
+    """Perhaps on a host whose clock goes otherwise."""
     path = write_sweep(folder, "seeds: 5\n")
 
     def cancelled() -> None:
         assert run(["cancel", str(folder / "out" / "s"), "--now"], "sweep") == 0
+        log = folder / "out" / "s" / "submits.jsonl"
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        rows = [row | {"time": row["time"] + ahead_s * (row["kind"] == "cancel")} for row in rows]
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     pause = Pause(slurm, folder, cancelled)
     fed(path, pause)
     assert sent(folder)[:3] == [0, 1, 2] and len(slurm.jobs()) == 1
     assert "cancelled meanwhile" in pause.said[-1]
+    fed(path, Pause(slurm, folder))
+    assert {3, 4} <= set(sent(folder)), "the command once more is a new word"
 
 
 def test_throttle_and_lanes_hold_without_dependencies(slurm: FakeSlurm, folder: Path) -> None:

@@ -226,6 +226,21 @@ def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
     assert [job["dependency"] for job in slurm.jobs()[1:]] == [None, f"afterany:{ids[3]}"]
 
 
+def test_a_lanes_tail_is_the_job_sent_last_whatever_the_clocks_of_hosts_say(slurm: FakeSlurm, folder: Path) -> None:
+    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
+    het = f"layout: het, site: {folder / 'site.yaml'}"
+    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
+    (folder / "exp.yaml").write_text(text + RL)
+    submit(write_sweep(folder, "seeds: 2\nlanes: 1\n"))
+    log = folder / "out" / "s" / "submits.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [row | {"time": row["time"] + 300 * (row["token"] == rows[0]["token"])} for row in rows]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    submit(write_sweep(folder, "seeds: 3\nlanes: 1\n"))
+    _, second, third = slurm.jobs()
+    assert third["dependency"] == f"afterany:{second['id']}"
+
+
 def test_a_bad_point_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) -> None:
     path = write_sweep(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 'x']}}")
     report = submit(path)

@@ -20,6 +20,8 @@ from prime_hpc.launch.sweep.state import (
     read_sweep,
 )
 from prime_hpc.launch.sweep.submit import submit_sweep
+from prime_hpc.slurm.submission_record import write_record
+from prime_hpc.store.run_dirs import read_record
 from tests.support.sweeps import make_experiment, write_sweep
 
 
@@ -290,3 +292,18 @@ def test_the_later_submit_counts_whatever_the_clocks_of_their_hosts_say(sweep: S
     assert views(again)["a"].state == "lost"
     sweep.update(new_submit("cancel", [0]), state="sent")
     assert views(read_sweep(sweep.dir))["a"].state == "stopped"
+
+
+def test_a_task_opens_its_record_whatever_the_clocks_of_hosts_say(sweep: Sweep) -> None:
+    merged(sweep, point("a", "1" * 32))
+    ahead = {"state": "sent", "job_id": "7_0", "token": "old", "time": time.time() + 300, "array": str(sweep.dir)}
+    put_run(sweep, "a", record=ahead)
+    newer = new_submit("array", [0])
+    sweep.update(newer, state="sent", job_id="8")
+    ids = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "0"}
+    environ = {"PRIMEHPC_SUBMISSION": f"{newer.token} {sweep.dir}", **ids}
+    run_dir = point_run_dir(sweep.dir, 0, environ)
+    assert (read_record(run_dir) or {})["token"] == newer.token
+    write_record(run_dir, by_job=True, token="its successor's", job_id="9")
+    point_run_dir(sweep.dir, 0, environ)
+    assert (read_record(run_dir) or {})["job_id"] == "9", "its successor has the run"

@@ -496,6 +496,8 @@ def test_another_users_run_is_no_silent_node(tmp_path: Path, monkeypatch: pytest
     begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
     os.chown(run_dir, 12345, 12345)
     monkeypatch.setattr(run_paths.os, "geteuid", lambda: 4242)
+    assert find_target(str(run_dir)).path == run_dir, "a group's directory: the file WHY can be put there"
+    monkeypatch.setattr(run_paths.os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(
         ConfigError, match=r"belongs to another user .*uid 12345.*, who alone can look at its processes"
     ):

@@ -62,6 +62,13 @@ def missing_of(experiment: Experiment, environ: Mapping[str, str]) -> list[Prese
     return [one for one in (look(need, environ) for need in needs_of(experiment)) if not one.is_there]
 
 
+def absent_models(experiment: Experiment, environ: Mapping[str, str]) -> set[str]:
+    """Return the keys of the hub's models of which nothing is on disk: of others the engines may make do with what is
+    there, with a pinned revision or weights of another format."""
+    models = [one for one in missing_of(experiment, environ) if one.need.kind == "model" and one.can_fetch]
+    return {one.need.key for one in models if one.path is not None and not one.path.exists()}
+
+
 def look(need: Need, environ: Mapping[str, str]) -> Presence:
     """Say whether a need is there.
 

@@ -22,14 +22,14 @@ def groups(subject: Subject) -> Iterator[Finding]:
     """Report groups too small for a baseline that is the group's own mean."""
     orchestrator = subject.experiment.orchestrator
     advantage = orchestrator.advantage
-    compares = advantage.compares_rollouts or ":" in advantage.type  # of code of one's own that is likely
-    if orchestrator.rollouts_per_example == 1 and compares:
+    is_own = ":" in advantage.type  # nobody but the user knows
+    if orchestrator.rollouts_per_example == 1 and (advantage.compares_rollouts or is_own):
         yield Finding(
             "PH201",
-            "error",
+            "warning" if is_own else "error",
             "orchestrator.rollouts_per_example",
-            f"advantage.type = {orchestrator.advantage.type} compares the rollouts of one prompt, and there is one: "
-            "every advantage is 0 and nothing is learned",
+            f"advantage.type = {advantage.type} {'may compare' if is_own else 'compares'} the rollouts of one prompt, "
+            f"and there is one: every advantage {'would be' if is_own else 'is'} 0 and nothing is learned",
             "at least 2 rollouts_per_example, or advantage.type = none",
         )
 

@@ -72,13 +72,14 @@ def find_target(word: str) -> Target:
     """Find the run; where its file system hangs, what is known of it without.
 
     Raises:
-        ConfigError: there is no such run, or it is another user's.
+        ConfigError: there is no such run, or it is another user's, who lets nobody ask.
     """
 
     def read() -> Target:
         path = find_run(word).absolute()
         status = status_of(path)
-        if os.geteuid() and not why_idle(status) and (theirs := other_owner(path)):  # root may look at all
+        theirs = other_owner(path) if os.geteuid() and not why_idle(status) else None  # root may look at all
+        if theirs and not os.access(path, os.W_OK):  # who may write there asks by a file
             raise ConfigError(
                 f"{theirs}, who alone can look at its processes; `status` and `logs` say what its files say"
             )

@@ -45,7 +45,8 @@ class Feed:
     """The sweep's own limit, where that alone keeps the next point back."""
     said: str = ""
     """The last words for people."""
-    began: float = field(default_factory=time.time)
+    _cancels: set[str] | None = None
+    """Tokens of those before the first round; None before it."""
     _invalid: dict[int, str] = field(default_factory=dict)
     _most: int | None = None
     _in_queue: int = 0
@@ -69,7 +70,10 @@ class Feed:
         """
         for index, reason in self._invalid.items():
             sweep.rows[index] = replace(sweep.rows[index], reason=reason)
-        if any(row.kind == "cancel" and row.time > self.began for row in sweep.submits):
+        cancels = {row.token for row in sweep.submits if row.kind == "cancel"}
+        if self._cancels is None:
+            self._cancels = cancels
+        elif cancels - self._cancels:
             self.is_cancelled, self.todo = True, set()
             return []
         if self.todo is None:

@@ -147,14 +147,10 @@ def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, 
 
 
 def _live_jobs(sweep: Sweep, views: Sequence[PointView]) -> list[SubmitRow]:
-    """Return submits of which a point is still under way."""
+    """Return submits of which a point is still under way, in the order in which they were begun."""
     last = sweep.last_submits()
-    found = {
-        last[view.row.index].token: last[view.row.index]
-        for view in views
-        if view.is_under_way and view.row.index in last
-    }
-    return [row for row in found.values() if row.job_id is not None and row.kind != "local"]
+    tokens = {last[view.row.index].token for view in views if view.is_under_way and view.row.index in last}
+    return [row for row in sweep.submits if row.token in tokens and row.job_id is not None and row.kind != "local"]
 
 
 def _lanes(
@@ -164,14 +160,14 @@ def _lanes(
 
     Args:
         jobs: with their placements.
-        live: submits under way.
+        live: submits under way, in the order in which they were begun.
         lanes: how many; None: every job has its own.
         before: parts that are sent before these.
     """
     count = lanes or len(jobs) + len(live)
     queued: Counter[int] = Counter(dict.fromkeys(range(count), 0))
     tails: dict[int, str] = {}
-    for row in sorted((row for row in live if row.lane is not None), key=lambda row: row.time):
+    for row in (row for row in live if row.lane is not None):
         lane = (row.lane or 0) % count
         queued[lane] += 1
         tails[lane] = str(row.job_id)

@@ -200,7 +200,10 @@ def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] 
 def _open_point_record(run_dir: Path, sweep_dir: Path, submit: SubmitRow, environ: Mapping[str, str]) -> None:
     """Open a task's record where the client, which writes those of thousands once sbatch has answered, has not come to
     it yet: what the job itself adds would go into an earlier submission's, and be lost with that."""
-    if (read_record(run_dir) or SubmissionRecord()).get("time", 0.0) < submit.time:
+    record = read_record(run_dir) or SubmissionRecord()
+    # that of this submit has its time, whichever job goes on with it; of two arrays the file's order has told already,
+    # as hosts' clocks differ
+    if (time_of := record.get("time", 0.0)) != submit.time and ("array" in record or time_of < submit.time):
         job_id, cluster = job_argument(environ), cluster_name(environ)
         open_point_record(run_dir, sweep_dir, submit, job_id=job_id, command=[], cluster=cluster)
 
