@@ -166,4 +166,4 @@ def test_layouts_are_named_where_the_recipe_says() -> None:
     names = re.compile(r"""\blayout\b["']?(?: (?:==|!=|in|not in) |: |=)["'](?:het|packed)""")
     sources = {path: path.read_text(encoding="utf-8") for path in (CHECKOUT / "prime_hpc").rglob("*.py")}
     places = {path.relative_to(CHECKOUT).as_posix() for path, text in sources.items() if names.search(text)}
-    assert places == {place("A layout", name) for name in ("choose_layout", "for_pods", "_write_point_records")}
+    assert places == {place("A layout", name) for name in ("choose_layout", "for_pods", "open_point_record")}

@@ -266,6 +266,8 @@ def test_where_a_job_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_for_slurm_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # else the model that is not here is told of
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     plain = Experiment.model_validate({})
     assert not is_for_slurm(plain, GENERIC)
     assert is_for_slurm(plain, SiteConfig.model_validate(SITE))

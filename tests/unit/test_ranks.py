@@ -295,10 +295,12 @@ def agree_beside_cuda(rank: int, folder: str) -> None:
     assert Trainer.lacks_version(trainer, 2) and not Trainer.lacks_version(trainer, 1)
     assert len(looked) == (2 if rank == 0 else 0)  # of 1,000 ranks one asks the file system
 
-    def gone() -> Any:
+    def gone(*_: Any) -> Any:
+        assert rank == 0, "the others are told what it found"
         raise StoreError("no checkpoint")
 
-    trainer._checkpoint_to_resume = gone if rank == 0 else None
+    trainer.context, trainer.experiment = SimpleNamespace(resume_step=None), None
+    setattr(trainer_module, "checkpoint_to_resume", gone)  # noqa: B010
     with pytest.raises(StoreError, match="^no checkpoint$"):  # nobody waits for rank 0 in vain
         Trainer.resume(trainer)
     dist.destroy_process_group()
