@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from prime_hpc.store.io.private import make_private_dir, open_private
+from prime_hpc.store.io.private import make_private_dir, open_private, user_cache
 from prime_hpc.store.messaging.auth import new_secret
 
 KEY_VARIABLES = {"inference": "PRIMEHPC_INFERENCE_KEY", "teacher": "PRIMEHPC_TEACHER_KEY"}
@@ -29,8 +29,7 @@ _LISTENING = "0A"
 
 def key_file(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the file in which servers that this user starts by hand on this machine leave their key."""
-    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "prime-hpc" / "keys" / f"{socket.gethostname()}.key"
+    return user_cache(environ) / "keys" / f"{socket.gethostname()}.key"
 
 
 def server_key(stated: str | None, role: str, api_key_var: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.store.model.files import CHAT_TEMPLATE
-from prime_hpc.store.run_paths import list_steps
+from prime_hpc.store.run_paths import list_steps, step_name
 from prime_hpc.store.weights import went_over_network
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,7 +46,7 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
     root = weights_root(config.weights_dir)
     if not root.is_dir():
         raise ConfigError(Problem(f"{config.weights_dir} is not a directory", "eval.weights_dir"))
-    folders = {step: root / f"step_{step:06d}" for step in list_steps(root) if step > 0}
+    folders = {step: root / step_name(step) for step in list_steps(root) if step > 0}
     steps = _with_weights(folders) if config.steps == "all" else list(config.steps)
     if config.steps != "all" and (
         missing := set(steps) - set(_with_weights({step: folders[step] for step in steps if step in folders}))

@@ -15,7 +15,7 @@ from prime_hpc.config.sections.orchestrator import TracesConfig
 from prime_hpc.observe.metrics import ends_torn
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
-from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.run_paths import RunPaths, step_name
 
 MIB = 1 << 20
 
@@ -119,7 +119,7 @@ class TraceLog:
             self.num_left_out = 0
         self._step, self._room = step, int(self._config.max_mib_per_step * MIB)
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step:06d}.jsonl"
+        path = self._folder / f"{step_name(step)}.jsonl"
         self._file = path.open("ab", buffering=1 << 16)
         if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
             self._file.write(b"\n")

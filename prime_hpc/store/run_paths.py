@@ -101,23 +101,28 @@ class RunPaths:
 
     def rollouts_step(self, step: int) -> Path:
         """Directory of batch `step`."""
-        return self.rollouts / f"step_{step:06d}"
+        return self.rollouts / step_name(step)
 
     def archived_step(self, step: int) -> Path:
         """Directory of batch `step` once it is compressed."""
-        return self.archived_rollouts / f"step_{step:06d}"
+        return self.archived_rollouts / step_name(step)
 
     def weights_step(self, version: int) -> Path:
         """Directory of weight version `version`."""
-        return self.weights / f"step_{version:06d}"
+        return self.weights / step_name(version)
 
     def failed_step(self, step: int) -> Path:
         """Directory of a step that was refused: a run directory of its own (`trainer/replay`)."""
-        return self.root / "failed" / f"step_{step:06d}"
+        return self.root / "failed" / step_name(step)
 
     def checkpoint_step(self, step: int) -> Path:
         """Directory of the checkpoint after step `step`."""
-        return self.checkpoints / f"step_{step}"
+        return self.checkpoints / step_name(step, 0)
+
+
+def step_name(number: int, digits: int = 6) -> str:
+    """Name of the directory of a step or version: `step_<n>`, padded to `digits`."""
+    return f"step_{number:0{digits}d}"
 
 
 def parse_step(name: str, digits: int = 6) -> int | None:
@@ -126,7 +131,7 @@ def parse_step(name: str, digits: int = 6) -> int | None:
     if match is None:
         return None
     number = int(match.group(1))
-    return number if name == f"step_{number:0{digits}d}" else None
+    return number if name == step_name(number, digits) else None
 
 
 def list_steps(parent: Path, digits: int = 6) -> list[int]:

@@ -35,7 +35,7 @@ from prime_hpc.store.artifact import (
 )
 from prime_hpc.store.checkpoint.checkpoints import oldest_of_newest_whole, read_saved
 from prime_hpc.store.leases import min_floor
-from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps, step_name
 
 KEY = "delta"
 
@@ -108,7 +108,7 @@ def read_chain(folder: Path, *, deadline_s: float = 0.0) -> list[tuple[Path, Man
         raise ArtifactError(folder, "a version with its weights", "one that went to the engines over the network alone")
     chain = [(folder, manifest)]
     while (link := _link(folder, manifest)) is not None:
-        base_folder = folder.with_name(f"step_{link.base:06d}")
+        base_folder = folder.with_name(step_name(link.base))
         try:
             found = verify_artifact(base_folder, deadline_s=deadline_s)
         except ArtifactError as error:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,12 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 280.0) -> None:
 
 def cancel(config: Path, *, now: bool = False, timeout_s: float = 60.0) -> Ended:
     return cancel_run(run_dir(config), now=now, timeout_s=timeout_s, say=lambda text: None)
+
+
+def cancel_beside(config: Path, other: Callable[[], None]) -> Ended:
+    """Cancel while somebody else acts upon it."""
+    thread = threading.Thread(target=other)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    return result

@@ -1,44 +1,31 @@
 """`cancel` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
 import errno
-import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_hpc.cli.verbs.run import resume
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import load_site
 from prime_hpc.launch import cancel as cancel_module
 from prime_hpc.launch import local
-from prime_hpc.launch.cancel import Ended, cancel_run
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.monitor.where_to import NotThereError, way_to
 from prime_hpc.launch.monitor.who_hangs import find_target
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.submission import submit
-from prime_hpc.slurm import sbatch_errors, submission_record
+from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import cancel, ended, load, run_dir, wait_for
-
-
-def cancel_beside(config: Path, other: Callable[[], None]) -> Ended:
-    """Cancel while somebody else acts upon it."""
-    thread = threading.Thread(target=other)
-    thread.start()
-    result = cancel(config)
-    thread.join()
-    return result
+from tests.support.submissions import cancel, cancel_beside, ended, load, run_dir, wait_for
 
 
 def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path) -> None:
@@ -243,31 +230,6 @@ def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
     assert fake.calls("scancel") == [["scancel", "100"]]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
-def test_cancel_of_another_users_run(fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit(load(config))
-    fake.change("100", state="RUNNING", nodes="n1")
-
-    def refused(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    os.chown(run_dir(config), 12345, 12345)
-    monkeypatch.setattr(Path, "touch", refused)  # root may write everywhere
-    told: list[str] = []
-    with pytest.raises(
-        ConfigError, match=r"STOP cannot be .*belongs to another user .*uid 12345.*, who alone can end it"
-    ):
-        cancel_run(run_dir(config), now=False, timeout_s=5, say=told.append)
-    assert not told, "it was asked for nothing"
-    fake.behave("scancel", code=1, stderr="scancel: error: Kill job error on job id 100: Access/permission denied")
-    for state, now in (("RUNNING", True), ("PENDING", False)):
-        fake.change("100", state=state, nodes="n1" if state == "RUNNING" else "")
-        with pytest.raises(SlurmRefused, match=r"permission denied.*; .*uid 12345.*, who alone can end it"):
-            cancel_run(run_dir(config), now=now, timeout_s=5, say=told.append)
-    with pytest.raises(ConfigError, match=r"name: .* belongs to another user .*uid 12345"):
-        resume.run([str(run_dir(config))], "prime-hpc resume")
-
-
 def test_cancel_on_a_full_disk(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,42 +339,6 @@ def test_cancel_of_a_finished_run(fake: FakeSlurm, config: Path) -> None:
     ended(config, "completed")
     result = cancel(config)
     assert result.ended and "over already: completed" in result.note
-
-
-def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    submission_record.write_record(run_dir(config), state="sending", job_id=None)
-    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
-
-
-def test_cancel_waits_for_the_job_of_a_submit_that_was_cut_off(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 60.0)
-    submit(load(config))
-    [job] = fake.jobs()
-    fake.forget(job["id"])
-    submission_record.write_record(run_dir(config), state="sending", job_id=None, time=time.time())
-
-    asked = len(fake.calls("squeue"))
-
-    def arrives() -> None:
-        wait_for(lambda: len(fake.calls("squeue")) > asked + 1)  # not there when it was first asked for
-        fake.add(comment=job["comment"])
-
-    result = cancel_beside(config, arrives)
-    assert result.outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
-
-
-def test_cancel_of_a_run_that_is_being_submitted_is_refused(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    submission_record.write_record(run_dir(config), state="sending", job_id=None)
-    with (
-        submission_record.submitting(run_dir(config)),
-        pytest.raises(ConfigError, match="is being submitted right now"),
-    ):
-        cancel(config)
-    assert fake.calls("scancel") == []
 
 
 SUPERVISOR = """

@@ -14,12 +14,13 @@ import pytest
 from prime_hpc.config import ConfigError
 from prime_hpc.launch import submission
 from prime_hpc.launch.submission import submit
-from prime_hpc.slurm import submission_record
+from prime_hpc.slurm import sbatch_errors, submission_record
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import (
     cancel,
+    cancel_beside,
     load,
     run_dir,
     submit_in_a_process,
@@ -232,3 +233,39 @@ def test_a_submit_before_this_one_is_found_though_its_directory_was_not_to_be_se
     with pytest.raises(ConfigError, match="this run is in Slurm as job 100"):
         submit(load(config))
     assert len(fake.jobs()) == 1
+
+
+def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    submission_record.write_record(run_dir(config), state="sending", job_id=None)
+    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
+
+
+def test_cancel_waits_for_the_job_of_a_submit_that_was_cut_off(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 60.0)
+    submit(load(config))
+    [job] = fake.jobs()
+    fake.forget(job["id"])
+    submission_record.write_record(run_dir(config), state="sending", job_id=None, time=time.time())
+
+    asked = len(fake.calls("squeue"))
+
+    def arrives() -> None:
+        wait_for(lambda: len(fake.calls("squeue")) > asked + 1)  # not there when it was first asked for
+        fake.add(comment=job["comment"])
+
+    result = cancel_beside(config, arrives)
+    assert result.outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
+
+
+def test_cancel_of_a_run_that_is_being_submitted_is_refused(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    submission_record.write_record(run_dir(config), state="sending", job_id=None)
+    with (
+        submission_record.submitting(run_dir(config)),
+        pytest.raises(ConfigError, match="is being submitted right now"),
+    ):
+        cancel(config)
+    assert fake.calls("scancel") == []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config.env_files import short_id
+from prime_hpc.store.io.private import user_cache
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ def find_benchmark(name: str) -> Benchmark | None:
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of benchmarks' data, looked for and fetched to: `$XDG_CACHE_HOME/prime-hpc/benchmarks`."""
-    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "prime-hpc" / "benchmarks"
+    return user_cache(environ) / "benchmarks"
 
 
 def file_of(name: str, data: str | None = None) -> Path:

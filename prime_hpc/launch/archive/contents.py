@@ -23,7 +23,7 @@ from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.checkpoint.newest import POINTER, expected_step, read_pointer
 from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io.files import FileEntry
-from prime_hpc.store.run_paths import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps, step_name
 from prime_hpc.store.weights import list_versions, read_chain
 
 Checkpoints = Literal["all", "last", "none"]
@@ -95,7 +95,7 @@ def _run(run_dir: Path, prefix: str, chosen: Chosen, checkpoints: Checkpoints, *
     if rollouts:
         for folder in (paths.rollouts, paths.archived_rollouts):
             for step in list_steps(folder):
-                _batch(folder / f"step_{step:06d}", f"{prefix}{folder.name}/step_{step:06d}", chosen)
+                _batch(folder / step_name(step), f"{prefix}{folder.name}/{step_name(step)}", chosen)
     elif left := len(list_steps(paths.rollouts)) + len(list_steps(paths.archived_rollouts)):
         chosen.notes.append(f"{prefix}rollouts: {left} batches left out (--rollouts takes them)")
     if (run_dir / SECRETS).is_dir() and any((run_dir / SECRETS).iterdir()):

@@ -5,6 +5,7 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -40,6 +41,11 @@ def _is_private_group(gid: int) -> bool:
 
 def _others_may_write(found: os.stat_result) -> bool:
     return bool(found.st_mode & 0o002) or (bool(found.st_mode & 0o020) and not _is_private_group(found.st_gid))
+
+
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of what this user's commands keep for later ones. Raises RuntimeError: the user has no home."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prime-hpc"
 
 
 def check_way(path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.runtime.atomic_write import write_atomic
-from prime_hpc.store.io.private import check_way, make_private_dir, open_private
+from prime_hpc.store.io.private import check_way, make_private_dir, open_private, user_cache
 from prime_hpc.store.model.config import hub_cache, hub_folder, is_local_path
 
 _CHOICE = re.compile(r"(\S+) (transformers(?:\.\w+)+):(\w+)")
@@ -82,8 +82,7 @@ def _note_of(name: str, trust_remote_code: bool, environ: Mapping[str, str]) -> 
         for each in ("config.json", "tokenizer_config.json"):
             with contextlib.suppress(FileNotFoundError):
                 digest.update((folder / each).read_bytes() + b"\0")
-        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "prime-hpc" / "tokenizers" / digest.hexdigest()[:32]
+        return user_cache(environ) / "tokenizers" / digest.hexdigest()[:32]
     return None
 
 
