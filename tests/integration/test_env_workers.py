@@ -138,6 +138,24 @@ def test_workers_play_the_same_and_keep_trouble_to_themselves(world: World) -> N
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_torch_is_imported_where_the_tokenizer_takes_it_alone_and_once_for_all_workers(
+    world: World, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()  # in which nothing can be noted
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("cache" if kept else "file")))
+    world.script = lambda prompt, number: "fine"
+
+    async def run() -> None:
+        async with world.pool(misbehaving("none", workers=2)) as pool:
+            assert all(result.usable for result in await play(pool, 0, range(4)))
+            host = psutil.Process(pool._host.pid)
+            for process in (host, *host.children()):
+                assert ("libtorch" in Path(f"/proc/{process.pid}/maps").read_text()) == (not kept), process
+
+    asyncio.run(run())
+
+
 @pytest.mark.exhaustive
 def test_a_worker_that_stands_still_and_a_host_that_is_killed_lose_nothing(world: World) -> None:
     world.script = lambda prompt, number: Reply("fine", delay_s=2.0)

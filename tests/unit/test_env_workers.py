@@ -131,12 +131,12 @@ def test_how_a_worker_ended_is_known_though_it_did_at_once(monkeypatch: pytest.M
     async def main() -> None:
         host = AtOnce()
         async with asyncio.timeout(20):
-            made = await host.connect("x", 0)
+            made = await host.connect("x", 0, {})
             assert await made.receive() == []
             assert (await made.ending()).code == -9
             host.fails = True
             with pytest.raises(ConnectionError):
-                await host.connect("x", 0)
+                await host.connect("x", 0, {})
         assert not host._endings
         await host.close()
         host.theirs.close()
@@ -152,7 +152,8 @@ def test_a_host_without_room_for_a_worker_says_so_and_keeps_the_others(monkeypat
     orchestrator, control = socket.socketpair()
     ours, theirs = socket.socketpair()
     with orchestrator, control, ours, theirs:
-        socket.send_fds(orchestrator, [pack("start", worker=3, label="x", log="", memory=0)], [theirs.fileno()])
+        order = pack("start", worker=3, label="x", log="", memory=0, loads={"tokenizer": ""})
+        socket.send_fds(orchestrator, [order], [theirs.fileno()])
         Session(control).obey([])
         (told,) = Unpacker().feed(orchestrator.recv(1 << 16))
         theirs.close()
@@ -167,7 +168,7 @@ class Scripted:
         self.behave = behave
         self.peers: list[Peer] = []
 
-    async def connect(self, label: str, memory_bytes: int) -> Connection:
+    async def connect(self, label: str, memory_bytes: int, loads: dict[str, Any]) -> Connection:
         ours, theirs = socket.socketpair()
         ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         streams, host = await asyncio.open_connection(sock=ours), cast(Any, self)
@@ -236,7 +237,7 @@ async def with_fleet(
         1,
         EnvServersConfig(**limits),
         [Scripted(behave)],
-        options={},
+        options=settings_to_plain(settings_of(EnvConfig(id="toy"))),
         moved=list,
         expected=CODE,
         timeout_s=60.0,

@@ -49,8 +49,8 @@ State = Literal["opening", "open", "leaving", "gone"]
 class Host(Protocol):
     """Starts workers."""
 
-    async def connect(self, label: str, memory_bytes: int) -> Connection:
-        """Start a worker; OSError where none can be had."""
+    async def connect(self, label: str, memory_bytes: int, loads: dict[str, Any]) -> Connection:
+        """Start a worker that will load a tokenizer; OSError where none can be had."""
         ...
 
 
@@ -115,6 +115,8 @@ class Fleet:
         self._most = (config.max_workers or max(1, cores - 1)) if num_workers == "auto" else num_workers
         self._first = 1 if num_workers == "auto" else num_workers
         self._options, self._moved, self._expected = options, moved, expected
+        tokenizer = "" if options["chat"] is not None else options["tokenizer_path"]  # an API's replies have no tokens
+        self._loads = {"tokenizer": tokenizer, "trust_remote_code": options["trust_remote_code"]}
         self._timeout_s, self._open_timeout_s = timeout_s, OPEN_TIMEOUT_S + TIMES_LOADING * load_s
         self._book = Assignments()
         self._futures: dict[int, asyncio.Future[EpisodeResult]] = {}
@@ -264,7 +266,8 @@ class Fleet:
             label = f"{self.name}[{slot}]"
             worker: _Worker | None = None
             try:
-                connection = await self._hosts[slot % len(self._hosts)].connect(label, int(1.5 * self._memory_bytes))
+                host = self._hosts[slot % len(self._hosts)]
+                connection = await host.connect(label, int(1.5 * self._memory_bytes), self._loads)
                 worker = _Worker(slot, connection, loop_time())
                 self._workers.append(worker)
                 why = await self._serve(worker)

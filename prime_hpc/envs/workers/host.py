@@ -5,7 +5,8 @@ It imports verifiers and everything else that episodes need once (seconds), then
 milliseconds, and shares the memory of the imports. An environment's own code runs in the workers alone. It has no
 thread and no event loop, so a fork is safe; it waits for the orchestrator's orders and for the workers' ends:
 
-    orchestrator -> host  {"op": "start", "worker": K, "label": ..., "log": PATH, "memory": BYTES} and a descriptor,
+    orchestrator -> host  {"op": "start", "worker": K, "label": ..., "log": PATH, "memory": BYTES, "loads": what it will
+                          (`Fleet`)} and a descriptor,
                           {"op": "kill", "worker": K, "why": ...}
     host -> orchestrator  {"op": "gone", "worker": K, "code": exit code or -signal, "episode": id or 0, "why": ...}
 
@@ -40,6 +41,7 @@ from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.accept_clients import Admission
 from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.model.tokenizer import is_noted
 
 TICK_S = 0.2
 FAREWELL_S = 5.0
@@ -113,6 +115,7 @@ class Session:
         Raises:
             OSError: the orchestrator is gone.
         """
+        _import_for(order["loads"])
         try:
             episode = mmap.mmap(-1, mmap.PAGESIZE)
             pid = os.fork()
@@ -314,10 +317,10 @@ def _reap() -> dict[int, int]:
 
 
 def _import_everything() -> None:
-    """Import what a worker needs. None of it starts a thread, as long as libraries are told so (`host_link`)."""
+    """Import what every worker needs. None of it starts a thread, as long as libraries are told so (`host_link`)."""
     import math_verify  # noqa: F401
     import mcp  # noqa: F401
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     import prime_hpc.envs.episode_runner
     import prime_hpc.envs.legacy.surface
@@ -326,6 +329,20 @@ def _import_everything() -> None:
 
     package_digest()
     freeze_gc()
+    _tell_of_threads()
+
+
+def _import_for(loads: dict[str, Any]) -> None:
+    """Import what finds a tokenizer's class, torch with it, where nobody has yet: once for all workers."""
+    tokenizer = loads["tokenizer"]
+    if tokenizer and not is_noted(tokenizer, trust_remote_code=loads["trust_remote_code"]):
+        from transformers import AutoTokenizer  # noqa: F401
+
+        freeze_gc()
+        _tell_of_threads()
+
+
+def _tell_of_threads() -> None:
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     if threads > 1:
         print(f"{threads - 1} threads run beside the one that forks workers: a lock that one holds stays locked there")

@@ -133,12 +133,13 @@ class HostLink(ABC):
     async def _start(self, control: socket.socket, order: dict[str, Any]) -> socket.socket:
         """Have a worker started and return the connection to it. Raises OSError."""
 
-    async def connect(self, label: str, memory_bytes: int) -> Connection:
+    async def connect(self, label: str, memory_bytes: int, loads: dict[str, Any]) -> Connection:
         """Start a worker and return the connection to it.
 
         Args:
             label: its name in logs.
             memory_bytes: at which the host ends it; 0: no limit.
+            loads: its tokenizer and what goes with it, so that the host can import that once for all (`Fleet`).
 
         Raises:
             OSError: no process or socket can be had, or the host is gone.
@@ -154,7 +155,8 @@ class HostLink(ABC):
         ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._endings[number] = ended
         try:  # noted before: the host may say at once that it has ended
-            sock = await self._start(control, {"worker": number, "label": label, "memory": memory_bytes})
+            order = {"worker": number, "label": label, "memory": memory_bytes, "loads": loads}
+            sock = await self._start(control, order)
             reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
         except BaseException:
             self._endings.pop(number, None)

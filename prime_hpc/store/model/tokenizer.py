@@ -66,6 +66,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def is_noted(name: str, *, trust_remote_code: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `load_tokenizer` will know the class without `AutoTokenizer`, as far as can be seen."""
+    note = _note_of(name, trust_remote_code, environ)
+    return note is not None and _read(note) is not None
+
+
 def _note_of(name: str, trust_remote_code: bool, environ: Mapping[str, str]) -> Path | None:
     """Return the file that tells the class of such a tokenizer; None where its files are not here."""
     with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):  # RuntimeError: no home
