@@ -195,9 +195,12 @@ class InferenceClient:
         """Return the version that samples now under a model name (0: the base model).
 
         Raises:
-            InferenceError: status 404: no adapter has this name.
+            InferenceError: status 404: no adapter has this name, or it is no server of ours.
         """
-        return int((await self._call("GET", "/policy_version" + _named(name)))["version"])
+        answer = await self._call("GET", "/policy_version" + _named(name))
+        if not isinstance(answer.get("version"), int):
+            raise InferenceError(f"{self.base_url}/policy_version names no version", 404)
+        return int(answer["version"])
 
     async def adapter_versions(self) -> dict[str, int]:
         """Model name -> version of every adapter that is served."""

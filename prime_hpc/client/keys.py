@@ -90,7 +90,7 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
     path = _kept_key_file(environ) if parts.hostname in (*LOOPBACK, socket.gethostname()) else None
     if path is None:
         return None
-    if not _is_user_listener(parts.port or 80):
+    if not is_user_listener(parts.port or 80):
         logger.warning(f"{url}: another user listens there; the key in {path} is not sent")
         return None
     try:
@@ -113,7 +113,7 @@ def _kept_key_file(environ: Mapping[str, str]) -> Path | None:
         return None
 
 
-def _is_user_listener(port: int) -> bool:
+def is_user_listener(port: int) -> bool:
     """Return whether all who listen on a port of this machine are this user's; True where the kernel does not say."""
     owners = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

@@ -213,11 +213,6 @@ class Experiment(Section):
                 f"orchestrator.batch_size ({o.batch_size}) must be a multiple of "
                 f"orchestrator.rollouts_per_example ({o.rollouts_per_example})"
             )
-        if self.kind == "rl" and o.advantage.compares_rollouts and o.rollouts_per_example < 2:
-            raise ValueError(
-                f"orchestrator.advantage.type = {o.advantage.type} compares rollouts of one prompt: "
-                "orchestrator.rollouts_per_example must be at least 2 (or set advantage.type = none)"
-            )
         if self.kind == "rl" and min(map(o.group_size, range(len(o.env))), default=o.rollouts_per_example) < 2:
             for i, gate in enumerate(o.curriculum.gates):
                 if gate.type == "advantage_range":
@@ -344,7 +339,8 @@ class Experiment(Section):
                 )
             if advantage.compares_rollouts and o.group_size(i) < 2:
                 raise ValueError(
-                    f"{key}: {advantage.type} compares rollouts of one prompt: rollouts_per_example must be at least 2"
+                    f"{key}: {advantage.type} compares rollouts of one prompt: rollouts_per_example must be at least 2 "
+                    "(or set advantage.type = none)"
                 )
             sampling = env.sampling.over(o.sampling)
             if sampling.max_tokens >= self.max_model_len:
@@ -400,12 +396,13 @@ class Experiment(Section):
                 f"inference.pipeline_parallel_size ({stages}) and eval.weights_dir: engines that load versions "
                 "have one stage; set inference.tensor_parallel_size instead"
             )
-        length = config.sampling.max_tokens
-        if self.inference is not None and length is not None and length >= self.max_model_len:
-            raise ValueError(
-                f"{kind}.sampling.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
-                "together with a prompt: raise seq_len"
-            )
+        lengths = {f"{kind}.env.{i}.sampling": env.sampling.max_tokens for i, env in enumerate(config.env)}
+        for key, length in {f"{kind}.sampling": config.sampling.max_tokens, **lengths}.items():
+            if self.inference is not None and length is not None and length >= self.max_model_len:
+                raise ValueError(
+                    f"{key}.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
+                    "together with a prompt: raise seq_len"
+                )
 
     def _can_be_taught(self) -> None:
         """Refuse a teacher without servers, with those of two kinds, or for which the run has no use."""

@@ -50,6 +50,8 @@ class ChatClient(Client):
         self.patience_s = patience_s
         self._renamed: dict[str, str] = {}
         self.num_retries = 0
+        self._has_answered = False
+        """To one who may ask 403 is about a request: a filter has found something in it."""
         self._answered: dict[str, bool] = {}  # by conversation that goes on: whether there was a reply
 
     @property
@@ -106,7 +108,7 @@ class ChatClient(Client):
                 try:
                     answer = from_json(raw)
                     response = dialect.parse_response(dialect.validate_response(answer))
-                    response.raw = answer
+                    response.raw, self._has_answered = answer, True
                     if session_id in self._answered:
                         self._answered[session_id] = True
                     return response
@@ -147,7 +149,7 @@ class ChatClient(Client):
     def _refusal(self, status: int, raw: bytes) -> ProviderError:
         text = raw[:500].decode(errors="replace")
         said = f"{self.base_url} answered {status}: {text}"
-        if status in (401, 402, 403, 404, 405):
+        if status in (401, 402, 404, 405) or (status == 403 and not self._has_answered):
             return EndpointRefusedError(said, status_code=status)
         if any(words in text.lower() for words in FULL):
             return ContextFullError(said, status_code=status)

@@ -114,16 +114,10 @@ async def _is_api(config: StandaloneClientConfig, urls: Sequence[str], key: str 
     """
     kinds = set()
     for url in urls:
-        own = config.api == "tokens"
-        if config.api == "auto":
-            async with InferenceClient(url, key, PROBE_TIMEOUT_S) as client:
-                try:
-                    await client.policy_version()
-                    own = True
-                except (InferenceError, ValueError, KeyError, TypeError) as error:
-                    logger.debug(f"{url} is no server of prime-hpc's: {error}")
+        own = config.api == "tokens" or (config.api == "auto" and await _is_own(url, key))
         if not own:
             await _check_api(url, key, config.api_key_var, kind)
+            own = config.api == "auto" and await _is_own(url, key)  # one that was just starting is no API
         kinds.add(own)
     if len(kinds) > 1:
         raise EvalError(f"some of {', '.join(urls)} are prime-hpc's own servers and some are not: state one kind")
@@ -133,6 +127,17 @@ async def _is_api(config: StandaloneClientConfig, urls: Sequence[str], key: str 
             "that `inference` started, or leave eval.client out"
         )
     return kinds == {False}
+
+
+async def _is_own(url: str, key: str | None) -> bool:
+    """Return whether a server is one of prime-hpc's."""
+    async with InferenceClient(url, key, PROBE_TIMEOUT_S) as client:
+        try:
+            await client.policy_version()
+        except InferenceError as error:
+            logger.debug(f"{url} is no server of prime-hpc's: {error}")
+            return False
+    return True
 
 
 async def _check_api(url: str, key: str | None, variable: str, kind: str) -> None:

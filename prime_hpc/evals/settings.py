@@ -5,7 +5,7 @@ this.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,9 +14,9 @@ import xxhash
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.absolute import from_the_root
+from prime_hpc.config.env_files import named_files
 from prime_hpc.config.experiment import ALONE
 from prime_hpc.config.sections.sft import SFTSourceConfig
-from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
 from prime_hpc.evals.versions import Version, find_versions
 from prime_hpc.store.artifact import MANIFEST, read_manifest
@@ -30,6 +30,8 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 _STEP = "eval.weights_dir, step "
 """With a number: the key of a version's weights. A run that was begun anew has others of the same number."""
 _NOT_DECISIVE = ("num_examples", "rollouts_per_example", "ratio")
+_FILES = " (contents of its files)"
+"""After an environment's label: the key of what is in the files that its arguments name."""
 
 
 def settings_of(experiment: Experiment) -> dict[str, Any]:
@@ -48,7 +50,9 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
     else:
         found["synthesize.split"] = experiment.synthesize.split
         if experiment.synthesize.prompts:
-            found["synthesize.prompts (their contents)"] = _sum_of(experiment.synthesize)
+            found["synthesize.prompts (their contents)"] = _sum_of(
+                [("files", path) for path in experiment.synthesize.prompts], "synthesize.prompts"
+            )
     if Path(model.name).is_dir():
         found["model.name (its weights)"] = weights_fingerprint(Path(model.name)) or None
     if config.client is None:
@@ -63,7 +67,10 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         found |= {"model.renderer": model.renderer, "model.enable_thinking": model.enable_thinking}
     for env in config.environments:
         told = {k: v for k, v in env.model_dump(mode="json").items() if k not in _NOT_DECISIVE}
-        found[f"{kind}.env.{told.pop('name') or env.id}"] = told
+        key = f"{kind}.env.{told.pop('name') or env.id}"
+        found[key] = told
+        if env in config.env and (named := list(named_files(env.id, env.args))):
+            found[f"{key}{_FILES}"] = _sum_of(named, key)
     return found
 
 
@@ -77,7 +84,7 @@ def is_of(key: str, environments: Collection[str], step: int | None) -> bool:
     """
     if key.startswith(_STEP):
         return key == f"{_STEP}{step}"
-    section, _, label = key.partition(".env.")
+    section, _, label = key.removesuffix(_FILES).partition(".env.")
     return section not in ALONE or not label or label in environments
 
 
@@ -157,20 +164,22 @@ def _weights_of(folder: Path) -> str | None:
         raise ConfigError(Problem(f"{folder}: its weights cannot be told: {error}", "eval.weights_dir")) from error
 
 
-def _sum_of(config: SynthesizeConfig) -> str:
-    """Sum over the files of prompts.
+def _sum_of(named: Sequence[tuple[str, str]], key: str) -> str:
+    """Sum over files, as `named_files` gives them; `key` names them in the config.
 
     Raises:
         ConfigError: a file is not there or cannot be read.
     """
     total = xxhash.xxh3_64()
     try:
-        for path in find_data(SFTSourceConfig(path=config.prompts)).files:
-            with path.open("rb") as file:
-                while part := file.read(1 << 20):
-                    total.update(part)
+        for argument, text in named:
+            paths = find_data(SFTSourceConfig(path=text)).files if argument == "files" else [Path(text)]
+            for path in paths:
+                with path.open("rb") as file:
+                    while part := file.read(1 << 20):
+                        total.update(part)
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(str(error), "synthesize.prompts")) from error
+        raise ConfigError(Problem(str(error), key)) from error
     return total.hexdigest()
 
 

@@ -39,7 +39,7 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
     """Return the versions that an evaluation asks for, in order; of all those whose weights are in files.
 
     Raises:
-        ConfigError: there is no such directory or step, one went over the network alone, or nothing to evaluate.
+        ConfigError: there is no such directory, step or version at all, or one went over the network alone.
     """
     if config.weights_dir is None:
         return [Version(0)]
@@ -55,7 +55,7 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
         shown = ", ".join(map(str, there[:20])) + (" ..." if len(there) > 20 else "")
         what = "only a version without weights, which went over the network, of" if first in folders else "no"
         raise ConfigError(Problem(f"{root} holds {what} step {first}; there are {shown or 'none'}", "eval.steps"))
-    if not steps and not config.eval_base:
+    if not steps and (config.steps == "all" or not config.eval_base):
         what = "only versions without weights, which went over the network" if folders else "no version"
         raise ConfigError(Problem(f"{root} holds {what} (step_000010, ...)", "eval.weights_dir"))
     base = [Version(0)] if config.eval_base else []

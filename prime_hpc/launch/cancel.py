@@ -148,7 +148,7 @@ class _Cancel:
         step = saved_step(self.run_dir, job_id)
         if row is not None:
             return self._ended(*own_end(self.run_dir, row, step), job_id)
-        return self._ended("cancelled", f"ended without a new save{newest_words(step)}", job_id)
+        return self._ended("cancelled", f"ended without a new save{newest_words(self.run_dir, step)}", job_id)
 
     def _not_gone(self, job_id: str, trouble: SlurmError | None = None) -> Ended:
         """Say that Slurm was told to end a job, and that it is not known to have left its nodes."""

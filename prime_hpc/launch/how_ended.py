@@ -4,7 +4,9 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.config.experiment import ALONE
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
+from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record, read_rows
 from prime_hpc.store.tinker_files import adapters_root
 
@@ -45,6 +47,11 @@ def _has_checkpoints(run_dir: Path) -> bool:
     return experiment.trains and not is_parent(experiment) and not adapters_root(run_dir).is_dir()
 
 
+def _plays_alone(run_dir: Path) -> bool:
+    """Return whether what the run keeps are episodes."""
+    return line_of(run_dir / RUN_YAML, "kind: ") in ALONE
+
+
 def own_end(run_dir: Path, row: AttemptRow, step: int | None) -> tuple[str, str]:
     """Return outcome and note of a run that ended while it was asked to, with attempt `row`, which saved `step`: it
     need not have obeyed, nor had anything to save."""
@@ -52,16 +59,20 @@ def own_end(run_dir: Path, row: AttemptRow, step: int | None) -> tuple[str, str]
         return "stopped", "completed meanwhile"
     at = "" if step is None else f" at step {step}"
     saved = f"saved{at}" if at or not _has_checkpoints(run_dir) else "nothing to save yet"
+    if _plays_alone(run_dir):
+        saved = f"{step} episodes are kept" if step else "nothing to save yet"
     if is_well(row):
         return "stopped", f"{saved} and ended" if saved.startswith("saved") else f"ended; {saved}"
     if row.get("next") is not None and row.get("exit_code") == 0:  # at its time limit, or for a preemption
         return "stopped", f"{saved}; taken out of the queue"
-    return "over", f"ended by itself: {row.get('outcome')} ({row.get('cause')}){newest_words(step)}"
+    return "over", f"ended by itself: {row.get('outcome')} ({row.get('cause')}){newest_words(run_dir, step)}"
 
 
-def newest_words(step: int | None) -> str:
+def newest_words(run_dir: Path, step: int | None) -> str:
     """Return what to go on from, for the end of a sentence."""
-    return f"; the newest checkpoint is step {step}" if step is not None else ""
+    if step is None:
+        return ""
+    return f"; {step} episodes are kept" if _plays_alone(run_dir) else f"; the newest checkpoint is step {step}"
 
 
 def how_it_ended(run_dir: Path, rows: list[AttemptRow]) -> str:

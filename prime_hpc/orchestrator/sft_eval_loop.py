@@ -70,7 +70,8 @@ class EvalLoop:
     def __init__(self, exp: Experiment, parts: Parts, *, start_step: int = 0) -> None:
         assert exp.orchestrator.eval is not None
         self._exp, self._parts, self._config, self._start_step = exp, parts, exp.orchestrator.eval, start_step
-        rows = read_metrics(parts.paths.metrics(ROLE))
+        # what comes after the start is made anew, maybe otherwise than what an earlier attempt evaluated
+        rows = (row for row in read_metrics(parts.paths.metrics(ROLE)) if row["step"] <= start_step)
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
         self._intervals = [plan.interval for plan in plans(self._config, len(parts.eval_pool.sources))]
         self.versions = due_versions(

@@ -67,8 +67,17 @@ def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> 
     assert fake.calls("scancel") == []
 
 
-@pytest.mark.parametrize(("kind", "note"), [("sft", "ended; nothing to save yet"), ("eval", "saved and ended")])
-def test_cancel_says_saved_of_a_run_that_saved(fake: FakeSlurm, config: Path, kind: str, note: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "saved", "note"),
+    [
+        ("sft", None, "ended; nothing to save yet"),
+        ("eval", None, "ended; nothing to save yet"),
+        ("synthesize", 37, "ended; 37 episodes are kept"),
+    ],
+)
+def test_cancel_says_saved_of_a_run_that_saved(
+    fake: FakeSlurm, config: Path, kind: str, saved: int | None, note: str
+) -> None:
     submit(load(config))
     run_yaml = run_dir(config) / "run.yaml"
     run_yaml.write_text(run_yaml.read_text().replace("kind: sft", f"kind: {kind}"))
@@ -76,7 +85,7 @@ def test_cancel_says_saved_of_a_run_that_saved(fake: FakeSlurm, config: Path, ki
 
     def supervisor() -> None:
         wait_for((run_dir(config) / "STOP").exists)
-        ended(config, "stopped", exit_code=0)
+        ended(config, "stopped", exit_code=0, saved_step=saved)
         fake.change("100", state="COMPLETED")
 
     assert cancel_beside(config, supervisor).note == note

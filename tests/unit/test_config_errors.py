@@ -199,6 +199,14 @@ def test_impossible_experiments(argv: list[str], said: str) -> None:
     assert said in problem
 
 
+def test_the_common_group_may_be_of_one_where_every_environment_has_its_own() -> None:
+    own = '[{"id": "x", "rollouts_per_example": 4}, {"id": "y", "rollouts_per_example": 2}]'
+    argv = ["--orchestrator.rollouts-per-example", "1", "--orchestrator.env"]
+    assert load_experiment([*argv, own], "rl", {}).experiment.orchestrator.group_size(1) == 2
+    (problem,) = problems([*argv, own.replace(', "rollouts_per_example": 2', "")], "rl")
+    assert "orchestrator.env.1: grpo compares rollouts" in problem and "advantage.type = none" in problem
+
+
 def test_rl_without_environments_and_sft_without_data() -> None:
     assert "orchestrator.env" in problems([], "rl")[0]
     assert "sft.data.path" in problems([], "sft")[0]

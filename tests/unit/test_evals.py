@@ -32,7 +32,7 @@ from prime_hpc.evals.episodes import (
 )
 from prime_hpc.evals.play import Player, _judge
 from prime_hpc.evals.servers import Servers
-from prime_hpc.evals.settings import record, refuse_others, settings_of
+from prime_hpc.evals.settings import is_of, record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
 from prime_hpc.evals.synthesis.sampled import SampledLog, sampled
 from prime_hpc.evals.versions import Version
@@ -257,6 +257,25 @@ def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None
     assert settings_of(experiment("--model.name", str(model))) != before
 
 
+def test_what_is_in_files_of_rows_is_part_of_the_settings(tmp_path: Path) -> None:
+    """Task 0 of other rows is another task: its episodes would stand as this one's."""
+    rows, reward = tmp_path / "rows.jsonl", tmp_path / "own.py"
+    env = {"id": "rows", "args": {"files": [str(rows)], "reward": f"{reward}:f"}}
+    for file in (rows, reward):
+        rows.write_text('{"prompt": "2 + 2"}\n')
+        reward.write_text("def f(reply):\n    return 1.0\n")
+        run_dir = tmp_path / file.stem
+        record(experiment("--env", json.dumps([env])), run_dir)
+        refuse_others(experiment("--env", json.dumps([env])), run_dir)
+        file.write_text(file.read_text() + "\n")
+        with pytest.raises(ConfigError, match=r"eval\.env\.rows \(contents of its files\)"):
+            refuse_others(experiment("--env", json.dumps([env])), run_dir)
+        keys = list(settings_of(experiment("--env", json.dumps([env]))))
+        assert [is_of(key, ["rows"], None) for key in keys[-2:]] == [True, True] and not is_of(
+            keys[-1], ["other"], None
+        )
+
+
 def test_a_model_is_the_same_by_a_path_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -414,6 +433,10 @@ def test_comparison_pairs_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--benchmarks", "a,a"], "two environments are called a"),
         (["--client.port", "1", "--inference.num-replicas", "2"], "leave one of them out"),
         (["--sampling.max-tokens", "5000"], "raise seq_len"),
+        (
+            ["--env", '[{"id": "calculator", "sampling": {"max_tokens": 5000}}]'],
+            "eval.env.0.sampling.max_tokens (5000)",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated(argv: list[str], words: str) -> None:

@@ -27,6 +27,9 @@ def test_versions(tmp_path: Path) -> None:
         found(steps=[7])
     with pytest.raises(ConfigError, match="not a directory"):
         found(weights_dir=tmp_path / "no")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=r"other holds no version"):  # the base model alone is not what is asked for
+        found(weights_dir=tmp_path / "other")
     weights = StandaloneEvalConfig(weights_dir=tmp_path / "weights")
     assert adapter_rank(found()) is None and version_template(weights) is None
     (tmp_path / "weights" / "step_000010" / "chat_template.jinja").write_text("own")

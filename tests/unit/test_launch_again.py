@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from prime_hpc import cli
-from prime_hpc.config import ConfigError, load_run
+from prime_hpc.config import ConfigError, load_experiment, load_run
+from prime_hpc.evals.episodes import results_file
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row, write_attempt
@@ -18,6 +19,7 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt import crash_recovery
 from prime_hpc.supervisor.attempt.bad_nodes import DAY_S, bad_nodes, ledger_path
 from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
+from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress
 from tests.support.launch import loaded, make_model
 
 
@@ -139,6 +141,18 @@ def test_a_line_made_by_hand_is_an_attempt_that_left_no_end(tmp_path: Path, mode
     (row,) = read_attempts(path)
     assert row["outcome"] == "failed" and row["ended"] is not None
     assert begin(path, incarnation=1, why="again", resume_step=None, job_id=None).attempt == 2
+
+
+def test_an_evaluation_whose_node_dies_has_got_as_far_as_its_episodes(tmp_path: Path, model: Path) -> None:
+    argv = ["--model.name", str(model), "--environment-ids", "reverse-text", "--output-dir", str(tmp_path)]
+    alone, paths = load_experiment(argv, "eval", {}).experiment, RunPaths(tmp_path / "eval")
+    results_file(paths.root).parent.mkdir(parents=True)
+    results_file(paths.root).write_text("{}\n" * 500)
+    begin(paths.attempts, incarnation=1, why="first start", resume_step=None, saved_before=0, job_id=None)
+    rewrite_row(paths.attempts, {**read_attempts(paths.attempts)[0], "pid": 2**22 + 1})
+    close_crashed_attempts(alone, paths.root, paths, None)
+    rows = read_attempts(paths.attempts)
+    assert rows[0]["saved_step"] == 500 and attempts_without_progress(rows) == 0
 
 
 @pytest.mark.parametrize("days", [0, 20])  # after weeks all nodes were started again, as maintenance leaves them

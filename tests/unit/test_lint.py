@@ -169,6 +169,9 @@ def test_a_group_of_one(model: Path) -> None:
     single = one.orchestrator.model_copy(update={"rollouts_per_example": 1})
     found = lint(one.model_copy(update={"orchestrator": single}), SiteConfig.model_validate(SITE))
     assert [(f.code, f.severity) for f in found] == [("PH201", "error")]
+    envs = [env.model_copy(update={"rollouts_per_example": 4}) for env in one.orchestrator.env]
+    larger = one.model_copy(update={"orchestrator": single.model_copy(update={"env": envs})})
+    assert not lint(larger, SiteConfig.model_validate(SITE))
     own = {"rollouts_per_example": 1, "advantage": {"type": "own:fn"}}
     said = [(f.severity, f.message) for f in findings(model, {"orchestrator": own}) if f.code == "PH201"]
     assert [severity for severity, _ in said] == ["warning"] and "may compare" in said[0][1]

@@ -1,6 +1,7 @@
 """Environment evaluations of an SFT run: the version they wait for, how long, and servers that are lost meanwhile."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,14 @@ def test_the_last_version_is_what_the_trainer_counted(tmp_path: Path, monkeypatc
 
     assert asyncio.run(waits()) == 7
     assert min_floor(parts.paths) is None  # no reader's
+
+
+def test_an_evaluation_of_a_version_that_is_made_anew_does_not_count(tmp_path: Path) -> None:
+    """A run that goes back to step 2, with other data maybe, had evaluated version 4 before."""
+    path = RunPaths(tmp_path).metrics("orchestrator")
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"step": step, "eval/seconds": 1.0}) + "\n" for step in (0, 2, 4)))
+    assert World(tmp_path, {"id": "a"}, last=6, start_step=2).loop.versions == [4, 6]
 
 
 @pytest.fixture

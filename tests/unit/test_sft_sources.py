@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from prime_hpc.config.sections.sft import SFTDataConfig
-from prime_hpc.store.dataset.files import find_data, first_columns, first_parquet_rows
+from prime_hpc.config.sections.sft import SFTDataConfig, SFTEvalConfig
+from prime_hpc.store.dataset.files import find_data, first_columns, first_parquet_rows, missing_columns
 from prime_hpc.trainer.data import build, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
@@ -37,14 +37,19 @@ def read(rows: Rows) -> list[Any]:
 
 def test_lines_are_found_whatever_the_blocks_and_blank_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = rows_of(40)
-    text = b"\n \n" + lines(content[:20]) + b"\r\n\r\n\t\n" + lines(content[20:])
+    text = b"\n \n" + lines(content[:20]) + b"\r\n\r\n\t\n" + b" " * 40 + b"\n" + lines(content[20:])
     for block in (1, 7, 64, 2**20):
         monkeypatch.setattr(sources, "_BLOCK", block)
         for end in (b"", b"\n", b"\n \n"):
             (tmp_path / "a.jsonl").write_bytes(text + end)
             rows = opened(tmp_path / f"cache-{block}-{len(end)}", path=tmp_path / "a.jsonl")
             assert read(rows) == content
-    assert rows.where(0) == f"{tmp_path / 'a.jsonl'}:3" and rows.where(20).endswith(":25")
+    assert rows.where(0) == f"{tmp_path / 'a.jsonl'}:3" and rows.where(20).endswith(":26")
+
+
+def test_columns_of_held_out_rows_are_mapped_by_their_own_key() -> None:
+    for source, key in ((SFTDataConfig(), "sft.data.columns"), (SFTEvalConfig(path="held.jsonl"), "sft.eval.columns")):
+        assert f"Map them with {key}" in missing_columns(["question", "answer"], source)
 
 
 def test_many_files_compressed_or_not(tmp_path: Path) -> None:

@@ -103,6 +103,16 @@ def test_unknown_metric_is_refused_with_the_near_one(sweep: Sweep) -> None:
         results(sweep, Metric("reward/men", "max", 1))
 
 
+def test_points_that_evaluate_have_the_score_of_all_their_episodes(sweep: Sweep) -> None:
+    metric = choose_metric(SweepFile(name="s", experiment="e", metric="reward/calculator"), "eval")
+    for name, value in (("low", 0.2), ("high", 0.6)):
+        rows = [
+            {"step": step, "version": "base", "total": 8, "reward/calculator": value / (9 - step)} for step in (4, 8)
+        ]
+        add(sweep, name, rows, role="eval")
+    assert [(r.view.row.name, r.value, r.step) for r in results(sweep, metric)] == [("high", 0.6, 8), ("low", 0.2, 8)]
+
+
 def test_nothing_ran_yet(sweep: Sweep, tmp_path: Path) -> None:
     add(sweep, "a")
     assert [r.value for r in results(sweep)] == [None]

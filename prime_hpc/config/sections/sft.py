@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,8 @@ IMAGE_PARTS = ("image", "image_url")
 
 class SFTSourceConfig(Section):
     """The source of rows."""
+
+    key: ClassVar[str] = "sft.data"
 
     type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
@@ -167,6 +169,8 @@ class SFTDataConfig(SFTSourceConfig):
 
 class SFTEvalConfig(SFTSourceConfig):
     """Loss on held-out rows; without a source of its own, another split of the training data set."""
+
+    key: ClassVar[str] = "sft.eval"
 
     split: str = "validation"
     """`name`, or a directory that `datasets` saved: which of its splits."""

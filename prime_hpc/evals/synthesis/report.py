@@ -1,5 +1,6 @@
 """Counts of what became rows and what did not, and why: as JSON and as a table."""
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,7 +75,7 @@ def table(summary: Mapping[str, Any]) -> list[str]:
     lines = align(rows)
     lines += [f"dropped: {', '.join(reasons[r])}: {REASONS[r]}" for r in REASONS if r in reasons]
     if summary.get("data"):
-        lines.append(f"{summary['num_rows']} rows: prime-hpc sft --data.path {summary['data']}")
+        lines.append(f"{summary['num_rows']} rows: prime-hpc sft --data.path {shlex.quote(summary['data'])}")
     return lines
 
 

@@ -23,7 +23,8 @@ def groups(subject: Subject) -> Iterator[Finding]:
     orchestrator = subject.experiment.orchestrator
     advantage = orchestrator.advantage
     is_own = ":" in advantage.type  # nobody but the user knows
-    if orchestrator.rollouts_per_example == 1 and (advantage.compares_rollouts or is_own):
+    sizes = map(orchestrator.group_size, range(len(orchestrator.env)))
+    if min(sizes, default=orchestrator.rollouts_per_example) == 1 and (advantage.compares_rollouts or is_own):
         yield Finding(
             "PH201",
             "warning" if is_own else "error",

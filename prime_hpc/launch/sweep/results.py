@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.experiment import ALONE
 from prime_hpc.launch.monitor.run_facts import FINAL
 from prime_hpc.launch.monitor.run_progress import tail_json
 from prime_hpc.launch.sweep.progress import PointView
@@ -20,7 +21,7 @@ from prime_hpc.launch.sweep.state import Sweep
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import STEP_KEYS
 
-_FILES = ("orchestrator", "trainer")
+_FILES = ("orchestrator", "trainer", *ALONE)
 """Metrics files, in the order in which a metric is looked for."""
 _TAIL_BYTES = 256_000
 _THREADS = 16
@@ -97,12 +98,12 @@ def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric
 
     Args:
         file: the sweep file.
-        kind: rl or sft.
+        kind: of its experiment; the last row of one that trains nothing is of all its episodes.
         name: of the command line.
     """
     metric = name or file.metric or ("loss" if kind == "sft" else "reward/mean")
     goal = file.goal if name in (None, file.metric) else None
-    return Metric(metric, goal or _natural_goal(metric), file.last)
+    return Metric(metric, goal or _natural_goal(metric), 1 if kind in ALONE else file.last)
 
 
 def _natural_goal(metric: str) -> Literal["max", "min"]:

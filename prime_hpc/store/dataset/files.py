@@ -171,7 +171,7 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
             such_as += " (what `input` holds is put after the instruction)"
     return (
         f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone; "
-        f"the columns are: {have}. Map them with sft.data.columns, such as {such_as}"
+        f"the columns are: {have}. Map them with {source.key}.columns, such as {such_as}"
     )
 
 

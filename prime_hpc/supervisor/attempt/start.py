@@ -48,7 +48,7 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
 
 def newest_saved_step(paths: RunPaths) -> int | None:
     """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs; of a service, the
-    adapters' saves.
+    adapters' saves; of an evaluation its episodes.
 
     Raises:
         Unreadable, OSError: that cannot be told now.
@@ -60,13 +60,14 @@ def newest_saved_step(paths: RunPaths) -> int | None:
         return saves
     starts = incarnation_starts(paths)
     whole = newest_first(paths.checkpoints)
-    return next((info.step for info in whole if not is_late(info.step, info.manifest.incarnation, starts)), None)
+    steps = (info.step for info in whole if not is_late(info.step, info.manifest.incarnation, starts))
+    return next(steps, None) or num_episodes(paths.root) or None
 
 
 def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None:
-    """`newest_saved_step`, of an evaluation its episodes, or what is known where that cannot be told now."""
+    """`newest_saved_step`, or what is known where that cannot be told now."""
     try:
-        return newest_saved_step(paths) or num_episodes(paths.root) or None
+        return newest_saved_step(paths)
     except (StoreError, OSError) as error:
         logger.warning(f"which checkpoint of {paths.root.name} is the newest cannot be told now: {error}")
         return known
@@ -141,7 +142,7 @@ def begin_attempt(
             start = patience(lambda: choose_start(experiment, paths, _read(paths, earlier, incarnation), failed_reads))
         step = start.info.step if start is not None else None
         patience(lambda: _roll_back(experiment, paths, start, incarnation))
-        saved_before = patience(lambda: newest_saved_step(paths) if experiment.trains else num_episodes(run_dir))
+        saved_before = patience(lambda: newest_saved_step(paths))
         patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
     except (Unreadable, FencedError):
         raise

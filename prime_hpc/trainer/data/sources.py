@@ -174,9 +174,10 @@ def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
 def _without_blank(
     begins: NDArray[np.int64], ends: NDArray[np.int64], file: Any, offset: int, block: bytes
 ) -> NDArray[np.int64]:
-    """Return the beginnings of lines that hold more than white space; long ones do."""
+    """Return the beginnings of lines that hold more than white space: those that begin with it are looked at."""
     keep = np.ones(len(begins), bool)
-    for i in np.flatnonzero(ends - begins < 16):
+    first = np.frombuffer(block, np.uint8)[np.maximum(begins - offset, 0)]
+    for i in np.flatnonzero((first <= ord(" ")) | (begins < offset)):
         begin, end = int(begins[i]) - offset, int(ends[i]) - offset
         line = block[begin:end] if begin >= 0 else os.pread(file.fileno(), end - begin, int(begins[i]))
         keep[i] = bool(line.strip())
@@ -334,7 +335,7 @@ class HubRows:
             import datasets
         except ImportError as error:
             raise SFTDataError(
-                f"sft.data.name = {source.name}: needs the package datasets (pip install 'prime-hpc[data]')"
+                f"{source.key}.name = {source.name}: needs the package datasets (pip install 'prime-hpc[data]')"
             ) from error
         self._name, self._directory = str(directory or source.name), directory
         try:
@@ -345,9 +346,9 @@ class HubRows:
             )
         except Exception as error:
             raise SFTDataError(
-                f"sft.data.name = {self._name} (subset {source.subset}, split {source.split}) is not to be had: "
+                f"{source.key}.name = {self._name} (subset {source.subset}, split {source.split}) is not to be had: "
                 f"{type(error).__name__}: {str(error)[:300]}. Without network (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE) "
-                "only what is in HF_HOME can be used: load it there once, or name local files with sft.data.path"
+                f"only what is in HF_HOME can be used: load it there once, or name local files with {source.key}.path"
             ) from error
         if isinstance(loaded, datasets.DatasetDict):
             if source.split not in loaded:

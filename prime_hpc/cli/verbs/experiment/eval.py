@@ -5,10 +5,16 @@ Exit codes: 0 done, 1 it failed (or too many episodes did; the results are there
 """
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prime_hpc.cli.common import Given, load, parse, print_json, say
+from prime_hpc.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from prime_hpc.config import Experiment
 
 
 def run(argv: list[str], program: str) -> int:
@@ -29,10 +35,15 @@ def run_alone(argv: list[str], program: str, kind: str) -> int:
     loaded = load(given.words, kind, program)
     says_where = ("inference", f"{kind}.client")  # keys that say which servers are meant
     if not any(key.startswith(says_where) for key in loaded.provenance) and not loaded.experiment.clean:
-        url = _local_server(loaded.experiment.model.name)
+        was_attached = _was_attached(loaded.experiment)
+        url = _local_server(loaded.experiment.model.name) if was_attached is not False else None
         if url is not None:
             say(f"{program}: {url} serves {loaded.experiment.model.name}: attached (--inference starts another)")
             loaded = load([*given.words, "--client.base-url", url], kind, program)
+        elif was_attached:
+            said = f"servers that {loaded.experiment.run_dir} was attached to have played its episodes"
+            remedy = "start `prime-hpc inference` again, state --client.base-url, or choose another --name"
+            raise ConfigError(Problem(f"{said}, and none is found here: {remedy}", f"{kind}.client"))
     from prime_hpc import launch
 
     if "--json" not in given:
@@ -43,6 +54,15 @@ def run_alone(argv: list[str], program: str, kind: str) -> int:
     if _written(path) not in (None, before):  # of this command, which may have ended before it wrote one
         print_json(json.loads(path.read_text(encoding="utf-8")))
     return code
+
+
+def _was_attached(experiment: "Experiment") -> bool | None:
+    """Return whether the episodes that are there were played by servers that the run did not start, as those to come
+    have to be; None: there are none."""
+    from prime_hpc.evals.settings import recorded
+
+    before = recorded(experiment.run_dir)
+    return None if before is None else before.get(f"{experiment.kind}.client.api") is not None
 
 
 def _written(path: Path) -> tuple[int, int] | None:
@@ -56,12 +76,14 @@ def _written(path: Path) -> tuple[int, int] | None:
 def _local_server(model: str) -> str | None:
     """Return the server that this user has started here by hand (`inference`), where it serves this model."""
     from prime_hpc.client.http import ask
-    from prime_hpc.client.keys import find_key
+    from prime_hpc.client.keys import find_key, is_user_listener
     from prime_hpc.config.absolute import local_directory
     from prime_hpc.config.sections.inference import DEFAULT_PORT
+    from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 
     url = f"http://127.0.0.1:{DEFAULT_PORT}/v1"
-    key = find_key(url)
+    stated = os.environ.get(StandaloneClientConfig.model_fields["api_key_var"].default)  # it wins, there and here
+    key = (stated if is_user_listener(DEFAULT_PORT) else None) or find_key(url)
     if key is None:
         return None
     try:

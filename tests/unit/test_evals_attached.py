@@ -1,0 +1,139 @@
+"""Servers that an evaluation does not start: those that are prime-hpc's own, the one that runs here, refusals."""
+
+import asyncio
+import functools
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.types import SamplingConfig
+
+from prime_hpc import launch
+from prime_hpc.cli.verbs.experiment import eval as verb
+from prime_hpc.client.inference import InferenceClient
+from prime_hpc.config import ConfigError, Loaded, load_experiment
+from prime_hpc.config.sections import inference
+from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
+from prime_hpc.envs.chat_client import ChatClient, EndpointRefusedError
+from prime_hpc.envs.model_client import RequestRefusedError
+from prime_hpc.envs.pool_settings import ChatOptions
+from prime_hpc.evals.connect import _is_api
+from prime_hpc.evals.errors import EvalError
+from prime_hpc.evals.servers import Servers
+from prime_hpc.evals.settings import record
+from prime_hpc.evals.versions import Version
+
+Scene = Callable[..., Coroutine[Any, Any, None]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def run(scene: Scene) -> Callable[..., None]:
+    return functools.wraps(scene)(lambda *args, **kwargs: asyncio.run(scene(*args, **kwargs)))
+
+
+def place() -> tuple[socket.socket, str]:
+    """A socket on which nobody listens yet, and its URL."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    return sock, f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+
+
+def says(answer: Any) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    return handler
+
+
+@asynccontextmanager
+async def serving(sock: socket.socket, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
+    app = web.Application()
+    for path, handler in handlers.items():
+        app.router.add_route("*", path, handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.SockSite(runner, sock).start()
+    yield
+    await runner.cleanup()
+
+
+MODELS = {"data": [{"id": "m"}]}
+
+
+@run
+async def test_a_server_of_ours_that_is_just_starting_is_no_api() -> None:
+    sock, url = place()
+    looking = asyncio.create_task(_is_api(StandaloneClientConfig(base_url=url), [url], None, False, "eval"))
+    await asyncio.sleep(0.5)  # it has been asked, and refused
+    async with serving(sock, {"/v1/models": says(MODELS), "/policy_version": says({"version": 0})}):
+        assert not await looking
+
+
+@run
+async def test_a_server_that_is_not_ours_is_told_from_one_of_ours() -> None:
+    sock, url = place()
+    async with serving(sock, {"/health": says({}), "/policy_version": says({"hello": "world"})}):
+        servers = Servers([InferenceClient(url)], [url], 5.0)
+        with pytest.raises(EvalError, match="names no version.*is it prime-hpc's own server"):
+            await servers.load(Version(0))
+        await servers.close()
+
+
+@run
+async def test_one_request_that_a_filter_refuses_costs_one_episode() -> None:
+    statuses = [403, 200, 403]
+    message = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [message]}
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response(answer, status=statuses.pop(0))
+
+    sock, url = place()
+    async with serving(sock, {"/v1/chat/completions": complete}):
+        client = ChatClient(url, None, ChatOptions(10.0, 0), 10.0)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        with pytest.raises(EndpointRefusedError, match="answered 403"):  # nobody was answered: the key is wrong
+            await client.get_response(ChatDialect(), body, SamplingConfig())
+        await client.get_response(ChatDialect(), body, SamplingConfig())
+        with pytest.raises(RequestRefusedError, match="answered 403"):
+            await client.get_response(ChatDialect(), body, SamplingConfig())
+        await client.close()
+
+
+@run
+async def test_the_server_that_runs_here_is_found_with_the_key_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response(MODELS, status=200 if request.headers.get("Authorization") == "Bearer own" else 401)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sock, url = place()
+    monkeypatch.setattr(inference, "DEFAULT_PORT", sock.getsockname()[1])
+    async with serving(sock, {"/v1/models": models}):
+        assert await asyncio.to_thread(verb._local_server, "m") is None
+        for key, found in (("other", None), ("own", url)):
+            monkeypatch.setenv("VLLM_API_KEY", key)
+            assert await asyncio.to_thread(verb._local_server, "m") == found
+
+
+def test_episodes_go_on_with_the_servers_that_they_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name"]
+    started: list[Loaded] = []
+    monkeypatch.setattr(launch, "run", lambda loaded: started.append(loaded) or 0, raising=False)
+    here = ["--client.base-url", "http://127.0.0.1:8000/v1"]
+    record(load_experiment([*argv, "own"], "eval", {}).experiment, tmp_path / "own")
+    record(load_experiment([*argv, "attached", *here], "eval", {}).experiment, tmp_path / "attached")
+    monkeypatch.setattr(verb, "_local_server", lambda model: here[1])
+    for name, is_attached in (("own", False), ("attached", True), ("new", True)):
+        verb.run_alone([*argv, name], "eval", "eval")
+        assert (started[-1].experiment.eval.client is not None) is is_attached, name
+    monkeypatch.setattr(verb, "_local_server", lambda model: None)
+    verb.run_alone([*argv, "own"], "eval", "eval")
+    with pytest.raises(ConfigError, match="start `prime-hpc inference` again"):
+        verb.run_alone([*argv, "attached"], "eval", "eval")
