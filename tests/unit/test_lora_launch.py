@@ -258,3 +258,6 @@ def test_an_adapter_for_the_model_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(ConfigError, match="holds an adapter alone, .*`?prime-hpc export RUN --merged STEP"):
         check(Loaded(experiment(tmp_path, None), {}, [], "trainer"), "trainer")
+    for folder, said in ((tmp_path, "holds no config.json: heads"), (tmp_path / "absent", "is not there (yet): heads")):
+        (found,) = [f for f in lint(experiment(folder, None), GENERIC) if f.code == "PH107"]
+        assert said in found.message
