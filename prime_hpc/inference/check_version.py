@@ -101,6 +101,8 @@ class Received:
     transport: str
     folder: Path
     """The whole of it on this node."""
+    digest: str | None = None
+    """Of its manifest, from before anything else was read; None: the base model, which has none."""
 
 
 def receive_version(
@@ -129,7 +131,7 @@ def receive_version(
         found = read_signature(folder)
     if expected is not None:
         compare_signatures(found, expected, tied, path)
-    return Received(path, transport, folder)
+    return Received(path, transport, folder, manifest.digest)
 
 
 def check_adapter(path: Path, version: int, expected: Signature | None, max_rank: int) -> None:

@@ -33,9 +33,10 @@ class WholeModel:
         is_named_so = (version, path) == (self.version, self.path)
         return is_named_so and await asyncio.to_thread(digest_of, Path(path)) in (None, self._digest)
 
-    async def _note(self, folder: Path) -> None:
-        """Remember the version that was just loaded."""
-        self._digest = await asyncio.to_thread(digest_of, folder)
+    def _note(self, version: int, folder: Path, digest: str | None) -> None:
+        """Remember the version that was just loaded. `digest`: from before it was, or another one that has taken its
+        name meanwhile would be taken for it ever after."""
+        self.version, self.path, self._digest = version, str(folder), digest
 
     def _folder(self, path: str, version: int) -> Path:
         """Return the folder of a version that is to be loaded.

@@ -20,6 +20,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
+from prime_hpc.evals.versions import ADAPTER_CONFIG
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.estimate.model_facts import stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
@@ -152,6 +153,9 @@ def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:
         return [Problem(f"{name} holds only what changed since the version before it ({cure})", key)]
     if not (folder / "config.json").exists() and went_over_network(folder):
         return [Problem(f"{name} went to the engines over the network alone: take the version of a checkpoint", key)]
+    if not (folder / "config.json").exists() and (folder / ADAPTER_CONFIG).exists():
+        cure = "prime-hpc export RUN --merged STEP --output DIR makes a model of a run's"
+        return [Problem(f"{name} holds an adapter alone, without the model that it is for ({cure})", key)]
     if not (folder / "config.json").exists():
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", key)]
     if not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir()):

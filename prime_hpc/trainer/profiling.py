@@ -25,12 +25,15 @@ DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 class StepProfiler:
     """torch's profiler over steps `first_step` to `last_step`: of all that a rank does in them, publishing included."""
 
-    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int) -> None:
+    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, *, apart: bool = False) -> None:
         """Args:
         config: None: nothing is traced.
         folder: where traces go; made when there is one.
         rank: this rank.
+        apart: a trace for each step: between two of them other runs of this process have their turns, and a second
+            profiler beside this one ends the process.
         """
+        self._apart = apart
         self._config = config if config is not None and rank in config.ranks else None
         self._folder, self._rank = folder, rank
         self._profiler: Any = None
@@ -51,8 +54,8 @@ class StepProfiler:
         self._profiler.start()
 
     def end(self, step: int) -> None:
-        """After `step`: write the trace, if it was the last of those."""
-        if self._profiler is not None and self._config is not None and step >= self._config.last_step:
+        """After `step`: write the trace, if it was the last of those, or has one of its own."""
+        if self._profiler is not None and self._config is not None and (self._apart or step >= self._config.last_step):
             self._write(step)
 
     def close(self, step: int | None = None) -> None:

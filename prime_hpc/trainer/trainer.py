@@ -369,7 +369,7 @@ def open_trainer(
     Raises:
         ValueError: an objective or optimizer that cannot work.
     """
-    rank, policy = dist.get_rank(), base.policy
+    rank, policy, many = dist.get_rank(), base.policy, bool(context.run)
     paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
     train_step = build_train_step(base, experiment, slot)
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
@@ -396,7 +396,7 @@ def open_trainer(
         bus=bus,
         handover=Handover(bus, "batch", "step"),
         status=status,
-        metrics=open_metrics(experiment, "trainer", paths.metrics("trainer"), paths.root, beside=bool(context.run))
+        metrics=open_metrics(experiment, "trainer", paths.metrics("trainer"), paths.root, beside=many)
         if rank == 0
         else None,
         train_step=train_step,
@@ -405,7 +405,9 @@ def open_trainer(
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
         token_log=open_token_log(experiment, paths) if rank == 0 else None,
-        profiler=StepProfiler(experiment.trainer.profile, paths.root / "profile" / f"attempt_{context.attempt}", rank),
+        profiler=StepProfiler(
+            experiment.trainer.profile, paths.root / "profile" / f"attempt_{context.attempt}", rank, apart=many
+        ),
         control=base.control,
     )
 

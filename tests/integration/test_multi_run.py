@@ -48,7 +48,7 @@ def state_of(paths: RunPaths) -> ChildState:
 
 def test_what_is_wrong_with_one_run_ends_that_run_alone(tmp_path: Path, model: Path) -> None:
     directory = tmp_path / "parent"
-    parent = make_parent(directory, model)
+    parent = make_parent(directory, model, trainer={"profile": {"first_step": 2, "last_step": 3}})
     names = ("good", "late", "infinite", "torn", "foreign", "own")
     runs = {name: make_child(parent, directory, f"run_{name}", seed=i) for i, name in enumerate(names)}
     for i, (name, paths) in enumerate(runs.items()):
@@ -77,6 +77,7 @@ def test_what_is_wrong_with_one_run_ends_that_run_alone(tmp_path: Path, model: P
     assert "model.lora.rank" in reasons["foreign"] and "cannot import 'no_such_module:loss'" in reasons["own"]
     assert sorted(versions(runs["good"])) == [1, 2, 3] and sorted(versions(runs["infinite"])) == [1]
     assert (runs["infinite"].failed_step(2) / "run.yaml").exists()  # kept for a replay
+    assert len(list((runs["good"].root / "profile" / "attempt_1").iterdir())) == 2  # a trace a step
     assert "run_half is passed over" in log_of(directory)
     copy = read_state(directory / "run_copy")
     assert copy is None or copy.phase == "failed"  # a trainer that ends before it has settled says nothing

@@ -37,8 +37,9 @@ def shared_snapshot() -> Shared:
 
 
 def make_parent(directory: Path, model: Path, *, slots: int = 2, num_ranks: int = 1, **changes: Any) -> Experiment:
-    """Write a parent's run directory."""
-    tree = {
+    """Write a parent's run directory; keys of `trainer` are added to what runs of a test share."""
+    own = changes.pop("trainer", {})
+    tree: dict[str, Any] = {
         "name": directory.name,
         "output_dir": str(directory.parent),
         "seq_len": 64,
@@ -51,6 +52,7 @@ def make_parent(directory: Path, model: Path, *, slots: int = 2, num_ranks: int 
             "num_ranks": num_ranks,
             "batch_timeout_s": 60,
             "micro_batch_tokens": 128,
+            **own,
         },
     } | changes
     experiment = Experiment.model_validate(tree)

@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from loguru import logger
+from pydantic import ValidationError
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig, SoftOverlongConfig
+from prime_hpc.config.sections.orchestrator import (
+    MOST_ROLLOUTS,
+    AdvantageConfig,
+    OrchestratorConfig,
+    SoftOverlongConfig,
+)
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import EpisodeResult, Sample
@@ -39,6 +45,15 @@ SAMPLING, WARM = SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.9, to
 
 def score(groups: list[Group], config: AdvantageConfig) -> list[ScoredGroup]:
     return score_groups(groups, Scorer(config, max_tokens=64), zero=config.zero, env_names=["a", "b"])
+
+
+def test_a_group_is_no_larger_than_ids_have_room_for() -> None:
+    """The first batch of a larger one ended the run with an assertion, once it had been sampled."""
+    assert batch_builder.sample_id(3, MOST_ROLLOUTS - 1) < batch_builder.sample_id(4, 0)
+    OrchestratorConfig(batch_size=MOST_ROLLOUTS, rollouts_per_example=MOST_ROLLOUTS)
+    for env in ({}, {"env": [{"id": "reverse-text", "rollouts_per_example": MOST_ROLLOUTS + 1}]}):
+        with pytest.raises(ValidationError, match="rollouts_per_example\n.*less than or equal to 4096"):
+            OrchestratorConfig.model_validate(env or {"rollouts_per_example": MOST_ROLLOUTS + 1})
 
 
 def make_group(position: int, results: list[EpisodeResult | None], source: int = 0) -> Group:

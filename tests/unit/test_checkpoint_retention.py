@@ -47,6 +47,14 @@ def test_what_stays(paths: RunPaths, keep_last: int | None, keep_interval: int |
     assert not list(paths.checkpoints.glob(".*"))
 
 
+def test_every_so_many_steps_one_stays_wherever_the_run_saves(paths: RunPaths) -> None:
+    """With `ckpt.interval: auto`, or one that does not divide it, next to no step was a multiple, and none stayed."""
+    for step in (3, 7, 11, 12, 18, 25, 41, 42, 49):
+        make_checkpoint(paths, step)
+        prune_checkpoints(paths, 1, 10)
+    assert there(paths) == [11, 25, 41, 49]
+
+
 @pytest.mark.parametrize("kind", ["truncate", "manifest", "missing", "format"])
 def test_a_damaged_checkpoint_does_not_count_as_kept(paths: RunPaths, kind: str) -> None:
     for step in (1, 2, 3):

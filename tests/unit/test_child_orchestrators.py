@@ -88,6 +88,19 @@ def test_the_end_of_a_run_whose_word_cannot_be_read_is_that_of_its_last_word(
     assert (row["outcome"], row["exit_code"]) == ("completed", 0)
 
 
+def test_a_run_is_forgotten_where_its_servers_are_by_now(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was started again on another node kept the adapter of each run that ended after that: when all its
+    places were taken, runs that began were refused."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(child_orchestrators, "forget_adapter", lambda urls, name, key: asked.append(urls))
+    for urls in (["http://b:1/v1"], []):
+        world.has_orchestrator(running=False)
+        world.led._servers["run_a"] = ["http://stated:1/v1"]
+        world.led.tick(urls, 1, "bus")
+        world.led.end("over")
+    assert asked == [["http://b:1/v1"], ["http://stated:1/v1"]]
+
+
 def full(*_: object) -> None:
     raise StoreError("no space left on device")
 

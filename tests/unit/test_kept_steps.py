@@ -14,7 +14,9 @@ from prime_hpc.trainer.replay.replay import plain
 
 def test_steps_that_are_computed_again_are_sent_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--wandb.project", "p", "--mlflow.tracking-uri", "http://mlflow.invalid", "--tensorboard"]
+    flags += ["--weights.transport", "nccl"]
     experiment = load_experiment(["--model.name", "org/base", *flags], "trainer", {}).experiment
+    assert plain(experiment, 1).weights.transport == "files"  # nccl's sender ended it where there is no GPU
     asked: list[object] = []
     monkeypatch.setattr(MetricsWriter, "__init__", lambda self, path, *monitors: asked.extend(monitors))
     open_metrics(plain(experiment, 1), "trainer", tmp_path / "m.jsonl", tmp_path)

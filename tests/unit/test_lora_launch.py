@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from prime_hpc.cli.verbs.run import export
-from prime_hpc.config import ConfigError, Experiment, write_snapshot
+from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import BadVersionError, check_adapter, receive_version
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm import cpu_lora
 from prime_hpc.inference.vllm.args import build_argv
+from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.model_facts import model_facts
 from prime_hpc.launch.estimate.trainer_memory import adapter_params, checkpoint_gib, trainer_gib
 from prime_hpc.launch.lint.lint import lint
@@ -118,8 +119,12 @@ def test_memory_is_the_frozen_model_and_the_adapter() -> None:
     assert more is not None and less is not None
     assert less["gathered"] == more["gathered"] > 0 and less["gradients"] == 0 < more["gradients"]
     assert checkpoint_gib(lora, facts) == pytest.approx(12 * count / 2**30)
-    penalty = {"trainer": {"loss": {"kl": {"target": "reference"}}}}
-    assert trainer_gib(experiment("m", {"rank": 16}, **penalty), facts) == other
+    for named in (None, "m"):
+        penalty = {"trainer": {"loss": {"kl": {"target": "reference", "model": named}}}}
+        assert trainer_gib(experiment("m", {"rank": 16}, **penalty), facts) == other
+    many = trainer_gib(experiment("m", {"rank": 16}, trainer={"max_concurrent_runs": 8}), facts)
+    assert many is not None
+    assert many["state"] - other["state"] == pytest.approx(7 * 12 * count / 2**30), "weights and Adam's moments of each"
 
 
 def argv(lora: dict[str, Any] | None, **tree: Any) -> list[str]:
@@ -132,6 +137,7 @@ def value(arguments: list[str], flag: str) -> str:
 
 def test_engines_have_room_for_the_versions_in_flight() -> None:
     assert "--enable-lora" not in argv(None) and "--enable-lora" not in argv({}, kind="sft")
+    assert "--enable-lora" in argv({}, kind="sft", orchestrator={"eval": {"env": [{"id": "reverse-text"}]}})
     found = argv({"rank": 20}, async_level=2)
     assert "--enable-lora" in found and value(found, "--max-lora-rank") == "32"
     assert value(found, "--max-loras") == "3" and int(value(found, "--max-cpu-loras")) > 3
@@ -245,3 +251,13 @@ def test_products_leave_the_base_models_rows_alone() -> None:
             torch.testing.assert_close(output[row, 2:7] - base[row, 2:7], expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(whole[row], expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(output[:, [0, 1, 7]], base[:, [0, 1, 7]])
+
+
+def test_an_adapter_for_the_model_is_told_as_one(tmp_path: Path) -> None:
+    """Such as the weights of another run, which is what one begins the next run from."""
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match="holds an adapter alone, .*`?prime-hpc export RUN --merged STEP"):
+        check(Loaded(experiment(tmp_path, None), {}, [], "trainer"), "trainer")
+    for folder, said in ((tmp_path, "holds no config.json: heads"), (tmp_path / "absent", "is not there (yet): heads")):
+        (found,) = [f for f in lint(experiment(folder, None), GENERIC) if f.code == "PH107"]
+        assert said in found.message

@@ -72,6 +72,32 @@ def test_a_version_that_a_run_makes_anew_is_loaded_anew(world: World) -> None:
     asyncio.run(go())
 
 
+def test_a_version_that_is_made_anew_while_the_one_before_is_loaded_is_loaded_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of the new one was noted for the old one, which was loaded, and served from then on."""
+    applies, newer = Worker.policy_apply, list[dict[str, Any]]()
+
+    def apply(worker: Worker) -> dict[str, Any]:
+        answer = applies(worker)
+        if worker.rank == 0 and not newer:
+            shutil.rmtree(world.run.weights_step(1))
+            world.publisher = world.new_publisher(incarnation=1)
+            newer.append(world.publish(1))
+        return answer
+
+    async def go() -> None:
+        await world.service.start()
+        world.service._network = None
+        world.publish(1)
+        monkeypatch.setattr(Worker, "policy_apply", apply)
+        await world.update(1)
+        assert (await world.update(1))["changed"] and world.serves(newer[0])
+        assert not (await world.update(1))["changed"]
+
+    asyncio.run(go())
+
+
 def test_a_version_that_broke_off_is_a_whole_one_instead_and_then_joins_anew(world: World) -> None:
     async def go() -> None:
         await world.service.start()
@@ -350,6 +376,42 @@ def test_an_adapter_is_in_the_books_as_soon_as_it_is_loaded(tmp_path: Path, monk
         updates.append(asyncio.create_task(service.update("policy", tmp_path, 3)))
         await asyncio.wait(updates)
         assert loaded == [7] and service.served("policy") == (3, str(tmp_path))
+
+    asyncio.run(go())
+
+
+def test_a_name_more_than_there_is_room_for_is_refused_and_no_version_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last name that found a place took that of the next versions, each of which was refused: all runs ended."""
+
+    async def load(request: Any) -> None:
+        pass
+
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config=SimpleNamespace(max_cpu_loras=3, max_lora_rank=8)),
+        output_processor=SimpleNamespace(request_states={}),
+        add_lora=load,
+        remove_lora=load,
+        abort=load,
+    )
+    numbers = iter(range(1, 99))
+    models = SimpleNamespace(lora_id_counter=SimpleNamespace(inc=lambda _: next(numbers)), lora_requests={})
+    monkeypatch.setattr(adapters, "check_adapter", lambda *_: None)
+    monkeypatch.setattr(adapters, "digest_of", lambda _: None)
+    service = adapters.AdapterService(engine, models, None)
+
+    async def go() -> None:
+        for name in ("run_a", "run_b"):
+            await service.update(name, tmp_path, 1)
+        with pytest.raises(
+            BadVersionError, match=r"run_c finds no place among the 3 .*\['run_a', 'run_b'\] are served"
+        ):
+            await service.update("run_c", tmp_path, 1)
+        for version in (2, 3, 4):
+            for name in ("run_a", "run_b"):
+                await service.update(name, tmp_path, version)
+        assert service.versions() == {"run_a": 4, "run_b": 4}
 
     asyncio.run(go())
 

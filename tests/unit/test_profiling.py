@@ -40,6 +40,22 @@ def test_a_loop_that_ends_early_leaves_what_it_has(tmp_path: Path) -> None:
     assert {"step 2", "step 3"} <= names(path)
 
 
+def test_runs_that_take_turns_trace_each_step_apart(tmp_path: Path) -> None:
+    """One profiler that began beside another's ended the process, and with it all runs of the trainer."""
+    config = ProfileConfig(first_step=1, last_step=2)
+    profilers = [StepProfiler(config, tmp_path / name, 0, apart=True) for name in ("run_a", "run_b")]
+    for step in (1, 2, 3):
+        for number, profiler in enumerate(profilers):
+            profiler.begin(step)
+            with torch.profiler.record_function(f"step {step} of {number}"):
+                torch.ones(4, step) @ torch.ones(step, 4)
+            profiler.end(step)
+    for number, name in enumerate(("run_a", "run_b")):
+        first, second = sorted((tmp_path / name).iterdir())
+        assert (first.name, second.name) == ("steps_1-1_rank_0.json.gz", "steps_2-2_rank_0.json.gz")
+        assert f"step 1 of {number}" in names(first) and f"step 1 of {1 - number}" not in names(first)
+
+
 @pytest.mark.parametrize("config", [None, ProfileConfig(first_step=1, last_step=2, ranks=[1])])
 def test_others_trace_nothing(config: ProfileConfig | None, tmp_path: Path) -> None:
     steps(StepProfiler(config, tmp_path, 0), 3)

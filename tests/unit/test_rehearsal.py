@@ -58,7 +58,8 @@ def experiment(folder: Path, name: str = "Qwen3-0.6B", *, kind: str = "rl", **se
     tree["device"] = sections.get("device", "cuda")
     tree["orchestrator"] = {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 16}}
     tree["model"] = {"name": str(folder)} | sections.get("model", {})
-    tree["trainer"] = {"data": {"fake": {}}} | sections.get("trainer", {})
+    trainer = sections.get("trainer", {})
+    tree["trainer"] = trainer if "max_concurrent_runs" in trainer else {"data": {"fake": {}}} | trainer
     return Experiment.model_validate(tree)
 
 
@@ -268,7 +269,7 @@ def test_the_estimate_knows_layers_of_a_gated_delta_rule(tmp_path, sections):
     ("name", "kind", "sections"),
     [
         ("Qwen3-30B-A3B", "rl", {"trainer": {"num_ranks": 4, "parallel": {"ep": 2}}}),
-        ("Llama-3.1-8B", "sft", {"model": {"lora": {}}, "trainer": {"num_ranks": 2}}),
+        ("Llama-3.1-8B", "rl", {"model": {"lora": {}}, "trainer": {"num_ranks": 2, "max_concurrent_runs": 4}}),
         exhaustive("Qwen3-30B-A3B", "sft", {"trainer": {"num_ranks": 2}}),
         exhaustive("Llama-3.1-8B", "rl", {"model": {"dtype": "float32"}, "trainer": {"loss": {"kl": {}}}}),
         exhaustive(
@@ -279,7 +280,9 @@ def test_the_estimate_knows_layers_of_a_gated_delta_rule(tmp_path, sections):
 def test_what_can_be_trained_can_be_rehearsed(tmp_path, name, kind, sections):
     found = rehearse(experiment(tmp_path, name, kind=kind, **sections), tmp_path)
     assert found["peak"] > 0 and found["by_kind"]["activations"] + found["by_kind"]["head"] > 0
-    assert bool(found["notes"]) == ("parallel" in sections["trainer"])
+    assert bool(found["notes"]) == (not sections["trainer"].keys().isdisjoint({"parallel", "max_concurrent_runs"}))
+    if "lora" in sections.get("model", {}):
+        assert found["notes"] == ["of one run's adapter: those of 3 more take up to 0.00 GiB a rank besides"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", *map(exhaustive, ["qwen3_vl_moe", "qwen3_5"])])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prime_hpc.config import Experiment, load_experiment
+from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.tinker.adapter import AdamStep, Adapter
@@ -35,12 +36,20 @@ def adapter(world: tuple[Base, Experiment], slot: int, root: Path, train_attn: b
     return Adapter(*world, slot, Shape(world[1].model.name, 4, slot, train_attn), RunPaths(root))
 
 
-def step(one: Adapter) -> None:
+def forward(one: Adapter) -> None:
     tokens = np.arange(1, 11)
     data: Any = [Datum(tokens, {"target_tokens": tokens + 1, "weights": np.ones(10, np.float32)})]
     examples = check_data(data, "cross_entropy", 64, 64)
     one.run_pass(examples, "cross_entropy", check_loss("cross_entropy", {}), forward_only=False)
+
+
+def update(one: Adapter) -> None:
     one.update(AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0))
+
+
+def step(one: Adapter) -> None:
+    forward(one)
+    update(one)
 
 
 def save(one: Adapter, root: Path) -> Saved:
@@ -100,6 +109,35 @@ def test_a_save_that_lacks_tensors_is_the_clients_error(
             one.load(saved, with_optimizer=True)
         now = tensors(one)
         assert all(torch.equal(now[name], before[name]) for name in now if name.startswith(dcp_state.MODEL))
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_an_adapter_is_as_before_where_a_save_cannot_be_read(
+    with_optimizer: bool, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left with a part of the other's weights, without its own optimizer and gradients, and trained on."""
+    other = adapter(world, 0, tmp_path / "other")
+    step(other)
+    saved = save(other, tmp_path / "other")
+    reads, ends = dcp_state.load_state, list[dict[str, torch.Tensor]]()
+
+    def breaks(directory: Path, state: dict[str, torch.Tensor]) -> None:
+        reads(directory, dict(list(state.items())[:3]))
+        raise Unreadable(directory, "Stale file handle", 116)
+
+    monkeypatch.setattr(dcp_state, "load_state", breaks)
+    for fails in (False, True):
+        one = adapter(world, 1, tmp_path / str(fails))
+        step(one)
+        forward(one)
+        if fails:
+            before = tensors(one)
+            with pytest.raises(Unreadable, match="Stale file handle"):
+                one.load(saved, with_optimizer=with_optimizer)
+            assert same(tensors(one), before)
+        update(one)
+        ends.append(tensors(one))
+    assert same(*ends) and one.steps == 2
 
 
 def test_what_torch_cannot_load_is_an_error_that_is_contained(world: Any, tmp_path: Path) -> None:

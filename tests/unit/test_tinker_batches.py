@@ -83,8 +83,8 @@ def test_targets_that_cannot_be_trained_on_are_refused(targets: np.ndarray, loss
         check_data([Datum(np.array([1, 2]), inputs)], loss, 20, 64)
 
 
-def tensor(shape: list[int], rows: list[int], columns: list[int], values: list[float]) -> bytes:
-    """A request with one sparse tensor."""
+def tensor(shape: list[int], rows: list[int], columns: list[int], values: list[float], times: int = 1) -> bytes:
+    """A request with one sparse tensor, so many times."""
     request = MESSAGES["ForwardBackwardRequest"](model_id="a", seq_id=1, loss_fn="cross_entropy")
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
@@ -92,14 +92,18 @@ def tensor(shape: list[int], rows: list[int], columns: list[int], values: list[f
     content = MESSAGES["SparseCsr"](**{name: array.tobytes() for name, array in sparse.items()})
     value = MESSAGES["Tensor"](dtype=1, shape=shape, sparse_csr=content)
     datum.loss_fn_inputs.append(MESSAGES["NamedTensor"](key="weights", value=value))
+    for _ in range(times - 1):
+        request.data.add().CopyFrom(datum)
     return request.SerializeToString()
 
 
 def test_a_sparse_tensor_takes_no_more_memory_than_its_request_is_worth() -> None:
     (datum,) = read_forward_backward(tensor([2, 3], [0, 1, 2], [2, 0], [5, 7])).data
     assert datum.inputs["weights"].tolist() == [[0, 0, 5], [7, 0, 0]]
+    for shape, times in (([10**6, 10**6], 1), ([1, 1 << 20], 65), ([-1, 1 << 27], 1)):  # a few bytes each
+        with pytest.raises(BadWireError, match="its tensors have .* values together; a request may have 67108864"):
+            read_forward_backward(tensor(shape, [0, 1], [0], [1.0], times))
     for shape, rows, columns, values in (
-        ([10**6, 10**6], [0, 1], [0], [1.0]),
         ([-1, 2], [0, 1], [0], [1.0]),
         ([2, 2], [0, 10**10], [0], [1.0]),
         ([2, 2], [0, 2, 1], [0], [1.0]),

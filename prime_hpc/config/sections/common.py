@@ -84,7 +84,8 @@ class CkptConfig(Section):
     keep_last: int | None = Field(None, ge=1)
     """Keep only the newest so many checkpoints (and those of `keep_interval`); default: all."""
     keep_interval: int | None = Field(None, ge=1)
-    """Keep the checkpoints of every so many steps for ever; alone, it keeps them and the newest."""
+    """Keep a checkpoint of every so many steps for ever, the first one saved at or after each multiple; alone, it keeps
+    them and the newest."""
     path: Path | None = None
     """Directory of the checkpoints; default `<run>/checkpoints`."""
     resume_step: int | Literal["latest"] | Path | None = None

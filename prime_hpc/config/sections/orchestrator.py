@@ -21,6 +21,10 @@ def _checked_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
     return workers
 
 
+MOST_ROLLOUTS = 4096
+"""Of one prompt: the ids of a batch's samples have so much room for their number in the group."""
+
+
 class SandboxConfig(Section):
     """A sandbox for each episode: no view of the host's files, processes, network and keys; all of it is gone at the
     episode's end."""
@@ -188,7 +192,7 @@ class EnvServersConfig(Section):
 class TrainEnvConfig(EnvConfig):
     """One environment that is trained on, with what it does otherwise than the others."""
 
-    rollouts_per_example: int | None = Field(None, ge=1)
+    rollouts_per_example: int | None = Field(None, ge=1, le=MOST_ROLLOUTS)
     """Rollouts of one of its prompts; default `orchestrator.rollouts_per_example`. A batch has as many prompts as ever,
     so more of these make it larger."""
     algorithm: AdvantageName | None = None
@@ -417,7 +421,7 @@ class OrchestratorConfig(Section):
 
     batch_size: int = Field(128, ge=1)
     """Rollouts a step; a multiple of `rollouts_per_example`."""
-    rollouts_per_example: int = Field(8, ge=1)
+    rollouts_per_example: int = Field(8, ge=1, le=MOST_ROLLOUTS)
     """Rollouts of one prompt (the group)."""
     max_concurrent: int = Field(256, ge=1)
     """Episodes in flight at most; with `adaptive_concurrency`, at first."""

@@ -45,9 +45,7 @@ class BatchPolicy(WholeModel):
                 return self._answer(changed=False)
             start = time.perf_counter()
             received = await self._receive(folder, version)
-            answer = await self._load(received, version, time.perf_counter() - start)
-            await self._note(folder)
-            return answer
+            return await self._load(received, version, time.perf_counter() - start)
 
     async def reload(self, name: str) -> dict[str, Any]:
         """Go back to the base model."""
@@ -100,7 +98,7 @@ class BatchPolicy(WholeModel):
             raise
         except Exception as error:
             raise PolicyFailedError(self._engine.failure or str(error)) from error
-        self.version, self.path = version, str(received.published)
+        self._note(version, received.published, received.digest)
         logger.info(
             f"policy version {version} from {self.path}: read {num_bytes / 1e9:.2f} GB, paused {paused_s:.3f} s"
         )

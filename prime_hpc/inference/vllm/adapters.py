@@ -110,7 +110,7 @@ class AdapterService:
         await asyncio.to_thread(check_adapter, folder, version, self._base, self._config.max_lora_rank)
         digest = await asyncio.to_thread(digest_of, folder)  # before it is loaded: no wait until it is noted
         checked = time.perf_counter()
-        self._make_room()
+        self._make_room(name)
         number = self._models.lora_id_counter.inc(1)
         request = LoRARequest(f"{name}#{number}@{version}", number, str(folder))
         try:
@@ -151,13 +151,14 @@ class AdapterService:
                 found.setdefault(state.lora_request.lora_int_id, []).append(request_id)
         return found
 
-    def _make_room(self) -> None:
-        """Refuse a further name where every place is taken by names that are served."""
+    def _make_room(self, name: str) -> None:
+        """Refuse a further name where names that are served would take every place: one is for the next version."""
         assert self._config is not None
-        if len(self._served) >= (self._config.max_cpu_loras or 1):
+        if len({*self._served, name}) >= (self._config.max_cpu_loras or 1):
             raise BadVersionError(
-                f"all {self._config.max_cpu_loras} places for adapters are taken by {sorted(self._served)}: unload one "
-                "or start the server with more (inference.vllm.max_cpu_loras)"
+                f"{name} finds no place among the {self._config.max_cpu_loras} for adapters, of which one stays free "
+                f"for the next version: {sorted(self._served)} are served; unload one, or start the server with more "
+                "(inference.vllm.max_cpu_loras)"
             )
 
     async def _retire(self) -> None:

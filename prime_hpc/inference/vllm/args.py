@@ -192,7 +192,7 @@ def _is_eager(config: InferenceConfig, device: Device) -> bool:
 def _adapter_options(experiment: Experiment) -> dict[str, Any]:
     """Room for the adapters of all runs that share the engines, each in the versions that may sample at once."""
     lora, num_names = experiment.model.lora, experiment.trainer.max_concurrent_runs
-    if lora is None or experiment.kind == "sft":
+    if lora is None or not experiment.samples:
         return {}
     at_once = num_names * min(experiment.async_level + 1, MAX_VERSIONS_AT_ONCE)
     return {

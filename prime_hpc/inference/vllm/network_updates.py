@@ -40,6 +40,8 @@ class Offer:
     """Of each part the file that begins with its header."""
     is_whole: bool
     """True if it lies in files too."""
+    digest: str
+    """Of its manifest."""
 
 
 def read_offer(folder: Path, version: int, expected: Signature | None, tied: bool) -> Offer | None:
@@ -62,7 +64,7 @@ def read_offer(folder: Path, version: int, expected: Signature | None, tied: boo
         found = {entry.name: entry.shape for layout in layouts for entry in read_layout(layout)}
     if expected is not None:
         compare_signatures(found, expected, tied, folder)
-    return Offer(version, folder, sent, layouts, is_whole)
+    return Offer(version, folder, sent, layouts, is_whole, manifest.digest)
 
 
 class NetworkUpdates:

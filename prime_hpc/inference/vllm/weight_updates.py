@@ -61,6 +61,8 @@ class Loaded:
 
     version: int
     folder: Path
+    digest: str | None
+    """Of its manifest, as `Received` has it."""
     rows: list[dict[str, Any]]
     """An answer of each worker."""
 
@@ -154,14 +156,12 @@ class PolicyService(WholeModel):
                 await self._wake()
                 return self._answer(changed=False)
             start = time.perf_counter()
-            answer = None
             if self._network is not None:
                 answer = await self._update_over(self._network, folder, version)
-            if answer is None:
-                received = await self._receive(folder, version)
-                answer = await self._load(received, version, time.perf_counter() - start)
-            await self._note(folder)
-            return answer
+                if answer is not None:
+                    return answer
+            received = await self._receive(folder, version)
+            return await self._load(received, version, time.perf_counter() - start)
 
     async def _update_over(self, network: NetworkUpdates, folder: Path, version: int) -> dict[str, Any] | None:
         """Load a version that the trainer sends; None where it is one of files, or must be read from them.
@@ -280,7 +280,7 @@ class PolicyService(WholeModel):
         open_s = time.perf_counter() - start - read_s
 
         async def load() -> Loaded:
-            return Loaded(version, received.published, await self._on_every_worker("policy_apply"))
+            return Loaded(version, received.published, received.digest, await self._on_every_worker("policy_apply"))
 
         loaded, paused_s = await self._while_paused(load, f"version {version} from {received.published}")
         logger.info(
@@ -313,7 +313,7 @@ class PolicyService(WholeModel):
         async def receive() -> Loaded:
             nonlocal broken
             try:
-                return Loaded(offer.version, offer.folder, await network.receive(offer))
+                return Loaded(offer.version, offer.folder, offer.digest, await network.receive(offer))
             except TransferError as error:
                 broken = str(error)
                 logger.warning("version %d broke off, a whole one is loaded instead: %s", offer.version, broken)
@@ -338,7 +338,7 @@ class PolicyService(WholeModel):
         else:
             version, received = BASE_VERSION, self._base()
         await self._open(received)
-        return Loaded(version, received.published, await self._on_every_worker("policy_apply"))
+        return Loaded(version, received.published, received.digest, await self._on_every_worker("policy_apply"))
 
     async def _while_paused(self, load: Callable[[], Awaitable[Loaded]], what: str) -> tuple[Loaded, float]:
         """Pause, load, label, resume; returns what was loaded, and the seconds of the pause."""
@@ -364,7 +364,7 @@ class PolicyService(WholeModel):
                     await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
         except Exception as error:
             raise self._given_up(self._failure or f"pausing or resuming for {what} failed: {error!r}") from error
-        self.version, self.path = loaded.version, str(loaded.folder)
+        self._note(loaded.version, loaded.folder, loaded.digest)
         return loaded, time.perf_counter() - paused_at
 
     @contextlib.asynccontextmanager

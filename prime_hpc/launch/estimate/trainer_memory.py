@@ -41,7 +41,8 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     """Memory of one trainer GPU at its peak, by what it is for; None where the parameters cannot be counted.
 
     `state`: the rank's shard of master weights, gradients and optimizer state; with `model.lora` that of the frozen
-    model in the compute type and of the adapter, of which every rank also holds a whole copy and its gradient.
+    model in the compute type and of the adapters (of all runs that train at once), of which every rank also holds a
+    whole copy of one and its gradient.
     `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
     of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: of
     one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
@@ -74,9 +75,12 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     shares = trainer.num_ranks // dims.dp_replicate
     state = num_params * bytes_per_param / shares
     if adapter:
-        state = num_params * width / shares + adapter * (bytes_per_param / trainer.num_ranks + 8)
+        others = trainer.max_concurrent_runs - 1  # of these no gradient is there
+        held = bytes_per_param + others * (bytes_per_param - 4)
+        state = num_params * width / shares + adapter * (held / trainer.num_ranks + 8)
     loss_kl = trainer.loss.kl
-    needs_reference = loss_kl and loss_kl.target == "reference" and not (adapter and loss_kl.model is None)
+    is_base = bool(adapter) and loss_kl is not None and loss_kl.model in (None, experiment.model.name)
+    needs_reference = loss_kl and loss_kl.target == "reference" and not is_base
     reference = num_params * 4 / shares if needs_reference else 0
     parts = {
         "state": state + reference,

@@ -1,5 +1,6 @@
 """Lint of the model against its parallelism, its lengths, its routers and the memory of the GPUs."""
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -138,7 +139,8 @@ def _unknown(key: str, name: str) -> Finding:
     if find_config(name) is not None:
         message = f"the config.json of {name} is of a kind that lint does not know"
     elif is_local_path(name):
-        message, severity = f"{name} is not there (yet)", "warning"
+        is_there = os.path.isdir(os.path.expanduser(name))  # noqa: PTH111, PTH112 - EACCES: no
+        message, severity = f"{name} {'holds no config.json' if is_there else 'is not there (yet)'}", "warning"
     else:
         message = f"{name} is not in the hub's cache of this machine"
     return Finding(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.sections.orchestrator import MOST_ROLLOUTS
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
@@ -25,7 +26,7 @@ from prime_hpc.store.batch.packing import pack, pack_rows
 from prime_hpc.store.batch.rank_batch import SPECS, FieldSpec, RankBatch, drop_idle
 from prime_hpc.store.batch.shared_prefixes import find_sharing, token_keys
 
-EPISODE_BITS = 12
+EPISODE_BITS = (MOST_ROLLOUTS - 1).bit_length()
 """A sample's id is position << 12 | episode: unique over the whole run and traceable to its prompt."""
 
 

@@ -9,6 +9,7 @@ and does not start over.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -179,9 +180,9 @@ def prune_checkpoints(
 ) -> list[int]:
     """Delete the checkpoints that retention gives up. One process calls it: trainer rank 0, after a commit or a resume.
 
-    Kept are the newest `keep_last` whole checkpoints with everything newer than the oldest of them, and every
-    multiple of `keep_interval`. Nothing is deleted before so many newer ones are whole. A directory without a manifest
-    is somebody else's and stays.
+    Kept are the newest `keep_last` whole checkpoints with everything newer than the oldest of them, and the first one
+    at or after each multiple of `keep_interval`: that of the multiple itself only where the run saves there. Nothing is
+    deleted before so many newer ones are whole. A directory without a manifest is somebody else's and stays.
 
     Args:
         paths: the run.
@@ -205,7 +206,9 @@ def prune_checkpoints(
     oldest_kept = oldest_of_newest_whole(paths, steps, keep_last or 1, paths.checkpoint_step)
     if oldest_kept is None:
         return []
-    to_delete = [step for step in steps if step < oldest_kept and not (keep_interval and step % keep_interval == 0)]
+    interval = keep_interval or sys.maxsize
+    firsts = {step // interval: step for step in reversed(steps) if step >= interval}
+    to_delete = [step for step in steps if step < oldest_kept and firsts.get(step // interval) != step]
     removed = []
     for step in to_delete:
         if is_artifact(paths.checkpoint_step(step)):

@@ -75,6 +75,9 @@ class ChildOrchestrators:
         self._bus_statuses: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
         """By run and incarnation ("run_a/1")."""
         self._servers: dict[str, list[str]] = {}
+        """Of each run, as far as this job started none itself."""
+        self._urls: list[str] = []
+        """Of this job's servers, wherever they are by now."""
         self._forgetting: list[threading.Thread] = []
 
     def on_message(self, topic: str, payload: dict[str, Any]) -> None:
@@ -117,6 +120,7 @@ class ChildOrchestrators:
             num_servers: how many there will be; none is started before all are known.
             bus: the hub's address.
         """
+        self._urls = urls
         for name in list(self._roles):
             self._watch(name)
         if self._clock() < self._next_look:
@@ -177,7 +181,7 @@ class ChildOrchestrators:
             return
         self._roles[name], self._attempts[name] = role, attempt
         stated = experiment.orchestrator.client.base_url or []
-        self._servers[name] = urls or ([stated] if isinstance(stated, str) else stated)
+        self._servers[name] = [stated] if isinstance(stated, str) else stated
         logger.info(f"started the orchestrator of {name} (process {role.pid}): {' '.join(role.command)}")
 
     def _watch(self, name: str) -> None:
@@ -247,7 +251,8 @@ class ChildOrchestrators:
     def _forget(self, name: str, key: str | None) -> None:
         """Not waited for: a server that hangs must not hold the others up."""
         self._forgetting = [thread for thread in self._forgetting if thread.is_alive()]
-        thread = threading.Thread(target=forget_adapter, args=(self._servers.pop(name), name, key), daemon=True)
+        servers = self._servers.pop(name)
+        thread = threading.Thread(target=forget_adapter, args=(self._urls or servers, name, key), daemon=True)
         thread.start()
         self._forgetting.append(thread)
 

@@ -32,6 +32,8 @@ CPU = torch.device("cpu")
 MICRO_BATCHES = (1, 2)
 """Of each step: the first step makes the optimizer's state, the second one meets it; its first micro-batch makes
 gradients, its second one adds to them. Any number more takes no more memory."""
+WITH_MOMENTS = 12
+"""Bytes of a parameter and its AdamW moments, which stay between the steps of its run."""
 CUDA_GRANULE = 512
 """Bytes that CUDA's caching allocator rounds up to."""
 
@@ -67,6 +69,9 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
         notes.append(images.words)
     if experiment.trainer.parallel_dims.ep > 1:
         notes.append("every expert gets the same number of tokens")
+    if (others := experiment.trainer.max_concurrent_runs - 1) and (adapters := base.policy.adapters) is not None:
+        more = others * adapters.num_parameters * WITH_MOMENTS / experiment.trainer.num_ranks / 2**30
+        notes.append(f"of one run's adapter: those of {others} more take up to {more:.2f} GiB a rank besides")
     return {
         "peak": tracker.peak.total,
         "by_kind": tracker.peak.by_kind,

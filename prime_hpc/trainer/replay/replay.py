@@ -16,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.sections.parallel import ParallelConfig
+from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
@@ -62,7 +63,7 @@ def plain(experiment: Experiment, num_ranks: int) -> Experiment:
     trainer = experiment.trainer.model_copy(update={"bench": False, "profile": None})
     if num_ranks != trainer.num_ranks:
         trainer = trainer.model_copy(update={"num_ranks": num_ranks, "parallel": ParallelConfig()})
-    silent = {"ckpt": None, "wandb": None, "mlflow": None, "tensorboard": False}
+    silent = {"ckpt": None, "wandb": None, "mlflow": None, "tensorboard": False, "weights": WeightsConfig()}
     return experiment.model_copy(update={**silent, "trainer": trainer})
 
 

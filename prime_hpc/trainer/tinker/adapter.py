@@ -219,8 +219,8 @@ class Adapter:
         """Take the weights of a save, and its optimizer's state; without, the optimizer begins anew.
 
         Raises:
-            BadRequestError: it is of another model, or of another shape; this adapter is as before.
-            StoreError: it cannot be read.
+            BadRequestError: it is of another model, or of another shape.
+            StoreError: it cannot be read. Either way this adapter is as before.
         """
         policy, has_optimizer = self._base.policy, with_optimizer and saved.save.has_optimizer
         on_all = self._base.control.on_all
@@ -233,17 +233,26 @@ class Adapter:
         weights = dcp_state.named_state(policy, self._optimizer, self.slot)
         problems = problems or dcp_state.differences(metadata, weights, with_optimizer=False)
         _refuse(saved, problems)
+        before, gradients = dict(self._optimizer.state), [parameter.grad for parameter in self._parameters]
+        self._optimizer.state.clear()
+        try:
+            if has_optimizer:
+                dcp_state.create_optimizer_state(self._optimizer)
+                dcp_state.drop_unsaved_state(policy, self._optimizer, metadata, self.slot)
+            state = dcp_state.named_state(policy, self._optimizer, self.slot)
+            _refuse(saved, dcp_state.differences(metadata, state) if has_optimizer else [])
+            loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}  # some of it may be filled
+            dcp_state.load_state(info.trainer_dir, loaded)
+        except Exception:
+            self._optimizer.state.clear()
+            self._optimizer.state.update(before)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            raise
+        for name, tensor in state.items():
+            tensor.copy_(loaded[name])
         self._drop_gradients()
         self._refusal = None
-        self._optimizer.state.clear()
-        if has_optimizer:
-            dcp_state.create_optimizer_state(self._optimizer)
-            dcp_state.drop_unsaved_state(policy, self._optimizer, metadata, self.slot)
-        state = dcp_state.named_state(policy, self._optimizer, self.slot)
-        if has_optimizer and (problems := dcp_state.differences(metadata, state)):
-            self._optimizer.state.clear()  # the weights are untouched, the optimizer begins anew
-            _refuse(saved, problems)
-        dcp_state.load_state(info.trainer_dir, state)
         self.steps = saved.save.steps if with_optimizer else 0
 
     def close(self) -> None:

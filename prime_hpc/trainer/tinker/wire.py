@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 PACKAGE = "prime_hpc_tinker"
 PROTOBUF = "application/x-protobuf"
 MOST_VALUES = 1 << 26
-"""Of one tensor: a sparse one of a few bytes may claim any shape."""
+"""Of all tensors of a request together: a sparse one of a few bytes may claim any shape. Dense ones end earlier, with
+what one request may weigh (`app.MOST_BYTES`)."""
 STOP, LENGTH = 0, 1
 """Why a sequence ended."""
 _MESSAGES = {
@@ -127,6 +128,9 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     config: dict[str, float | str] = {row.key: row.value for row in message.loss_fn_config}
     for row in message.loss_fn_config_v2:
         config[row.key] = row.value.text if row.value.HasField("text") else row.value.number
+    claimed = sum(abs(math.prod(named.value.shape)) for row in message.data for named in row.loss_fn_inputs)
+    if claimed > MOST_VALUES:
+        raise BadWireError(f"its tensors have {claimed} values together; a request may have {MOST_VALUES}")
     data = [_datum(row, i) for i, row in enumerate(message.data)]
     return ForwardBackward(
         message.model_id, message.seq_id, data, message.loss_fn, config, forward_only=message.forward_only
@@ -154,7 +158,7 @@ def _tensor(message: Any, where: str) -> NDArray[Any]:
     if message.dtype not in _DTYPES:
         raise BadWireError(f"{where}: unknown type {message.dtype}")
     shape, sparse = tuple(message.shape), message.HasField("sparse_csr")
-    if min(shape, default=0) < 0 or math.prod(shape) > MOST_VALUES:
+    if min(shape, default=0) < 0:
         raise BadWireError(f"{where}: a tensor of the shape {list(shape)}")
     values = _array(message.sparse_csr.values if sparse else message.dense, _DTYPES[message.dtype], where)
     if message.dtype == _BFLOAT16:

@@ -66,7 +66,7 @@ def build_beside(
 
 
 class BesidePublisher:
-    """Begins versions of one `Publisher`. `begin`, `wait_for_version` and `finish` are collective."""
+    """Begins versions of one `Publisher`. `begin` and `finish` are collective."""
 
     def __init__(self, publisher: Publisher, announce: Announce, timeout_s: float) -> None:
         """Open it. Collective.
@@ -84,7 +84,7 @@ class BesidePublisher:
 
     @property
     def has_ended(self) -> bool:
-        """True if the version under way has come to its end on this rank: time to `wait_for_version`."""
+        """True if the version under way has come to its end on this rank: time to `finish`."""
         return self._pending is not None and self._pending.thread is not None and not self._pending.thread.is_alive()
 
     def begin(self, version: int) -> None:
@@ -105,10 +105,6 @@ class BesidePublisher:
         thread = rank_thread(self._in_background, name=f"publish-{version}", args=[pending])
         pending.thread, self._pending = thread, pending
         thread.start()
-
-    def wait_for_version(self) -> None:
-        """Take note of a version that has ended on rank 0. Every rank calls it then. Raises as `finish`."""
-        self.finish()
 
     def finish(self) -> None:
         """Wait for the version under way, if any.
