@@ -12,6 +12,7 @@ does not answer after that is interrupted, and replaced if that does not help.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,11 +25,11 @@ from prime_hpc.envs.loop_thread import Job, LoopThread
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
-from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, one_line
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.fleet import Fleet
-from prime_hpc.envs.workers.host_link import LocalHost, RemoteHost, remote_hosts
+from prime_hpc.envs.workers.host_link import HostLink, LocalHost, RemoteHost, remote_hosts
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_to_plain
 from prime_hpc.runtime.event_loops import loop_time
 
@@ -294,6 +295,7 @@ class EnvPool:
         if not chosen:
             return
         self._remote_hosts = remote_hosts(self._servers, self._settings.urls)
+        hosts: deque[HostLink] = deque(self._remote_hosts or [self._host])
         for index, number in chosen:
             source = self.sources[index]
             options = settings_to_plain(self._settings.of_one(index))
@@ -302,13 +304,14 @@ class EnvPool:
                 source.name,
                 number,
                 self._servers,
-                self._remote_hosts or [self._host],
+                list(hosts),
                 options=options,
                 moved=lambda: list(self._moved.items()),
                 expected=await asyncio.to_thread(fingerprint, source),
                 timeout_s=source.config.timeout_s,
                 load_s=source.load_s,
             )
+            hosts.rotate(-1 if number == "auto" else -number)  # the next one's first worker where this one's turn ended
         await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
 
     def _make_thread(self) -> LoopThread:
@@ -377,5 +380,5 @@ def _outcome(episode: "asyncio.Task[EpisodeResult]", started: float) -> EpisodeR
     error = episode.exception()
     if error is None:
         return episode.result()
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-    return _unfinished(EpisodeState.FAILED, text, type(error).__name__, started)
+    kind = type(error).__name__
+    return _unfinished(EpisodeState.FAILED, one_line(f"{kind}: {error}"), kind, started)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.client.versions import VersionSpanError
+from prime_hpc.config.secret import without_known
 from prime_hpc.envs.images import ImageError, decode_image, image_urls, in_words
 from prime_hpc.envs.routing import RoutingError, RoutingOf, branch_routing
 from prime_hpc.store.batch.images import ImageTable
@@ -160,7 +161,7 @@ def find_problem(episode: Any) -> Problem | None:
         if not errors:
             return Problem(EpisodeState.FAILED, "failed without an error record", "Unknown")
         last = errors[-1]
-        return Problem(EpisodeState.FAILED, f"{last.type}: {_one_line(last.message)}", last.type)
+        return Problem(EpisodeState.FAILED, f"{last.type}: {one_line(last.message)}", last.type)
     if not episode.traces:
         return Problem(EpisodeState.FAILED, "the environment ran no agent", "EnvError")
     for trace in episode.traces:
@@ -178,13 +179,15 @@ def _find_trace_problem(trace: Any) -> Problem | None:
     """`find_problem` for one trace of an episode that reports success."""
     if not trace.ok:
         last = trace.errors[-1] if trace.errors else None
-        text = f"{last.type}: {_one_line(last.message)}" if last else "an agent's run failed without an error record"
+        text = f"{last.type}: {one_line(last.message)}" if last else "an agent's run failed without an error record"
         return Problem(EpisodeState.FAILED, text, last.type if last else "Unknown")
     for name, reward in trace.rewards.items():
         if reward is None:
             return Problem(EpisodeState.FAILED, f"reward {name!r} was not computed", "TaskError")
         if not math.isfinite(reward.value):
             return Problem(EpisodeState.FAILED, f"reward {name!r} is {reward.value}", "TaskError")
+    if not math.isfinite(trace.reward):
+        return Problem(EpisodeState.FAILED, f"the rewards add up to {trace.reward}", "TaskError")
     for call in trace.calls:
         if call.error is None and call.finish_reason is None:
             return Problem(EpisodeState.FAILED, "the engine aborted a generation", "AbortedGeneration")
@@ -332,7 +335,7 @@ def episode_result(
             for number, trace in enumerate(traces):
                 samples += trace_samples(trace, versions_of, number, routing_of)
         except (VersionSpanError, RoutingError, ImageError) as error:
-            problem = Problem(EpisodeState.FAILED, _one_line(str(error)), type(error).__name__)
+            problem = Problem(EpisodeState.FAILED, one_line(str(error)), type(error).__name__)
         else:
             problem = _find_sample_problem(samples)
     elif problem is None and versions is not None and not versions and asked:
@@ -459,7 +462,8 @@ def _content(message: Any) -> str:
     return " ".join([*([content] if content else []), *calls])
 
 
-def _one_line(text: str, limit: int = 400) -> str:
-    """White space folded to single blanks, cut to `limit` characters."""
-    folded = " ".join(text.split())
+def one_line(text: str, limit: int = 400) -> str:
+    """Return a reason for logs: without the config's secrets, white space folded to single blanks, cut to `limit`
+    characters."""
+    folded = " ".join(without_known(text).split())
     return folded if len(folded) <= limit else folded[: limit - 1] + "…"

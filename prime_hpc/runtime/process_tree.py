@@ -5,6 +5,7 @@ Roles start processes of their own (vLLM's engines, torchrun's ranks), partly in
 
 import contextlib
 import ctypes
+import os
 import signal
 import time
 from collections.abc import Iterable
@@ -99,14 +100,15 @@ def _kill(members: Iterable[psutil.Process]) -> list[int]:
     return [p.pid for p in left]
 
 
-def marked(pid: int, variable: str, value: str) -> list[psutil.Process]:
+def marked(pid: int, variable: str, value: str, session: int | None = None) -> list[psutil.Process]:
     """Descendants of `pid` that were started with this value of an environment variable: a role's, whoever is their
-    parent by now."""
+    parent by now. Of a process that was itself forked also those in its `session`: copies of it that have started no
+    program have the environment of whoever started its own."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(variable) == value:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+                if process.environ().get(variable) == value or os.getsid(process.pid) == session:
                     found.append(process)
     return found
 

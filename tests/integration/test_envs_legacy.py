@@ -6,6 +6,7 @@ import os
 import re
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from prime_hpc.envs import math_answers
 from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
+from prime_hpc.envs.legacy.rubrics import JudgeRubric
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from tests.support.env_world import World
 
@@ -164,11 +166,26 @@ def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
         ("priced", [2.0, 2.0]),
         ("judged", [1.0, 1.0]),
         ("input", [4.0, 4.0]),
+        ("words", [8.0, 8.0]),
     ],
 )
 def test_what_a_reward_function_can_get_is_not_refused(world: World, kind: str, rewards: list[float]) -> None:
     world.script = lambda prompt, number: "abcd"
     assert [result.reward for result in world.play(odd(kind), 2)] == rewards
+
+
+def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
+    """Training and evaluation share an environment, and its judge's connections, and have a loop each."""
+    loops = set()
+
+    async def create(**request: Any) -> Any:
+        loops.add(asyncio.get_running_loop())
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+    judge = JudgeRubric(judge_client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
+    for _ in range(2):
+        assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
+    assert len(loops) == 1
 
 
 @pytest.mark.timeout(60)

@@ -284,7 +284,7 @@ def test_what_is_no_file_is_not_written() -> None:
             await box.run(program="import os; os.mkfifo('pipe'); os.symlink('/dev/null', 'null')")
             await box.write("file", b"longer")
             await box.write("file", b"short")
-            for name in ("pipe", "null", "."):
+            for name in ("pipe", "null", ".", "no\0name"):
                 with pytest.raises(SandboxFailed):
                     await box.write(name, b"x")
             assert await box.read("file") == b"short" and await box.read("file", 2) == b"sh"

@@ -340,6 +340,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "NO_SUCH_KEY is not set",
     ),
+    (
+        "PH235",
+        "warning",
+        {"orchestrator": {"env_servers": {"addresses": ["n1:7000"], "workers": 1, "key_var": "NO_SUCH_KEY"}}},
+        {},
+        "NO_SUCH_KEY is not set",
+    ),
     ("PH234", "error", {"output_dir": f"{__file__}/below"}, {}, "is a file"),
     (
         "PH240",

@@ -77,6 +77,8 @@ def test_scoring_does_not_change_the_rewards() -> None:
 def test_a_rollout_whose_reward_is_not_finite_failed(bad: float) -> None:
     episode = to_episode(make_result([0], reward=bad), 100)
     assert not episode.usable and episode.reason == f"reward is {bad}"
+    seats = [make_sample([0], reward=value) for value in (bad, -bad)]  # whose mean may hide it
+    assert to_episode(make_result(samples=seats), 100).reason == f"reward is {bad}"
 
 
 def test_rewards_that_overflow_name_their_group() -> None:

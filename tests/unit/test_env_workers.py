@@ -5,14 +5,19 @@ import datetime
 import errno
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
+from prime_hpc.envs import pool as pool_module
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.workers import fleet as fleet_module
@@ -225,10 +230,18 @@ class Peer:
         self.writer.close()
 
 
+class CutOff(Scripted):
+    """A host that nothing reaches any more."""
+
+    def kill(self, number: int, why: str) -> None:
+        """Nothing."""
+
+
 async def with_fleet(
     behave: Callable[[Peer], Awaitable[None]],
     use: Callable[[Fleet], Awaitable[None]],
     *,
+    host: type[Scripted] = Scripted,
     load_s: float = 0.0,
     **limits: Any,
 ) -> Fleet:
@@ -236,7 +249,7 @@ async def with_fleet(
         "toy",
         1,
         EnvServersConfig(**limits),
-        [Scripted(behave)],
+        [host(behave)],
         options=settings_to_plain(settings_of(EnvConfig(id="toy"))),
         moved=list,
         expected=CODE,
@@ -393,6 +406,105 @@ def test_a_worker_that_says_nonsense_or_nothing_is_ended_and_its_episode_played_
         assert (await fleet.run(0, 0)).reward == 5.0
 
     assert asyncio.run(with_fleet(behave, use, silence_s=silence_s)).metrics()["restarts"] >= 1
+
+
+def test_episodes_of_a_machine_that_is_cut_off_are_played_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers counted as open until TCP gave them up, and got episodes that all met their deadlines."""
+    monkeypatch.setattr(host_link, "TOLD_WITHIN_S", 0.05)
+    lives = 0
+
+    async def behave(peer: Peer) -> None:
+        nonlocal lives
+        lives += 1
+        await peer.open()
+        order = await peer.hear("play")
+        if lives == 1:
+            await asyncio.Event().wait()
+        peer.answer(order, 5.0)
+
+    async def use(fleet: Fleet) -> None:
+        async with asyncio.timeout(20):
+            assert (await fleet.run(0, 0)).reward == 5.0
+
+    assert asyncio.run(with_fleet(behave, use, host=CutOff, silence_s=0.1)).metrics()["restarts"] >= 1
+
+
+def test_a_server_that_moves_while_a_worker_opens_is_asked_where_it_is() -> None:
+    opening, moved, told = asyncio.Event(), asyncio.Event(), list[Any]()
+
+    async def behave(peer: Peer) -> None:
+        await peer.hear("open")
+        if opening.is_set():
+            peer.say("opened", fingerprint=CODE)
+            await peer.hear("play")
+            opening.clear()
+            peer.end(-9)
+            return
+        opening.set()
+        await moved.wait()
+        peer.say("opened", fingerprint=CODE)
+        order = await peer.hear("play")
+        told.extend(message["url"] for message in peer.inbox if message["op"] == "move")
+        peer.answer(order, 1.0)
+
+    async def use(fleet: Fleet) -> None:
+        playing = asyncio.create_task(fleet.run(0, 0))
+        while opening.is_set():
+            await asyncio.sleep(0.01)
+        await opening.wait()
+        fleet.move_server(0, "http://there/v1")
+        moved.set()
+        assert (await playing).reward == 1.0
+
+    opening.set()  # of the first life nothing is asked
+    asyncio.run(with_fleet(behave, use))
+    assert told == ["http://there/v1"]
+
+
+LEFT = """
+import mmap, os, time
+import psutil
+from prime_hpc.envs.workers.host import _Worker
+from prime_hpc.runtime.process_tree import become_subreaper
+
+become_subreaper()
+worker = os.fork()
+if worker == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(40)
+    os._exit(3)
+os.waitpid(worker, 0)
+(left,) = psutil.Process().children()
+_Worker(worker, "its mark", mmap.mmap(-1, mmap.PAGESIZE), 0).kill_leftovers()
+assert left.wait(20) == -9
+"""
+
+
+def test_copies_of_a_worker_end_with_it() -> None:
+    """What `multiprocessing` forks has no mark in its environment; it held the worker's connection open, too."""
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_of_several_environments_are_dealt_out_over_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    class Noted:
+        def __init__(self, name: str, number: Any, servers: Any, hosts: list[str], **options: Any) -> None:
+            found.append([hosts[slot % len(hosts)] for slot in range(1 if number == "auto" else number)])
+
+        async def start(self) -> None:
+            """Nothing."""
+
+    monkeypatch.setattr(pool_module, "Fleet", Noted)
+    monkeypatch.setattr(pool_module, "fingerprint", lambda source: {})
+    monkeypatch.setattr(pool_module, "remote_hosts", lambda servers, urls: ["a", "b", "c"])
+    envs = [EnvConfig(id=f"e{n}", workers=number) for n, number in enumerate((1, "auto", 2, 0, 1))]
+    pool = EnvPool(replace(settings_of(envs[0]), envs=envs, samplings=[{}] * len(envs)))
+    pool.sources = cast(Any, [SimpleNamespace(name=env.id, config=env, load_s=0.0) for env in envs])
+    asyncio.run(pool._start_fleets())
+    assert found == [["a"], ["b"], ["c", "a"], ["b"]]
 
 
 def test_episodes_in_flight_end_with_the_fleet() -> None:

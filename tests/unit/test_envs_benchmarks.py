@@ -5,6 +5,7 @@ import base64
 import gzip
 import json
 import pickle
+import tempfile
 import threading
 import time
 import zlib
@@ -310,6 +311,15 @@ def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
     before = mark.stat().st_size
     time.sleep(0.3)
     assert mark.stat().st_size == before
+
+
+def test_what_a_program_leaves_behind_is_removed_and_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nested = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    assert run_program_here(nested, LIMITS).passed
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

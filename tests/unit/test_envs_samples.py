@@ -114,6 +114,13 @@ VERDICTS = [
     ("no reward at all", {"rewards": {}}, {}, "failed", "no reward"),
     ("reward nan", {"rewards": {"r": SimpleNamespace(value=math.nan)}}, {}, "failed", "nan"),
     ("reward inf", {"rewards": {"r": SimpleNamespace(value=math.inf)}}, {}, "failed", "inf"),
+    (
+        "rewards beyond all numbers",
+        {"rewards": dict.fromkeys("ab", SimpleNamespace(value=1.5e308)), "reward": math.inf},
+        {},
+        "failed",
+        "add up to inf",
+    ),
     ("aborted", {"calls": [SimpleNamespace(error=None, finish_reason=None)]}, {}, "failed", "aborted"),
     ("failed call, handled", {"calls": [SimpleNamespace(error=error(), finish_reason=None)]}, {}, None, ""),
     ("truncated", {"is_truncated": True, "stop_condition": "max_turns"}, {}, None, ""),

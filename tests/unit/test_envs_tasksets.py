@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs import task_sources
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import LoopInterrupt, LoopThread
+from prime_hpc.envs.samples import one_line
+from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score, split_of
 
 
@@ -147,3 +151,38 @@ def test_a_loop_that_is_interrupted_as_it_waits_for_a_task_keeps_it_from_nobody(
         assert never.result(60) == 31 and isinstance(waiting.exception(60), LoopInterrupt)
         loop.abandon()
         assert tasks[0] == 0
+
+
+TELLS_ALL = """
+import verifiers.v1 as vf
+from pydantic import model_validator
+
+__all__ = ["TellsAll"]
+
+
+class TellsAllConfig(vf.TasksetConfig):
+    judge_api_key: str = ""
+    size: int = 1
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TellsAllConfig":
+        if self.size == 2:
+            raise ValueError("1 is as many as there can be")
+        return self
+
+
+class TellsAll(vf.Taskset[vf.Task, TellsAllConfig]):
+    def load(self):
+        raise RuntimeError(f"the judge knows no {self.config.judge_api_key}")
+"""
+
+
+def test_no_secret_is_in_what_is_said_of_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tells_all.py").write_text(TELLS_ALL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    key = {"judge_api_key": "can4ry-0f-a-judge"}
+    for args, said in (({"size": 2}, "1 is as many as there can be"), ({}, "the judge knows no ***")):
+        with pytest.raises(EnvError) as refused:
+            EnvSource(EnvConfig(id="tells_all", args=key | args), "train", 0)
+        assert said in str(refused.value) and "can4ry" not in str(refused.value)
+    assert one_line("it knows no can4ry-0f-a-judge") == "it knows no ***"

@@ -15,6 +15,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ def run_program_here(
     """
     most_output = max(MOST_OUTPUT, output_bytes)
     word = secrets.token_hex(16)
-    with _SLOTS, tempfile.TemporaryDirectory(prefix="prime-hpc-code-") as folder:
+    with _SLOTS, _folder() as folder:
         verdict_read, verdict_write = os.pipe()
         os.set_blocking(verdict_read, False)  # what the program has started may hold the other end open
         order = {"program": program, "word": word, "may_exit": may_exit}
@@ -128,6 +130,19 @@ def run_program_here(
         flag, _, reason = said.removeprefix(word).partition(" ")
         return ProgramOutcome(reason == "passed", reason, output, flag == "0", is_whole)
     return ProgramOutcome(False, f"failed: it ended by itself (exit code {child.returncode})", output, False)
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """Make a folder, and remove it with whatever a program has made in it: nothing of that fails the episode."""
+    made = tempfile.TemporaryDirectory(prefix="prime-hpc-code-", ignore_cleanup_errors=True)
+    try:
+        yield made.name
+    finally:
+        try:
+            made.cleanup()
+        except RecursionError:  # thousands of folders, each in the one before
+            subprocess.run(["rm", "-rf", made.name], check=False)
 
 
 def _read(pipe: int) -> str:

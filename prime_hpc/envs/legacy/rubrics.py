@@ -6,7 +6,9 @@ whatever the rubric's `class_objects` hold. One that raises scores 0, as it did 
 """
 
 import inspect
+from asyncio import wrap_future
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from loguru import logger
@@ -15,6 +17,7 @@ from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
+from prime_hpc.envs.loop_thread import LoopThread
 
 OFFERED = ("prompt", "completion", "answer", "task", "info")
 """Arguments of every function that the rollout's state holds."""
@@ -240,14 +243,22 @@ class JudgeRubric(Rubric):
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
         known = state.setdefault("judge_response", {}) if state is not None else {}
         if text not in known:
-            reply = await maybe_await(
+            asked = maybe_await(
                 self.judge_client.chat.completions.create,
                 model=self.judge_model,
                 messages=[{"role": "user", "content": text}],
                 **self.judge_sampling_args,
             )
+            reply = await wrap_future(_judges_loop().submit(asked))
             known[text] = str(reply.choices[0].message.content)
         return known[text]
+
+
+@cache
+def _judges_loop() -> LoopThread:
+    """Return the loop on which all judges of this process are asked. A client's connections are of one loop, and
+    training and evaluation, which share an environment, have one each: some questions failed, others hung."""
+    return LoopThread("prime-hpc-judges")
 
 
 def name_of(func: RewardFunc) -> str:

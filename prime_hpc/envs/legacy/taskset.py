@@ -206,22 +206,22 @@ class LegacySession(HarnessSession):
         """Return a fresh state: the example, and what the environment's methods may ask for."""
         example = {**data.example, "prompt": chat_messages(data.example["prompt"])}
         example.setdefault("example_id", data.idx)
-        return State(
-            **example,
-            input=example,
-            trajectory=[],
-            completion=[],
-            responses=[],
-            turn=0,
-            is_completed=False,
-            stop_condition=None,
-            model=self.ctx.model,
-            sampling_args=env.sampling_args,
-            oai_tools=env.oai_tools or [],
-            timing={},
-            reward=None,
-            metrics={},
-        )
+        own = {  # goes before columns of these names: reward functions find those in `input`
+            "input": example,
+            "trajectory": [],
+            "completion": [],
+            "responses": [],
+            "turn": 0,
+            "is_completed": False,
+            "stop_condition": None,
+            "model": self.ctx.model,
+            "sampling_args": env.sampling_args,
+            "oai_tools": env.oai_tools or [],
+            "timing": {},
+            "reward": None,
+            "metrics": {},
+        }
+        return State(example | own)
 
     async def _turn(self, env: MultiTurnEnv, state: State) -> None:
         """Ask the environment, then the model."""

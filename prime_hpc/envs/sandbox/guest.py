@@ -483,6 +483,6 @@ def main(limits: dict[str, int]) -> None:
         order, payload = marshal.loads(exactly(control, lengths[0])), exactly(control, lengths[1])
         try:
             facts = run(wake, order, payload) if order["op"] == "run" else actions[order["op"]](order, payload)
-        except OSError as error:
-            facts = f"error\n{error.strerror}", b""
+        except (OSError, ValueError) as error:  # a name that no file can have, which a model may have chosen
+            facts = f"error\n{getattr(error, 'strerror', None) or type(error).__name__}", b""
         tell(control, f"{order['number']}\n{facts[0]}", facts[1])

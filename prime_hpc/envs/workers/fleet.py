@@ -168,9 +168,8 @@ class Fleet:
 
     def move_server(self, index: int, url: str) -> None:
         """Server `index` answers at `url` now."""
-        for worker in self._workers:
-            if worker.state != "opening":  # that one is told when it opens
-                worker.connection.send("move", server=index, url=url)
+        for worker in self._workers:  # also of one that opens: it reads this once it has
+            worker.connection.send("move", server=index, url=url)
 
     # ------------------------------------------------------------------------------------------------ episodes
 
@@ -427,6 +426,7 @@ class Fleet:
                 silent_s = now - worker.last_message
                 if worker.state in ("open", "leaving") and silent_s > self._config.silence_s:
                     worker.connection.kill(f"it was silent for {silent_s:.0f} s")
+                    worker.connection.close()  # nobody may be there to end it, or to say so: its machine is cut off
             if self._auto and now - self._grown > GROW_EVERY_S and len(self._slots) < self._most:
                 busy = [worker.busy for worker in self._workers if worker.state == "open"]
                 if busy and min(busy) > BUSY:

@@ -77,8 +77,8 @@ class _Worker:
         return True
 
     def kill_leftovers(self) -> None:
-        """End what it started."""
-        send(marked(os.getpid(), MARK, self.mark), signal.SIGKILL)
+        """End what it started, and its own copies: one of these would hold its connection open."""
+        send(marked(os.getpid(), MARK, self.mark, session=self.pid), signal.SIGKILL)
 
 
 class Session:

@@ -98,10 +98,18 @@ def rows(subject: Subject) -> Iterator[Finding]:
 
 @rule(*EVERY)
 def keys(subject: Subject) -> Iterator[Finding]:
-    """Variables with the key of servers that were named on purpose, and are not set: every request would be refused."""
+    """Variables with a key that are not set: of servers where one was named on purpose, for every request would be
+    refused; of hosts that play episodes, without which the run ends at its start."""
     known = {**os.environ, **subject.experiment.slurm.env, **subject.site.env}
-    for key, client in subject.attached.items():
-        name = client.api_key_var
-        if name != type(client).model_fields["api_key_var"].default and not known.get(name):
+    named = {
+        f"{key}.api_key_var": client.api_key_var
+        for key, client in subject.attached.items()
+        if client.api_key_var != type(client).model_fields["api_key_var"].default
+    }
+    if subject.experiment.samples and not is_parent(subject.experiment):
+        section, hosts, _ = _playing(subject)
+        named |= {f"{section}.env_servers.key_var": hosts.key_var} if hosts.addresses else {}
+    for key, name in named.items():
+        if not known.get(name):
             remedy = f"export {name}=... first" + (f", or slurm.env.{name} = @FILE" if subject.is_slurm else "")
-            yield Finding("PH235", "warning", f"{key}.api_key_var", f"the variable {name} is not set here", remedy)
+            yield Finding("PH235", "warning", key, f"the variable {name} is not set here", remedy)

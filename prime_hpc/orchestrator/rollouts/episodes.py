@@ -107,8 +107,10 @@ def to_episode(
         counted = replace(result, reward=timeout_reward, samples=[])
         return Episode(counted, True, result.reason or result.state.value, None, None, 0, 0, 0)
     reason = "" if result.usable else (result.reason or result.state.value)
-    if not reason and not abs(result.reward) <= MOST_REWARD:  # NaN is not, either
-        reason = f"reward is {result.reward}"
+    rewards = (result.reward, *(sample.reward for sample in result.samples))  # of agents, which their mean may hide
+    beyond = [value for value in rewards if not abs(value) <= MOST_REWARD]  # NaN is not, either
+    if not reason and beyond:
+        reason = f"reward is {beyond[0]}"
     if not reason and not result.samples:
         reason = "no sampled tokens"
     longest = max((sample.num_tokens for sample in result.samples), default=0)

@@ -85,6 +85,12 @@ def hinted(completion: Any, hint: str) -> float:
     return float(len(hint))
 
 
+def asked_for(completion: Any, input: str, model: str, state: Any) -> float:
+    """Ask for columns that the rollout has a word for, too."""
+    assert completion[-1]["content"] == "abcd" and state["turn"] == 1 and state["reward"] is None
+    return float(len(input + model))
+
+
 def with_price(func: Callable[..., float]) -> Callable[..., float]:
     """Give a function an argument that no rollout has."""
 
@@ -209,6 +215,10 @@ def load_environment(kind: str, log: str = "") -> Any:
             return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[hinted]))
         case "priced":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[priced]))
+        case "words":
+            words = ("input", "completion", "model", "turn", "reward", "metrics", "trajectory", "responses", "timing")
+            rows = [row | dict.fromkeys(words, "text") for row in ROWS]
+            return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[asked_for]))
         case "judged":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=judged())
         case "threads":
