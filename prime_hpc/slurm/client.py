@@ -194,7 +194,9 @@ def run_slurm(
     except PermissionError as error:
         raise SlurmError(argv, None, f"{argv[0]} is not found on PATH as a program that may be run") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s") from error
+        said = (error.stderr or b"").decode(errors="replace").partition("\n")[0].strip()
+        words = f" ({said})" if said else ""  # at a full queue sbatch tries again and again
+        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s{words}") from error
     if done.returncode != 0:
         raise SlurmError(argv, done.returncode, done.stderr or done.stdout)
     return str(done.stdout) + (str(done.stderr) if with_stderr else "")

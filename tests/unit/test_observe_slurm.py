@@ -238,6 +238,14 @@ def test_a_hanging_command(fake: FakeSlurm) -> None:
     assert caught.value.is_unreachable and not caught.value.is_missing
 
 
+def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+    program(tmp_path, "sbatch", f"echo '{full}' >&2; exec sleep 60", monkeypatch)
+    with pytest.raises(SlurmError, match=rf"no answer within 3 s \({full}\)") as caught:
+        run_slurm(["sbatch"], 3.0)
+    assert caught.value.is_unreachable and not caught.value.is_missing
+
+
 @pytest.mark.parametrize(
     ("words", "unreachable", "advice"),
     [
