@@ -2,12 +2,14 @@
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.run_files import LOCK_JSON, RUN_YAML, STATUS_JSON
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML, STATUS_JSON
+from prime_hpc.slurm.options import SlurmRole
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.store.attempts import read_attempts, saved_claims
 from prime_hpc.store.errors import StoreError
@@ -54,7 +56,21 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         key, word = "sft.data.num_epochs", (read_json(run_dir / STATUS_JSON) or {}).get("max_steps")
         last = word if isinstance(word, int) and experiment.sft.data == before.sft.data else None
     _check_checkpoint(experiment, run_dir, last, key)
+    if (run_dir / ATTEMPTS_JSONL).exists():  # what it waited for is over, and Slurm may know it no more
+        loaded = replace(loaded, experiment=_without_dependency(experiment, before))
     return loaded
+
+
+def _without_dependency(experiment: Experiment, before: Experiment) -> Experiment:
+    """Return the experiment without what the run waited for; what it is told to wait for now stays."""
+    slurm, none = experiment.slurm, {"dependency": None}
+    for role in get_args(SlurmRole):
+        now, then = getattr(slurm, role), getattr(before.slurm, role)
+        if now is not None and then is not None and now.dependency == then.dependency:
+            slurm = slurm.model_copy(update={role: now.model_copy(update=none)})
+    if slurm.dependency == before.slurm.dependency:
+        slurm = slurm.model_copy(update=none)
+    return experiment.model_copy(update={"slurm": slurm})
 
 
 def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, key: str) -> None:

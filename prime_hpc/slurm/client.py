@@ -30,6 +30,9 @@ _LEAKS = ("SLURM_", "SRUN_", "SBATCH_")
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_CLUSTER = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct")
 _READER_LEAKS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
+_WHOLE_ANSWERS = {"SCONTROL_ALL": "1", "SINFO_ALL": "1", "SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"}
+"""For all commands but sbatch, which would hand them on: hidden partitions and their nodes are shown too, which else
+root alone sees; and times as epoch seconds, since of the hour when clocks are set back each is there twice."""
 
 
 class SlurmError(RuntimeError):
@@ -98,7 +101,11 @@ class SlurmError(RuntimeError):
 _CONTROLLER = "the controller is down or cannot be reached from here; try again later (`scontrol ping` asks it)"
 _UNREACHABLE = (
     (r"unable to contact slurm controller|connection refused|connect failure|controller not responding", _CONTROLLER),
-    (r"zero bytes were transmitted|socket timed out|timed out on send/recv|communication connection", _CONTROLLER),
+    (r"zero bytes were transmitted|(socket|connection) timed out|timed out on send/recv", _CONTROLLER),
+    (r"communication (connection|shutdown) failure|message (send|receive) failure", _CONTROLLER),
+    (r"unexpected message received|insane message|connection (reset|rejected|forced)|shutting down and", _CONTROLLER),
+    (r"standby mode", "the backup controller is about to take over; try again in some minutes"),
+    (r"rate limit exceeded|altered now, try again|job record, try again", "the controller is busy; try again later"),
     (r"munge|authentication", "munge does not answer on this host; tell the site's staff, or try another login node"),
     (
         r"could not establish a configuration source|unable to process configuration|slurm\.conf",
@@ -168,7 +175,7 @@ def run_slurm(
         SlurmError: it is missing, hangs, or its exit status is not 0.
     """
     environment = {k: v for k, v in clean_environment(os.environ).items() if not k.startswith(_READER_LEAKS)}
-    environment |= extra or {}
+    environment |= (_WHOLE_ANSWERS if argv[0] != "sbatch" else {}) | dict(extra or {})
     if (cluster := asked_cluster()) is not None and argv[0] in _OF_A_CLUSTER:
         argv = [argv[0], f"--clusters={cluster}", *argv[1:]]
     try:
@@ -187,7 +194,9 @@ def run_slurm(
     except PermissionError as error:
         raise SlurmError(argv, None, f"{argv[0]} is not found on PATH as a program that may be run") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s") from error
+        said = (error.stderr or b"").decode(errors="replace").partition("\n")[0].strip()
+        words = f" ({said})" if said else ""  # at a full queue sbatch tries again and again
+        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s{words}") from error
     if done.returncode != 0:
         raise SlurmError(argv, done.returncode, done.stderr or done.stdout)
     return str(done.stdout) + (str(done.stderr) if with_stderr else "")

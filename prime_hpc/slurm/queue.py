@@ -3,6 +3,7 @@
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -317,11 +318,8 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     token = str(record["token"] if has_own else record.get("successor_token") or new_token())
     if not has_own:
         write_record(run_dir, successor_token=token)
-    if not is_first:
-        waiting = [info for info in find_by_token(token, ASK_TIMEOUT_S) if info.is_pending and info.job_id != job_id]
-        if waiting:
-            write_record(run_dir, successor=waiting[-1].job_id, no_successor=None)
-            return waiting[-1].job_id
+    if not is_first and (kept := _keep_one(run_dir, token, job_id)):
+        return kept
     options = [f"--dependency=afternotok:{job_id}", "--kill-on-invalid-dep=yes"]
     options += [] if has_own else [f"--comment={COMMENT_PREFIX}{token}"]
     script = run_dir / JOB_SBATCH
@@ -335,7 +333,32 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     )
     successor, _ = sbatch_answer(answer)
     add_to_record(run_dir, successor=successor, no_successor=None)
+    with suppress(SlurmError):  # asked again at the attempt's end
+        return _keep_one(run_dir, token, job_id) or successor
     return successor
+
+
+def _keep_one(run_dir: Path, token: str, job_id: str) -> str | None:
+    """Of a run's successors in the queue leave the first, behind this job; return its id. None: there is none.
+
+    `submit` and the job that begins meanwhile may each queue one, and one of which sbatch's answer was lost may come
+    later; two would run at once. One that was to follow another job would not wait for this one.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    waiting = [info for info in find_by_token(token, ASK_TIMEOUT_S) if info.is_pending and info.job_id != job_id]
+    if not waiting:
+        return None
+    kept, *others = waiting
+    for info in others:
+        run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+    if kept.reason != "Dependency":
+        change = f"Dependency=afternotok:{job_id}"
+        with suppress(SlurmError):  # it waits all the same
+            run_slurm(["scontrol", "update", f"JobId={kept.job_id}", change], ASK_TIMEOUT_S)
+    add_to_record(run_dir, successor=kept.job_id, no_successor=None)
+    return kept.job_id
 
 
 @_where_it_was_sent

@@ -22,6 +22,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.store.attempts import process_token
 from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, SubmissionState, read_json, read_record
@@ -64,8 +65,8 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Unpack[
         the whole record.
     """
     record, now = read_json(run_dir / SUBMIT_JSON) or {}, time.time()
-    if by_job is None:
-        by_job = SUBMISSION_VARIABLE in os.environ
+    if by_job is None:  # with `--export=NONE`, and of a script that was sent by hand, the job's id alone tells
+        by_job = SUBMISSION_VARIABLE in os.environ or _is_its_job(run_dir)
     if by_job and record:
         job = read_json(run_dir / SUBMIT_JOB_JSON)
         known = job["fields"] if job is not None and job.get("of") == record["token"] else {}
@@ -75,6 +76,12 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Unpack[
         record[STAMPS] = record.get(STAMPS, {}) | dict.fromkeys(fields, now)
         _replace(run_dir / SUBMIT_JSON, record | dict(fields))
     return read_record(run_dir) or SubmissionRecord()
+
+
+def _is_its_job(run_dir: Path) -> bool:
+    """Return whether this process is in the job that a record names."""
+    here = job_argument()
+    return here is not None and here == (read_record(run_dir) or SubmissionRecord()).get("job_id")
 
 
 def add_to_record(run_dir: Path, **fields: Unpack[SubmissionRecord]) -> None:

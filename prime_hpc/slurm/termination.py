@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.slurm.client import ShownJob, SlurmError, field, first_end, run_slurm, show_job
+from prime_hpc.slurm.client import ShownJob, SlurmError, field, first_end, parse_shown, run_slurm, show_job
 from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.times import parse_time
 
@@ -130,13 +130,23 @@ def why_terminated(
     """
     try:
         job = show_job(job_id, END_TIMEOUT_S)[0]
-        command = ["scontrol", "show", "partition", "--oneliner", job.partition]
-        preempts = run_slurm(command, timeout_s=END_TIMEOUT_S)
+        preempts = _partition(job.partition) if words is None else ""
     except SlurmError as error:
-        return Verdict("requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}", False)
+        if words in (None, "NODE FAILURE"):
+            return Verdict("requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}", False)
+        (job,), preempts = parse_shown(f"JobId={job_id}", job_id), ""
     logger.debug(f"SIGTERM; Slurm says: {job}")
     lost = lost_hosts(hosts, began)
     return parse_termination(job, preempts, restarts, lost, past_limit=_past(ends_at), words=words)
+
+
+def _partition(name: str) -> str:
+    """Return what Slurm shows of a partition; empty where it shows none: the job's own fields decide then."""
+    try:
+        return run_slurm(["scontrol", "show", "partition", "--oneliner", name], timeout_s=END_TIMEOUT_S)
+    except SlurmError as error:
+        logger.debug(f"how {name} preempts is unknown: {error}")
+        return ""
 
 
 def _past(ends_at: float | None) -> bool:

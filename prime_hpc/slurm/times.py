@@ -7,7 +7,9 @@ from prime_hpc.config.errors import ConfigError, Problem
 
 
 def parse_time(text: str) -> float | None:
-    """Epoch seconds of Slurm's local `2026-01-31T23:59:59`; None for `N/A`, `Unknown`, `None`."""
+    """Epoch seconds as Slurm prints them, or of its local `2026-01-31T23:59:59`; None for `N/A`, `Unknown`, `None`."""
+    if text.isdigit():
+        return float(text)
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:

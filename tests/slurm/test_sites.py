@@ -1,6 +1,7 @@
 """Sites with ways of their own, on a real Slurm: comments cleared, --export=NONE, nodes excluded, GPUs without GRES."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -123,6 +124,31 @@ def test_a_requeue_keeps_what_its_user_excluded(cluster: Cluster) -> None:
     assert done.returncode == 0, done.stderr
     assert cluster.job(job)["ExcNodeList"] == "n[3-4]"
     cluster.ask("scancel", job)
+
+
+def test_a_hidden_partition_hides_nothing_from_its_jobs(cluster: Cluster) -> None:
+    """To all but root its nodes do not exist, unless Slurm's commands are told to show all."""
+    folder = cluster.shared / "ordinary"
+    folder.mkdir()
+    for name in ("scontrol", "sinfo"):
+        real = cluster.x(["bash", "-c", f"command -v {name}"]).stdout.strip()
+        (folder / name).write_text(f'#!/bin/sh\nexec setpriv --reuid 65534 --regid 65534 --clear-groups {real} "$@"\n')
+        (folder / name).chmod(0o755)
+    code = "from prime_hpc.slurm import requeue, termination\n"
+    code += "print(termination.lost_hosts(['n5'], 0.0), list(requeue._nodes_of('cpu')), requeue.silent_nodes('n5'))"
+    path = f"{folder}:{os.environ['PATH']}:/usr/sbin:/usr/bin"
+    parts = [
+        line.split("=")[1] for line in cluster.ask("scontrol", "show", "partition").split() if "PartitionName" in line
+    ]
+    try:
+        for part in parts:
+            cluster.ask("scontrol", "update", f"PartitionName={part}", "Hidden=YES")
+        assert cluster.x(["scontrol", "show", "node", "n5"], env={"PATH": path}).returncode, "it is hidden"
+        done = cluster.x([sys.executable, "-c", code], env={"PATH": path})
+    finally:
+        for part in parts:
+            cluster.ask("scontrol", "update", f"PartitionName={part}", "Hidden=NO")
+    assert done.stdout == "['n5'] ['n5', 'n6'] []\n", done.stderr
 
 
 @pytest.mark.netns

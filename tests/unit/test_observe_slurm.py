@@ -238,11 +238,25 @@ def test_a_hanging_command(fake: FakeSlurm) -> None:
     assert caught.value.is_unreachable and not caught.value.is_missing
 
 
+def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+    program(tmp_path, "sbatch", f"echo '{full}' >&2; exec sleep 60", monkeypatch)
+    with pytest.raises(SlurmError, match=rf"no answer within 3 s \({full}\)") as caught:
+        run_slurm(["sbatch"], 3.0)
+    assert caught.value.is_unreachable and not caught.value.is_missing
+
+
 @pytest.mark.parametrize(
     ("words", "unreachable", "advice"),
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True, "controller is down"),
         ("Socket timed out on send/recv operation", True, "controller is down"),
+        ("slurm_load_jobs error: Connection reset by peer", True, "controller is down"),
+        ("Unexpected message received for job 19", True, "controller is down"),  # scontrol requeue, its answer cut off
+        ("Message receive failure", True, "controller is down"),
+        ("Slurm backup controller in standby mode", True, "about to take over"),
+        ("Rate limit exceeded, please retry later", True, "controller is busy"),
+        ("Job can not be altered now, try again later", True, "controller is busy"),
         ("error: If munged is up, restart with --num-threads=10\nMunge encode failed", True, "munge does not answer"),
         ("fatal: Could not establish a configuration source", True, "SLURM_CONF"),
         ("Invalid partition name specified", False, ""),
@@ -290,7 +304,17 @@ def test_the_environment_of_a_job_does_not_leak(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     said = run_slurm(["squeue"], extra={"PRIMEHPC_SUBMISSION": "t /d"})
-    assert "SQUEUE_FORMAT" not in said and "SLURM_TIME_FORMAT" not in said and "PRIMEHPC_SUBMISSION=t /d" in said
+    assert "SQUEUE_FORMAT" not in said and "relative" not in said and "PRIMEHPC_SUBMISSION=t /d" in said
+
+
+def test_answers_are_whole_and_no_job_inherits_what_makes_them_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("scontrol", "sinfo", "sbatch"):
+        program(tmp_path, name, "env", monkeypatch)
+    assert {"SCONTROL_ALL=1", "SLURM_TIME_FORMAT=%s"} <= set(run_slurm(["scontrol"]).split())
+    assert "SINFO_ALL=1" in run_slurm(["sinfo"])
+    assert "_ALL=" not in (said := run_slurm(["sbatch"])) and "SLURM_TIME_FORMAT" not in said
 
 
 def test_a_command_that_dies_with_its_caller(tmp_path: Path) -> None:

@@ -255,6 +255,15 @@ def test_the_job_and_a_client_that_write_at_once_lose_no_word(tmp_path: Path, mo
     write_record(tmp_path, successor="14")
     assert (read_record(tmp_path) or {})["successor"] == "14"
     assert job_ids(tmp_path) == {"12", "14"}
+    monkeypatch.delenv(SUBMISSION_VARIABLE)  # --export=NONE, or sent by hand
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    before = (tmp_path / "submit.json").read_bytes()
+    assert write_record(tmp_path, successor="15")["successor"] == "15"
+    assert (tmp_path / "submit.json").read_bytes() == before
+    assert job_ids(tmp_path) == {"12", "15"}
+    monkeypatch.setenv("SLURM_JOB_ID", "99")  # a client in another job
+    write_record(tmp_path, cancelled=2.0)
+    assert (tmp_path / "submit.json").read_bytes() != before
     # a new submission: the old job's words are of another time
     open_record(tmp_path, token="u", state="sending", command=["x"], layout="packed", cluster="c")
     assert (read_record(tmp_path) or {})["successor"] is None and (read_record(tmp_path) or {})["job_id"] is None

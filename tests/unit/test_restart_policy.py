@@ -75,6 +75,22 @@ def test_what_a_sigterm_means() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "outcome"),
+    [("", "interrupted"), ("PREEMPTION", "preempted"), ("TIME LIMIT", "requeued"), ("NODE FAILURE", "requeued")],
+)
+def test_the_jobs_log_tells_what_slurm_does_not(monkeypatch: pytest.MonkeyPatch, words: str, outcome: str) -> None:
+    """A controller that is busy with the end of many: who was cancelled must not come back."""
+
+    def silent(argv: list[str], *_: object, **__: object) -> str:
+        raise client.SlurmError(argv, None, "timed out")
+
+    for module in (client, termination):
+        monkeypatch.setattr(module, "run_slurm", silent)
+    assert termination.why_terminated("15", 0, 0.0, None, ["n1"], words).outcome == outcome
+    assert termination.why_terminated("15", 0, 0.0, None, ["n1"], None).outcome == "requeued"
+
+
+@pytest.mark.parametrize(
     ("second", "node", "cancelled", "end"),
     [
         ("JobState=COMPLETING Restarts=0 EndTime=2026-11-21T15:00:00", "IDLE", "15+1", "15:28:14"),

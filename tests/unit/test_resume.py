@@ -62,6 +62,23 @@ def test_resume_goes_on_where_the_run_was(
         load_to_resume(run_dir(config), ["--max-steps", "10"])
 
 
+def test_resume_waits_for_no_job_that_was_waited_for(fake: FakeSlurm, config: Path) -> None:
+    """Slurm 26.05 refuses `afterok` of one that it has forgotten."""
+    from prime_hpc.store.run_paths import RunPaths
+    from tests.support.checkpoints import make_checkpoint
+
+    submit(load(config, "--slurm.dependency", "afterok:7", "--slurm.trainer.dependency", "afterok:7"))
+    assert fake.jobs()[0]["dependency"] == "afterok:7"
+    make_checkpoint(RunPaths(run_dir(config)), 10)
+    fake.change("100", state="FAILED")
+    ended(config)
+    slurm = load_to_resume(run_dir(config), []).experiment.slurm
+    assert slurm.dependency is None and slurm.trainer.dependency is None
+    assert (
+        load_to_resume(run_dir(config), ["--slurm.dependency", "afterok:9"]).experiment.slurm.dependency == "afterok:9"
+    )
+
+
 def test_a_run_whose_epochs_are_over_is_not_sent_again(fake: FakeSlurm, config: Path, tmp_path: Path) -> None:
     """How many steps they are stands in the run's status: the trainer counted them."""
     from prime_hpc.store.run_paths import RunPaths

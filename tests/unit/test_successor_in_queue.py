@@ -48,3 +48,20 @@ def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Pat
     record = read_record(run_dir(config))
     assert record is not None and record["successor"] == successor and record["job_id"] == "100"
     assert queue_successor(run_dir(config), "100") == successor
+
+
+def test_of_two_that_wait_one_is_left_behind_the_job_that_runs(fake: FakeSlurm, config: Path) -> None:
+    """`submit` and the job that began meanwhile each queued one, or one came later than its sbatch was waited for."""
+    submit(load(config, "--slurm.restart.how", "successor"))
+    first, second = fake.jobs()
+    late = fake.add(comment=first["comment"], dependency=f"afternotok:{first['id']}")
+    fake.change(first["id"], state="TIMEOUT")
+    fake.change(second["id"], state="RUNNING", nodes="n1")
+    assert queue_successor(run_dir(config), second["id"]) == late
+    assert ["scontrol", "update", f"JobId={late}", f"Dependency=afternotok:{second['id']}"] in fake.calls("scontrol")
+    other = fake.add(comment=first["comment"], reason="Dependency")
+    fake.change(late, reason="Dependency")
+    asked = len(fake.calls("scontrol"))
+    assert queue_successor(run_dir(config), second["id"]) == late
+    assert {job["id"]: job["state"] for job in fake.jobs()}[other] == "CANCELLED"
+    assert len(fake.calls("scontrol")) == asked

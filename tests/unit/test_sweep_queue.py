@@ -35,11 +35,6 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
 
 AXES = "axes: {product: {trainer.optim.lr: [1e-5, 1e-4, 1e-3], seq_len: [32, 64]}}\n"
-RL = """
-kind: rl
-orchestrator: {batch_size: 16, rollouts_per_example: 4, sampling: {max_tokens: 16}, env: [{id: reverse-text}]}
-inference: {data_parallel_size: 1}
-"""
 
 
 @pytest.fixture
@@ -143,22 +138,6 @@ def test_resume_sends_what_was_stopped_too_and_needs_no_file(slurm: FakeSlurm, f
     assert slurm.jobs()[0]["array"] == "1"
 
 
-def test_the_throttle_holds_over_submits(slurm: FakeSlurm, folder: Path) -> None:
-    submit(write_sweep(folder, "seeds: 2\nthrottle: 1\n"))
-    first = slurm.jobs()[0]["id"]
-    report = submit(write_sweep(folder, "seeds: 4\nthrottle: 1\n"))
-    assert [part["after"] for part in report.parts] == [[first]]
-    assert slurm.jobs()[1]["dependency"] == f"afterany:{first}"
-    submit(write_sweep(folder, "seeds: 5\n"))
-    assert slurm.jobs()[2]["dependency"] is None
-
-
-def test_own_dependency_is_kept(slurm: FakeSlurm, folder: Path) -> None:
-    submit(write_sweep(folder, "seeds: 1\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
-    submit(write_sweep(folder, "seeds: 2\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
-    assert [job["dependency"] for job in slurm.jobs()] == ["afterok:5", f"afterok:5,afterany:{slurm.jobs()[0]['id']}"]
-
-
 def test_points_whose_jobs_differ_are_arrays_of_their_own(slurm: FakeSlurm, folder: Path) -> None:
     submit(write_sweep(folder, "axes: {product: {slurm.time: ['10:00', '20:00']}}\nseeds: 2\nthrottle: 2\n"))
     first, second = slurm.jobs()
@@ -204,41 +183,6 @@ def test_scattered_indices_stay_below_sbatchs_limit(
     texts = [part["array"] for part in submit(path).parts]
     assert max(map(len, texts)) <= 20
     assert sorted(int(number) for text in texts for number in text.split(",")) == list(range(1, 40, 2))
-
-
-def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
-    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
-    het = f"layout: het, site: {folder / 'site.yaml'}"
-    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
-    (folder / "exp.yaml").write_text(text + RL)
-    report = submit(write_sweep(folder, "seeds: 5\nlanes: 2\n"))
-    ids = [job["id"] for job in slurm.jobs()]
-    assert [job["dependency"] for job in slurm.jobs()] == [None, None, *(f"afterany:{i}" for i in ids[:3])]
-    assert [part["lane"] for part in report.parts] == [0, 1, 0, 1, 0]
-    assert all(job["array"] is None and job["size"] == 2 for job in slurm.jobs())
-    sweep = read_sweep(folder / "out" / "s")
-    assert json.loads((sweep.dir / "seed3" / "submit.json").read_text())["job_id"] == ids[3]
-    # one lane is empty, the other's last job waits: a new point goes to the empty one, the next behind the tail
-    for index in (0, 1, 2, 4):
-        ended(sweep.run_dir(sweep.rows[index]), "completed", ids[index])
-        slurm.forget(ids[index])
-    submit(write_sweep(folder, "seeds: 7\nlanes: 2\n"))
-    assert [job["dependency"] for job in slurm.jobs()[1:]] == [None, f"afterany:{ids[3]}"]
-
-
-def test_a_lanes_tail_is_the_job_sent_last_whatever_the_clocks_of_hosts_say(slurm: FakeSlurm, folder: Path) -> None:
-    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
-    het = f"layout: het, site: {folder / 'site.yaml'}"
-    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
-    (folder / "exp.yaml").write_text(text + RL)
-    submit(write_sweep(folder, "seeds: 2\nlanes: 1\n"))
-    log = folder / "out" / "s" / "submits.jsonl"
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    rows = [row | {"time": row["time"] + 300 * (row["token"] == rows[0]["token"])} for row in rows]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    submit(write_sweep(folder, "seeds: 3\nlanes: 1\n"))
-    _, second, third = slurm.jobs()
-    assert third["dependency"] == f"afterany:{second['id']}"
 
 
 def test_a_bad_point_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) -> None:

@@ -1,11 +1,11 @@
-"""Slurm's ways of writing lengths of time."""
+"""Slurm's ways of writing points in time and lengths of time."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_hpc.config import ConfigError
-from prime_hpc.slurm.times import format_time, parse_time_s
+from prime_hpc.slurm.times import format_time, parse_time, parse_time_s
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,9 @@ def test_what_is_no_time(text: str) -> None:
 @given(st.integers(0, 10**7))
 def test_times_go_round(seconds: int) -> None:
     assert parse_time_s(format_time(seconds)) == seconds
+
+
+def test_points_in_time() -> None:
+    assert parse_time("1795811556") == 1795811556
+    assert parse_time("2026-01-31T23:59:59") is not None
+    assert [parse_time(word) for word in ("N/A", "NONE", "None", "Unknown", "")] == [None] * 5

@@ -8,10 +8,10 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -23,6 +23,7 @@ from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit,
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.executors import RunExecutor
 from prime_hpc.slurm.hostlist import index_ranges
+from prime_hpc.slurm.options import SlurmRole
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.queue import send
 from prime_hpc.slurm.queue_facts.submit_limits import MAX_ARRAY, max_array_size
@@ -125,7 +126,13 @@ def plan_parts(
         for number, part in enumerate(parts):
             part.after = sorted({s.job_id for s in live if s.kind == "array" and s.job_id}) if number == 0 else []
             part.after_part = number - 1 if number else None
-    return parts + _lanes(lane_jobs, live, lanes or throttle, len(parts))
+    parts += _lanes(lane_jobs, live, lanes or throttle, len(parts))
+    for part in parts:
+        own = _dependency(part)
+        if "?" in own and (part.after or part.after_part is not None):
+            words = f"{own}: a job waits for one of these, and cannot wait for the jobs before it in the sweep besides"
+            raise ConfigError(Problem(f"{words}: `sweep submit --feed` keeps throttle and lanes", "slurm.dependency"))
+    return parts
 
 
 def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, throttle: int | None) -> list[Part]:
@@ -147,10 +154,16 @@ def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, 
 
 
 def _live_jobs(sweep: Sweep, views: Sequence[PointView]) -> list[SubmitRow]:
-    """Return submits of which a point is still under way, in the order in which they were begun."""
+    """Return submits of which a point is still under way, in the order in which they were begun, with the job in which
+    it is now: a point that came back as a job of its own has a row of its own."""
     last = sweep.last_submits()
-    tokens = {last[view.row.index].token for view in views if view.is_under_way and view.row.index in last}
-    return [row for row in sweep.submits if row.token in tokens and row.job_id is not None and row.kind != "local"]
+    now: dict[str, set[str]] = defaultdict(set)
+    for view in views:
+        if view.is_under_way and (row := last.get(view.row.index)) is not None:
+            job_id = view.status.job_id or row.job_id
+            now[row.token] |= {job_id.partition("_")[0]} if job_id is not None else set()
+    rows = [row for row in sweep.submits if row.kind != "local"]
+    return [replace(row, job_id=job_id) for row in rows for job_id in sorted(now[row.token])]
 
 
 def _lanes(
@@ -224,7 +237,7 @@ def _before(parts: Sequence[Part], part: Part, sent: Sequence[str | None]) -> st
 
 def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str | None]:
     """Submit one part: its job id, or why Slurm refused it. Raises SlurmRefused where it cannot be known."""
-    experiment = _depending(part.experiment, part.after)
+    experiment = _depending(part)
     placement = place_slurm(experiment, site)
     indices = [job.row.index for job in part.jobs]
     submit = new_submit("array" if part.is_array else "job", indices, first=part.first, lane=part.lane)
@@ -274,13 +287,21 @@ def _array_part(sweep: Sweep, part: Part) -> ArrayPart:
     return ArrayPart(sweep.array_of(part.first), part.ids, part.throttle, pattern)
 
 
-def _depending(experiment: Experiment, after: Sequence[str]) -> Experiment:
-    """Return the experiment whose job waits until these have ended, however they do."""
-    if not after:
-        return experiment
-    own = [experiment.slurm.dependency] if experiment.slurm.dependency else []
-    slurm = experiment.slurm.model_copy(update={"dependency": ",".join([*own, f"afterany:{':'.join(after)}"])})
-    return experiment.model_copy(update={"slurm": slurm})
+def _depending(part: Part) -> Experiment:
+    """Return the experiment of a part whose job waits until those before it have ended, however they do."""
+    if not part.after:
+        return part.experiment
+    own, slurm = _dependency(part), part.experiment.slurm
+    changes: dict[str, Any] = {"dependency": ",".join([*([own] if own else []), f"afterany:{':'.join(part.after)}"])}
+    for role in get_args(SlurmRole):  # what a role states would take its place
+        if (group := getattr(slurm, role)) is not None:
+            changes[role] = group.model_copy(update={"dependency": None})
+    return part.experiment.model_copy(update={"slurm": slurm.model_copy(update=changes)})
+
+
+def _dependency(part: Part) -> str:
+    """Return what the job of a part waits for by its own config; empty: nothing."""
+    return str(part.placement.components[0].options.get("dependency", ""))
 
 
 def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
