@@ -368,7 +368,6 @@ class Orchestrator:
             "queue/in_flight": self.dispatcher.num_running,
             "queue/complete_groups": len(self.book.complete),
             "queue/sent_back": self.stream.num_pending,
-            "episodes/server_retries": self.dispatcher.num_retries,
             "failed/share": self.failures.share,
             "policy/served_version": self.table.served_version,
             "time/weight_update": self.weights.update_seconds,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_hpc.report.phases import AttemptSums
+from prime_hpc.report.phases import AttemptSums, ready_at
 from prime_hpc.report.series import number_of, section_of
 from prime_hpc.report.spans import Held, held_spans
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
@@ -29,15 +29,19 @@ class Devices:
     """`GPU`, or `process` where a rank or an engine computes on CPUs."""
     trainer: int
     engines: int
+    only_evaluate: bool = False
+    """The engines, of SFT."""
 
 
 def devices_of(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> Devices:
     """Count ranks and the engines' devices in a resolved config, of this version or an older one."""
-    trainer = _whole(section_of(config, "trainer").get("num_ranks")) if config.get("kind") in ("rl", "sft") else 0
+    kind = config.get("kind")
+    trainer = _whole(section_of(config, "trainer").get("num_ranks")) if kind in ("rl", "sft") else 0
+    samples = kind != "sft" or bool(section_of(section_of(config, "orchestrator"), "eval"))
     engines = 0
     for name in ("inference", "teacher_inference"):
         section = section_of(config, name)
-        if section and config.get("kind") != "sft":
+        if section and samples:
             widths = ("num_replicas", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
             count = 1
             for width in widths:
@@ -45,7 +49,7 @@ def devices_of(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]])
             engines += count
     held = [section_of(row, "allocated").get("gpus") for row in attempts]
     is_gpu = any(_whole(gpus) for gpus in held) or config.get("device") == "cuda"
-    return Devices("GPU" if is_gpu else "process", trainer, engines)
+    return Devices("GPU" if is_gpu else "process", trainer, engines, only_evaluate=kind == "sft" and samples)
 
 
 def _whole(value: Any) -> int:
@@ -61,6 +65,7 @@ def account(
     *,
     submitted: float | None,
     until: float,
+    goes_on: bool,
     ready: Mapping[int, float],
     lives: Sequence[JobLife] = (),
 ) -> dict[str, Any]:
@@ -71,7 +76,8 @@ def account(
         trainer, orchestrator: sums of their steps, one an attempt.
         devices: of the roles.
         submitted: of the newest submission, epoch seconds.
-        until: end of what has not ended, epoch seconds.
+        until: when the last attempt was last seen alive, if it has written no end, epoch seconds; 0: nobody says.
+        goes_on: the last attempt, in that case.
         ready: when all roles of an attempt were ready, for those that did not live to write it.
         lives: of the run's jobs, where Slurm's accounting says; of `own_lives`.
 
@@ -83,8 +89,12 @@ def account(
     spans = held_spans(attempts, lives)
     for index, attempt in enumerate(attempts):
         began, ended = number_of(attempt.get("began")), number_of(attempt.get("ended"))
-        later = attempts[index + 1].get("began") if index + 1 < len(attempts) else until
-        last = ended if ended is not None else _last_sign(trainer, orchestrator, index, number_of(later))
+        is_last = index + 1 == len(attempts)
+        last = ended
+        if last is None:
+            later = None if is_last else number_of(attempts[index + 1].get("began"))
+            last = _last_sign(trainer, orchestrator, index, later)
+            last = max(last, until) if is_last else last
         began = last if began is None else began  # nobody says when: it is charged for nothing
         end = ended if ended is not None else max(began, last)
         began, end = spans[index].widened(began, end)
@@ -95,7 +105,7 @@ def account(
         previous_end = end
         sums = trainer[index] if index < len(trainer) else AttemptSums()
         served = orchestrator[index] if index < len(orchestrator) else AttemptSums()
-        is_open = ended is None and spans[index].until is None
+        is_open = is_last and goes_on and ended is None and spans[index].until is None
         rows.append(_row(attempt, began, end, is_open, waited, sums, served, devices, ready, spans[index]))
     return {
         "rows": rows,
@@ -160,13 +170,9 @@ def _row(
     span: Held,
 ) -> dict[str, Any]:
     wall = max(0.0, end - began)
-    start = number_of(section_of(attempt, "seconds").get("start"))
-    if start is not None:
-        start += (number_of(attempt.get("began")) or began) - began
     first = sums.first - began if sums.first is not None else wall
-    if start is None and attempt.get("attempt") in ready:
-        start = ready[attempt["attempt"]] - began
-    start = min(wall, max(0.0, start if start is not None else first))
+    were_ready = ready_at(attempt, ready)
+    start = min(wall, max(0.0, were_ready - began if were_ready is not None else first))
     parts = {name: sums.seconds.get(name, 0.0) for name in ("train", "wait", "publish", "save", "other")}
     parts["lost"], parts["start"] = sums.lost, start
     # the first step's wait began before all roles were ready: that part is start-up; and a job that is told to end goes
@@ -175,13 +181,16 @@ def _row(
     for name in ("wait", "other", "save", "publish", "train", "lost", "start"):
         parts[name] -= min(parts[name], overlap)
         overlap = max(0.0, sum(parts.values()) - wall)
-    parts["end"] = max(0.0, wall - sum(parts.values()))
+    rest, parts["end"] = max(0.0, wall - sum(parts.values())), 0.0
+    parts["other" if is_open else "end"] += rest  # of a step that is under way
     started = 0.0 if "orchestrator" in (attempt.get("kept") or []) else start  # episodes went on meanwhile
     load = min(wall - started, served.seconds.get("pause", 0.0))
     waits = served.seconds.get("wait_weights", 0.0) + served.seconds.get("wait_servers", 0.0)
     idle = min(max(0.0, wall - started - load), served.seconds.get("empty_other", waits))
     tail = min(max(0.0, wall - started - load - idle), served.seconds.get("empty_tail", 0.0))
-    rest = max(0.0, end - served.last) if served.last is not None else wall - started
+    if devices.only_evaluate:
+        idle = max(0.0, wall - started - served.evaluated)
+    rest = max(0.0, end - served.last) if served.last is not None and not is_open else 0.0
     rest = min(rest, max(0.0, wall - started - load - idle - tail))
     engines = {"start": started, "load": load, "tail": tail, "idle": idle, "end": rest}
     engines["sample"] = max(0.0, wall - sum(engines.values()))

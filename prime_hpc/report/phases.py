@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_hpc.report.series import MAX_STEP, number_of, short
+from prime_hpc.report.series import MAX_STEP, number_of, section_of, short
+from prime_hpc.store.attempts import NOT_BEGUN
 
 TRAINER = ("wait", "train", "publish", "save", "other")
 ORCHESTRATOR = ("wait_rollouts", "wait_weights", "wait_servers", "work")
@@ -36,6 +37,8 @@ class AttemptSums:
     last: float | None = None
     """End of the last one."""
     tokens: float = 0.0
+    evaluated: float = 0.0
+    """Seconds of evaluations, of engines that do nothing else."""
 
 
 class Phases:
@@ -47,18 +50,21 @@ class Phases:
         attempts: Sequence[Mapping[str, Any]],
         most_blocks: int = MOST_BLOCKS,
         role: str = "trainer",
+        ready: Mapping[int, float] | None = None,
     ) -> None:
         """Args:
         names: of the phases, in their order; the last one is the rest of the step.
-        attempts: rows of `attempts.jsonl`; one into which the role went on made no step of its a second time.
+        attempts: rows of `attempts.jsonl`.
         most_blocks: held at once.
         role: whose steps they are.
+        ready: as for `ready_at`: before that seats are empty for the start.
         """
         self._most = most_blocks
         self._names = tuple(names)
         self._began = [number_of(row.get("began")) or 0.0 for row in attempts]
-        self._resumed = [
-            int(row.get("resume_step") or 0) if role not in (row.get("kept") or []) else sys.maxsize for row in attempts
+        self._resumed = [_first_step(row, role) for row in attempts]
+        self._ready = [
+            0.0 if role in (row.get("kept") or []) else ready_at(row, ready or {}) or 0.0 for row in attempts
         ]
         self.sums = [AttemptSums() for _ in attempts] or [AttemptSums()]
         self._ends, self._starts = array("d"), array("d")
@@ -92,10 +98,17 @@ class Phases:
             is_lost = any(resumed < step for resumed in self._resumed[index + 1 :])
         self._add_to_sums(index, end, length, values, is_lost)
         self.sums[index].tokens += number_of(row.get("num_tokens")) or 0.0
+        after = min(length, max(0.0, end - self._ready[index])) if self._ready else length
         for name, share in empty_seats(row).items():
-            self.sums[index].seconds[name] = self.sums[index].seconds.get(name, 0.0) + share * length
+            self.sums[index].seconds[name] = self.sums[index].seconds.get(name, 0.0) + share * after
         self._take_spans(row.get("spans"), end, self.sums[index])
         self._add_block(step, end - length, end, values)
+
+    def add_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Take a row of engines that only evaluate."""
+        end, seconds = number_of(row.get("time")), number_of(row.get("eval/seconds"))
+        if end is not None and seconds is not None and 0 <= seconds < 1e9:
+            self.sums[self._attempt_of(end)].evaluated += seconds
 
     def _add_to_sums(self, index: int, end: float, length: float, values: list[float], is_lost: bool) -> None:
         sums = self.sums[index]
@@ -168,6 +181,26 @@ class Phases:
             },
             "placed": self.has_spans or self._names == TRAINER,
         }
+
+
+def ready_at(attempt: Mapping[str, Any], ready: Mapping[int, float]) -> float | None:
+    """Return when all roles of an attempt were ready, epoch seconds; None where nobody says.
+
+    Args:
+        attempt: row of `attempts.jsonl`.
+        ready: of `timeline.ready_times`, for those that did not live to write it.
+    """
+    began, start = number_of(attempt.get("began")), number_of(section_of(attempt, "seconds").get("start"))
+    if began is not None and start is not None:
+        return began + start
+    return ready.get(attempt.get("attempt", 0))
+
+
+def _first_step(attempt: Mapping[str, Any], role: str) -> int:
+    """Return the step after which an attempt did a role's steps; of one that did none again a step that never is."""
+    if role in (attempt.get("kept") or []) or attempt.get("why") == NOT_BEGUN:
+        return sys.maxsize
+    return int(attempt.get("resume_step") or 0)
 
 
 def together(some: Sequence[AttemptSums]) -> AttemptSums:

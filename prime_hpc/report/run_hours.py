@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STATUS_JSON
 from prime_hpc.config.secret import anchored, hide
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
@@ -24,7 +24,7 @@ from prime_hpc.report.spans import own_lives
 from prime_hpc.report.timeline import ready_times
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.child_runs import list_children, parent_of
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record, read_rows
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record, read_rows
 
 _CONFIG_BYTES = 4 << 20
 _OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_")
@@ -64,7 +64,8 @@ def read_hours(
         lives: of jobs with the run's ids, where Slurm's accounting says.
         curves: of `trainer` and `orchestrator`, that take every row too; None: nobody wants them.
     """
-    trainer, orchestrator = Phases(TRAINER, attempts), Phases(ORCHESTRATOR, attempts, role="orchestrator")
+    ready = ready_times(metrics_file(path, "roles"))
+    trainer, orchestrator = Phases(TRAINER, attempts), _orchestrators(attempts, ready)
     submission = read_record(path) or SubmissionRecord()
     submitted = number_of(submission.get("time"))
     own = own_lives(lives, attempts, submission)
@@ -79,18 +80,27 @@ def read_hours(
         if served is not None:
             served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))
+        orchestrator.add_evaluation(row)
     moments = [submitted, *(number_of(row.get("began")) for row in attempts[:1])]
     spent = account(
         attempts,
         trainer.sums,
-        _shared_by(children, attempts) if children else orchestrator.sums,
+        _shared_by(children, attempts, ready) if children else orchestrator.sums,
         devices_of(config, attempts),
         submitted=submitted if len(attempts) <= 1 else min(filter(None, moments), default=None),
-        until=time.time() if is_under_way else 0.0,
-        ready=ready_times(metrics_file(path, "roles")),
+        until=time.time() if is_under_way else _last_word(path, attempts),
+        goes_on=is_under_way,
+        ready=ready,
         lives=own,
     )
     return RunHours(spent, trainer, orchestrator, submitted, own)
+
+
+def _last_word(path: Path, attempts: Sequence[AttemptRow]) -> float:
+    """When the supervisor of the last attempt last wrote, epoch seconds; 0 where it did not."""
+    word = read_json(path / STATUS_JSON) or {}
+    is_own = bool(attempts) and word.get("attempt") == attempts[-1]["attempt"]
+    return (number_of(word.get("time")) or 0.0) if is_own else 0.0
 
 
 @dataclass(frozen=True)
@@ -112,11 +122,17 @@ def _begins(run_dir: Path) -> list[tuple[float, int]]:
     return [(number_of(row.get("began")) or 0.0, int(number_of(row.get("resume_step")) or 0)) for row in rows]
 
 
-def _shared_by(children: Sequence[Path], attempts: Sequence[AttemptRow]) -> list[AttemptSums]:
+def _orchestrators(attempts: Sequence[AttemptRow], ready: Mapping[int, float]) -> Phases:
+    return Phases(ORCHESTRATOR, attempts, role="orchestrator", ready=ready)
+
+
+def _shared_by(
+    children: Sequence[Path], attempts: Sequence[AttemptRow], ready: Mapping[int, float]
+) -> list[AttemptSums]:
     """Return the work of the engines in each attempt of the parent, as the orchestrators of its runs tell it."""
     each = []
     for child in children:
-        phases = Phases(ORCHESTRATOR, attempts, role="orchestrator")
+        phases = _orchestrators(attempts, ready)
         for row in read_lines(metrics_file(child, "orchestrator"), Faults()):
             phases.add(row, orchestrator_seconds(row), is_lost=False)
         each.append(phases.sums)

@@ -24,6 +24,8 @@ ALIVE_S = 120.0
 """An attempt on another host that was silent for longer is over: twice what an NFS client may show of an older
 state."""
 
+NOT_BEGUN = "ended before it began"
+"""Why, of an attempt that went back to no step: nothing of the run was touched."""
 _ENDED = ("Z", "X", "x")
 """States of a process that has ended (proc(5))."""
 

@@ -205,7 +205,8 @@ def _summary(experiment: Experiment, run_dir: Path) -> Iterator[str]:
         yield from bench_tables(run_dir)
         return
     yield from write_report(run_dir, experiment.name, experiment.kind)
-    line = split_line(experiment, run_dir, read_attempts(RunPaths(run_dir).attempts)[-1]["began"])
+    last = read_attempts(RunPaths(run_dir).attempts)[-1]
+    line = split_line(experiment, run_dir, last["began"] + (last.get("seconds") or {}).get("start", 0.0))
     if line is not None:
         yield line
 

@@ -81,7 +81,9 @@ def attempt(
 
 def hours(attempts: list[dict[str, Any]], lives: list[JobLife]) -> dict[str, Any]:
     sums = [AttemptSums() for _ in attempts]
-    return account(attempts, sums, sums, Devices("GPU", 2, 2), submitted=0.0, until=1000.0, ready={}, lives=lives)
+    return account(
+        attempts, sums, sums, Devices("GPU", 2, 2), submitted=0.0, until=1000.0, goes_on=True, ready={}, lives=lives
+    )
 
 
 def test_attempts_of_one_life_share_it_without_a_gap() -> None:
@@ -102,7 +104,9 @@ def test_lives_close_together_and_an_end_before_the_last_word() -> None:
     rows = [attempt(1, 101.5, 121.6, "slurm"), attempt(2, 134.0, 160.0)]
     lives = [life(100.0, 117.0), life(133.0, 165.0)]
     sums = [AttemptSums(first=105.0, last=121.0, seconds={"train": 15.0, "wait": 1.0}), AttemptSums()]
-    spent = account(rows, sums, sums, Devices("GPU", 2, 2), submitted=0.0, until=0.0, ready={}, lives=lives)
+    spent = account(
+        rows, sums, sums, Devices("GPU", 2, 2), submitted=0.0, until=0.0, goes_on=False, ready={}, lives=lives
+    )
     assert [(row["began"], row["wall"]) for row in spent["rows"]] == [(100, 17), (133, 32)]
     assert spent["rows"][1]["waited"] == 16
     first = spent["rows"][0]["trainer"]

@@ -247,7 +247,7 @@ def test_a_server_error_is_tried_again_once_and_an_environments_is_not() -> None
         assert ended[0].usable
         assert ended[1].reason == "down"
         assert ended[2].error_type == "TaskError"
-        assert dispatcher.num_retries == 2
+        assert [dispatcher.drain_load()["episodes/server_retries"] for _ in range(2)] == [2, 0], "since the last step"
         assert len(errors) == 3
 
     asyncio.run(scenario())

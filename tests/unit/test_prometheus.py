@@ -281,7 +281,7 @@ def test_a_run_is_served_and_found(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_text_file_where_no_port_may_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "points.jsonl").touch()
-    run, file = make_run(tmp_path / "sweep" / "p1"), tmp_path / "sweep" / FOLDER / "sweep__p1.prom"
+    run, file = make_run(tmp_path / "sweep" / "p1"), tmp_path / FOLDER / "sweep__p1.prom"  # as the runs beside it
     file.parent.mkdir()
     file.parent.chmod(0o755)  # for node exporter, which is another user
     exporter = start(run, serve=False, textfile=True)
@@ -420,6 +420,19 @@ def test_a_run_that_does_not_answer_is_read_from_files(tmp_path: Path, capsys: p
     assert cli.main(["metrics", str(run)]) == 0 and not capsys.readouterr().err
 
 
+def test_a_killed_run_is_told_as_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "killed")
+    attempt = {"attempt": 1, "began": 1.0, "host": socket.gethostname(), "pid": 1, "process": "gone", "ended": None}
+    (run / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    word = {"time": 2.0, "attempt": 1, "state": "running", "step": 20, "roles": {"trainer": "ready"}}
+    (run / "status.json").write_text(json.dumps(word | {"stall": {"step": 20, "seconds": 70}}))
+    assert cli.main(["metrics", str(run)]) == 0
+    text = capsys.readouterr().out
+    found = parsed(text)
+    assert value(found, "run_state", state="lost") == 1 and value(found, "run_step") == 20
+    assert value(found, "run_stall_seconds") == 0 and "role_state" not in text and 'state="running"' not in text
+
+
 def test_the_scrape_config_is_prometheus_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["metrics", "--scrape-config", str(tmp_path)]) == 0
     (job,) = yaml.safe_load(capsys.readouterr().out)["scrape_configs"]
@@ -430,6 +443,10 @@ def test_the_scrape_config_is_prometheus_own(tmp_path: Path, capsys: pytest.Capt
     (run / "run.yaml").write_text(f"kind: rl\nprometheus:\n  serve: true\n  folder: {tmp_path / 'mine'}\n")
     assert cli.main(["metrics", "--scrape-config", str(run)]) == 0
     assert str(tmp_path / "mine" / TOKEN) in capsys.readouterr().out
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "points.jsonl").touch()
+    assert cli.main(["metrics", "--scrape-config", str(tmp_path / "sweep")]) == 0
+    assert str(tmp_path / FOLDER / TOKEN) in capsys.readouterr().out, "one Prometheus scrapes sweeps' points, too"
     (tmp_path / FOLDER / TOKEN).chmod(0o644)
     assert cli.main(["metrics", "--scrape-config", str(tmp_path)]) == 2
     assert "not this user's alone" in capsys.readouterr().err

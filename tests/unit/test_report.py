@@ -3,6 +3,8 @@ test_report_page.py."""
 
 import json
 import math
+import os
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from prime_hpc.report.page import SCRIPTS
 from prime_hpc.report.phases import TRAINER, Phases, trainer_seconds
 from prime_hpc.report.rollouts import choose_rollouts
 from prime_hpc.report.series import Curves
-from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
+from prime_hpc.store.attempts import Attempt, process_token, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.early_end import write_early_end
 from prime_hpc.supervisor.status_file import LiveStatus
+from prime_hpc.supervisor.stop_requests import StopRequest
 from tests.support.made_runs import (
     BEGAN,
     STEP_S,
@@ -204,13 +208,78 @@ def test_changes_of_roles_become_lanes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_killed_attempt_was_ready_when_its_roles_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "killed", [Life(0, 3)])
     [row] = read_attempts(run / "attempts.jsonl")
-    rewrite_row(run / "attempts.jsonl", row | {"seconds": {}, "ended": None, "outcome": None})
+    rewrite_row(run / "attempts.jsonl", row | {"seconds": {}, "ended": None, "outcome": None, "process": "gone"})
     states = [("trainer", "starting", 0), ("engine", "starting", 0), ("trainer", "ready", 3), ("engine", "ready", 9)]
     lines = [{"time": BEGAN + 5 + s, "attempt": 1, "role": role, "state": state} for role, state, s in states]
     (run / "metrics" / "roles.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     [accounted] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
     assert accounted["trainer"]["start"] == pytest.approx(9)
     assert accounted["wall"] == pytest.approx(10 + 3 * STEP_S)  # until its last step: more is not known
+    assert accounted["outcome"] is None, "it is not under way"
+    (run / "status.json").write_text(json.dumps({"time": BEGAN + 5 + 90, "attempt": 1, "state": "running"}))
+    [accounted] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
+    assert accounted["wall"] == 90, "its supervisor saw it stand for so long"
+
+
+def test_a_step_that_hangs_is_charged_while_it_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "hangs", [Life(0, 3)])
+    [row] = read_attempts(run / "attempts.jsonl")
+    late = time.time() - BEGAN - 600  # its last step was ten minutes ago
+    lives = {"ended": None, "outcome": None, "pid": os.getpid(), "process": process_token(os.getpid())}
+    rewrite_row(run / "attempts.jsonl", row | lives | {"began": BEGAN + 5 + late})
+    for role in ("trainer", "orchestrator"):
+        file = run / "metrics" / f"{role}.jsonl"
+        steps = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(step | {"time": step["time"] + late}) + "\n" for step in steps))
+    [accounted] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
+    assert accounted["outcome"] == "under way" and accounted["wall"] >= 590
+    assert accounted["trainer"]["other"] > 500 and accounted["trainer"]["end"] == 0, "it has not come to its end"
+    assert accounted["engines"]["end"] == 0
+
+
+def test_an_attempt_that_never_began_does_no_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "unread", [Life(0, 20, "requeued", "the time limit comes near", next="requeue")])
+    early = StopRequest("run.yaml cannot be read", "failed", 74, False, 0.0)
+    write_early_end(RunPaths(run), early, "7")
+    [first, second] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
+    assert (first["steps"], first["lost_steps"], second["steps"]) == (20, 0, 0)
+
+
+def test_engines_of_a_run_without_steps_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "scored", [Life(0, 0)], config=config_of("scored", kind="eval"))
+    [row] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
+    assert (row["engines"]["start"], row["engines"]["sample"]) == (10, 1)
+
+
+def test_engines_that_evaluate_sft_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = {"interval": 5, "env": [{"id": "reverse-text"}]}
+    run = make_run(tmp_path / "sft", [Life(0, 10)], config=config_of("sft", kind="sft", orchestrator__eval=evaluation))
+    (run / "metrics" / "orchestrator.jsonl").unlink()
+    writer = MetricsWriter(run / "metrics" / "orchestrator.jsonl")
+    log_at(writer, 5, BEGAN + 30, **{"eval/seconds": 4.0, "eval/reverse-text/mean_reward": 0.5})
+    writer.close()
+    accounting = report(capsys, run)[1]["runs"][0]["accounting"]
+    [row] = accounting["rows"]
+    assert (accounting["trainer_devices"], accounting["engine_devices"]) == (2, 2)
+    assert row["engines"] == {"start": 10, "load": 0, "tail": 0, "idle": 17, "end": 0, "sample": 4}
+    plain = make_run(tmp_path / "plain", [Life(0, 10)], config=config_of("plain", kind="sft"))
+    assert report(capsys, plain)[1]["runs"][0]["accounting"]["engine_devices"] == 0
+
+
+def test_seats_that_were_empty_for_the_start_are_no_idle_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engines were ready before the trainer, and had sampled what it takes first."""
+    run = make_run(tmp_path / "early", [Life(0, 2, start_s=100.0)])
+    writer = MetricsWriter(run / "metrics" / "orchestrator.jsonl")
+    seats = {"reward/mean": 0.5, "queue/empty_tail": 0.0}
+    log_at(writer, 1, BEGAN + 5 + 20, **seats, **{"time/step": 10.0, "queue/empty_seats": 0.0})
+    log_at(writer, 2, BEGAN + 5 + 102, **seats, **{"time/step": 82.0, "queue/empty_seats": 0.5})
+    writer.close()
+    lines = (run / "metrics" / "orchestrator.jsonl").read_text().splitlines()[-2:]
+    (run / "metrics" / "orchestrator.jsonl").write_text("\n".join(lines) + "\n")
+    [row] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
+    assert (row["engines"]["start"], row["engines"]["idle"]) == (100, 1), "of 2 s after it half of the seats"
 
 
 def test_waits_are_placed_and_bounded() -> None:

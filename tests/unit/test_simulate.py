@@ -16,8 +16,10 @@ from prime_hpc.simulate.calibration import fit_nonnegative
 from prime_hpc.simulate.costs import Costs
 from prime_hpc.simulate.events import simulate
 from prime_hpc.simulate.setting import Setting, other_shapes, parse_shape, reshaped, setting_of
+from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.device_split import best_split, idle_shares, split_choices, split_line
+from prime_hpc.supervisor.main import _summary
 from tests.support.measured_runs import tree_of
 
 SETTING = Setting(
@@ -291,6 +293,11 @@ def test_an_attempt_ends_with_the_split_that_its_idle_shares_suggest(tmp_path: P
     line = split_line(experiment, tmp_path, 400.0)
     assert line is not None and "3 trainer ranks and 5 for engines, not 4 and 4" in line and "20% shorter" in line
     assert "waited for 50% of this attempt, the engines for 0%" in line
+    for moment in (420.0, 460.0):  # the engines had sampled what the trainer takes first, and waited for its start
+        orchestrator.log(5, time=moment, **{"time/step": 40.0, "time/wait_weights": 40.0})
+    attempt = Attempt(2, 2, 400.0, "resumes", seconds={"start": 95.0})
+    write_attempt(RunPaths(tmp_path).attempts, attempt)
+    assert "the engines for 0%" in list(_summary(experiment, tmp_path))[-1]
     steps(9, 60, 0.1)
     assert "no other split of 8 devices" in (split_line(experiment, tmp_path, 900.0) or "")
     assert idle_shares([{"time/step": 1.0}], []) is None

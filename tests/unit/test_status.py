@@ -293,6 +293,21 @@ def test_submitted_again_after_its_end(run: Run) -> None:
     assert (status.attempt, status.attempt_text) == (1, "after attempt 1")
 
 
+def test_more_steps_than_before_are_those_of_the_config(run: Run) -> None:
+    """`resume RUN --max-steps 40` of a run that had come to its end."""
+    run.attempt(ended=60, outcome="completed").word("ended", step=20, max_steps=20)
+    assert status_of(run.path, ask=answering()).progress == "20/20", "as it ended"
+    assert status_of(run.sent("20", age=10).path, ask=answering(job("PENDING", "20"))).progress == "20/40"
+    assert status_of(run.attempt(2, job_id="20").path, ask=answering(job("RUNNING", "20"))).progress == "20/40"
+
+
+def test_an_evaluation_shows_its_reward_while_it_runs_and_alone(run: Run) -> None:
+    (run.path / "run.yaml").write_text("kind: eval\nname: x\n")
+    run.sent().attempt().word(step=3, max_steps=8, reward=0.25)
+    status = status_of(run.path, ask=answering(job("RUNNING")))
+    assert (status.progress, status.figure, status.value) == ("3/8", "reward", 0.25)
+
+
 @pytest.mark.parametrize("way", ["resumed", "requeued"])
 def test_between_two_attempts_nothing_is_said_of_the_one_that_is_over(run: Run, way: str) -> None:
     stall = {"step": 4, "seconds": 90, "headline": "rank 3 is stopped", "file": "x"}

@@ -29,10 +29,10 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
             text = line_of(one.path / "roles" / "trainer" / RUN_YAML, "max_steps: ")
         status.max_steps = int(text) if text and text.isdigit() else None
     reward = number((one.word or {}).get("reward"))
-    if brief and status.is_final and status.step is not None and reward is not None:
-        status.figure, status.value = "reward", reward
-    else:
+    if not (brief and status.is_final and status.step is not None and reward is not None):
         _from_metrics(status, one.path)
+    if status.figure is None and reward is not None:  # of episodes there is no other word
+        status.figure, status.value = "reward", reward
 
 
 def _states_steps(path: Path) -> bool:

@@ -94,7 +94,9 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     over = next((row for row in reversed(one.attempts) if row.get("ended") is not None), None)
     if over is not None:
         status.cause, status.outcome, status.ended = over.get("cause"), over.get("outcome"), number(over["ended"])
-    status.step, status.max_steps = integer(word.get("step")), integer(word.get("max_steps"))
+    status.step = integer(word.get("step"))
+    if last is not None and not is_new and word.get("attempt") == last["attempt"]:  # the config may say more since
+        status.max_steps = integer(word.get("max_steps"))
     if last is None or is_new:
         status.nodes, status.roles = {}, {}
         job_id = record.get("job_id") if record.get("state") != "local" else None

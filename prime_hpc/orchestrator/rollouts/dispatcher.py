@@ -137,9 +137,12 @@ class Dispatcher:
         self.seats.look(self.num_running, "" if is_full else self._why_empty(), loop_time())
 
     def drain_load(self) -> dict[str, Any]:
-        """Return the figures of servers and seats since the last call (`LoadMeter.drain`, `SeatMeter.drain`)."""
+        """Return the figures of servers and seats since the last call (`LoadMeter.drain`, `SeatMeter.drain`), and how
+        many episodes were played again meanwhile."""
         now = loop_time()
-        return self.load.drain(now) | self.seats.drain(self.max_concurrent, now)
+        retries, self.num_retries = self.num_retries, 0
+        figures = self.load.drain(now) | self.seats.drain(self.max_concurrent, now)
+        return figures | {"episodes/server_retries": retries}
 
     def _pump_more(self) -> None:
         """Go on where the last turn had enough."""

@@ -127,13 +127,13 @@ def _sum(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return sum(_value(row, key) for row in rows)
 
 
-def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | None:
+def split_line(experiment: Experiment, run_dir: Path, ready: float) -> str | None:
     """Return the word at the end of a job on how its last attempt's devices were shared; None where that says nothing.
 
     Args:
         experiment: the run.
         run_dir: its metrics.
-        began: of the attempt, epoch seconds.
+        ready: when all roles of the attempt were, epoch seconds: before that they wait for each other's start.
     """
     engines = experiment.inference
     if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
@@ -141,7 +141,7 @@ def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | Non
     if gpus_in_common(experiment):
         return None  # what both have in common is not split
     rows = [
-        [row for row in read_metrics(metrics_file(run_dir, role)) if float(row.get("time") or 0) >= began]
+        [row for row in read_metrics(metrics_file(run_dir, role)) if float(row.get("time") or 0) >= ready]
         for role in ("trainer", "orchestrator")
     ]
     idle = idle_shares(*rows)

@@ -12,7 +12,7 @@ from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.sections.supervisor import SupervisorConfig
 from prime_hpc.slurm.allocation import job_argument
-from prime_hpc.store.attempts import Attempt, begin, write_attempt
+from prime_hpc.store.attempts import NOT_BEGUN, Attempt, begin, write_attempt
 from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
@@ -90,7 +90,7 @@ def write_early_end(paths: RunPaths, request: StopRequest, job_id: str | None) -
     attempt = begin(
         paths.attempts,
         incarnation=current_incarnation(paths),
-        why="ended before it began",
+        why=NOT_BEGUN,
         resume_step=None,
         job_id=job_id,
     )

@@ -89,6 +89,12 @@ class Figures:
         if isinstance(roles, dict):
             self.replace("role_state", {(str(label), str(state)): 1.0 for label, state in roles.items()})
 
+    def take_loss(self) -> None:
+        """Take it that the run is lost: what its supervisor said last, before it was killed, is no more."""
+        self.replace("run_state", {("lost",): 1.0})
+        self.replace("role_state", {})
+        self.put("run_stall_seconds", 0.0)
+
     def take_attempts(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take `attempts.jsonl`."""
         ended = Counter(dict.fromkeys(OUTCOMES, 0))

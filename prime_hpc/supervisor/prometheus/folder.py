@@ -21,8 +21,9 @@ _MOST_BYTES = 4096
 
 
 def folder_of(run_dir: Path, stated: Path | None) -> Path:
-    """Return a run's folder: the stated one (`prometheus.folder`), else that of its `output_dir`."""
-    return run_dir.parent / FOLDER if stated is None else stated
+    """Return a run's folder: the stated one (`prometheus.folder`), else that of its `output_dir`, or of its sweep's."""
+    above = run_dir.parent
+    return stated or (above.parent if (above / POINTS).exists() else above) / FOLDER
 
 
 def label_of(run_dir: Path) -> str:

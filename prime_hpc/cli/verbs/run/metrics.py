@@ -19,6 +19,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ALARMS_JSONL, RUN_YAML
 from prime_hpc.config.sections.common import PrometheusConfig
 from prime_hpc.launch.monitor.run_progress import line_of
+from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.report.series import Faults, read_lines
 from prime_hpc.store.run_dirs import find_run, is_run, outputs_folder
 from prime_hpc.supervisor.prometheus.exporter import ROWS, take_files
@@ -122,4 +123,6 @@ def _computed(path: Path) -> str:
         take_files(figures, path, line_of(path / RUN_YAML, "kind: ") or "rl")
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from error
+    if status_of(path, details=False).state == "lost":
+        figures.take_loss()
     return figures.text()

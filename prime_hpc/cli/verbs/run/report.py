@@ -9,6 +9,7 @@ import time
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.monitor.run_progress import add_checkpoint
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.chosen_runs import choose_runs, refuse_no_directory
 from prime_hpc.report.page import render_page
@@ -38,6 +39,7 @@ def run(argv: list[str], program: str) -> int:
     for path, name in zip(chosen.paths, chosen.names, strict=True):
         status = by_path[str(path)]
         status.name = name
+        add_checkpoint(status, path)
         try:
             runs.append(view_run(path, status, limits, lives.get(path, ())))
         except OSError as error:  # another user's, or gone meanwhile: the page shows the others
