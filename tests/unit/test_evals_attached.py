@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from loguru import logger
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.types import SamplingConfig
 
@@ -22,7 +23,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.chat_client import ChatClient, EndpointRefusedError
 from prime_hpc.envs.model_client import RequestRefusedError
 from prime_hpc.envs.pool_settings import ChatOptions
-from prime_hpc.evals.connect import _is_api
+from prime_hpc.evals.connect import _is_api, _shortest_context
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
@@ -82,6 +83,20 @@ async def test_a_server_that_is_not_ours_is_told_from_one_of_ours() -> None:
         with pytest.raises(EvalError, match="names no version.*is it prime-hpc's own server"):
             await servers.load(Version(0))
         await servers.close()
+
+
+@run
+async def test_a_server_of_another_model_is_warned_of() -> None:
+    experiment = load_experiment(["--model.name", "m", "--environment-ids", "reverse-text"], "eval", {}).experiment
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    for name in ("m", "other"):
+        sock, url = place()
+        rows = [{"id": "policy", "max_model_len": 64}, {"id": name, "max_model_len": 64}]
+        async with serving(sock, {"/v1/models": says({"data": rows})}), InferenceClient(url) as client:
+            assert await _shortest_context(experiment, [client]) == 64
+    logger.remove(sink)
+    assert len(said) == 1 and "serves other, not m" in said[0]
 
 
 @run
