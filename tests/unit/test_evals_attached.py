@@ -140,7 +140,12 @@ async def test_the_server_that_runs_here_is_found_with_the_key_of_the_environmen
 def test_episodes_go_on_with_the_servers_that_they_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name"]
     started: list[Loaded] = []
-    monkeypatch.setattr(launch, "run", lambda loaded: started.append(loaded) or 0, raising=False)
+
+    def start(loaded: Loaded) -> int:
+        started.append(loaded)
+        return 0
+
+    monkeypatch.setattr(launch, "run", start, raising=False)
     here = ["--client.base-url", "http://127.0.0.1:8000/v1"]
     record(load_experiment([*argv, "own"], "eval", {}).experiment, tmp_path / "own")
     record(load_experiment([*argv, "attached", *here], "eval", {}).experiment, tmp_path / "attached")
