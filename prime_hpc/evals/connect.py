@@ -171,14 +171,10 @@ async def _make_pool(
     keep_messages: bool,
     log_dir: Path,
 ) -> EnvPool:
-    """Return the environments, with the shortest context that a server has."""
-    config, length = experiment.episodes, experiment.max_model_len
+    """Return the environments."""
+    config = experiment.episodes
     stated = config.client
-    lengths = []
-    for client in clients:
-        if client is not None:
-            found = (await client.model_lengths()).get(POLICY)
-            lengths += [found] if found else []
+    length = await _shortest_context(experiment, [client for client in clients if client is not None])
     is_api = clients[0] is None
     if is_api:
         assert stated is not None
@@ -192,7 +188,7 @@ async def _make_pool(
         model_name=api_model if is_api else POLICY,
         api_key=key,
         api_key_var=stated.api_key_var if stated is not None else KEY_VARIABLES["inference"],
-        max_model_len=min(lengths, default=length),
+        max_model_len=length,
         chat=ChatOptions(stated.timeout_s, stated.max_retries) if is_api and stated is not None else None,
         tokenizer_path=experiment.model.name,
         renderer=experiment.model.renderer,
@@ -204,6 +200,18 @@ async def _make_pool(
         keep_samples=False,
     )
     return EnvPool(settings, config.env_servers, log_dir)
+
+
+async def _shortest_context(experiment: Experiment, clients: Sequence[InferenceClient]) -> int:
+    """Return the shortest context that a server has; warn of those that were started with another model."""
+    lengths = []
+    for client in clients:
+        served = await client.model_lengths()
+        lengths += [length] if (length := served.pop(POLICY, None)) else []
+        if served and experiment.model.name not in served:
+            names = ", ".join(served)
+            logger.warning(f"{client.base_url} serves {names}, not {experiment.model.name}: that is what replies")
+    return min(lengths, default=experiment.max_model_len)
 
 
 def _subscribe_to_servers(bus: BusClient, servers: Servers) -> None:

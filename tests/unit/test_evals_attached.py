@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from loguru import logger
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.types import SamplingConfig
 
@@ -22,7 +23,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.chat_client import ChatClient, EndpointRefusedError
 from prime_hpc.envs.model_client import RequestRefusedError
 from prime_hpc.envs.pool_settings import ChatOptions
-from prime_hpc.evals.connect import _is_api
+from prime_hpc.evals.connect import _is_api, _shortest_context
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
@@ -85,6 +86,20 @@ async def test_a_server_that_is_not_ours_is_told_from_one_of_ours() -> None:
 
 
 @run
+async def test_a_server_of_another_model_is_warned_of() -> None:
+    experiment = load_experiment(["--model.name", "m", "--environment-ids", "reverse-text"], "eval", {}).experiment
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    for name in ("m", "other"):
+        sock, url = place()
+        rows = [{"id": "policy", "max_model_len": 64}, {"id": name, "max_model_len": 64}]
+        async with serving(sock, {"/v1/models": says({"data": rows})}), InferenceClient(url) as client:
+            assert await _shortest_context(experiment, [client]) == 64
+    logger.remove(sink)
+    assert len(said) == 1 and "serves other, not m" in said[0]
+
+
+@run
 async def test_one_request_that_a_filter_refuses_costs_one_episode() -> None:
     statuses = [403, 200, 403]
     message = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
@@ -125,7 +140,12 @@ async def test_the_server_that_runs_here_is_found_with_the_key_of_the_environmen
 def test_episodes_go_on_with_the_servers_that_they_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name"]
     started: list[Loaded] = []
-    monkeypatch.setattr(launch, "run", lambda loaded: started.append(loaded) or 0, raising=False)
+
+    def start(loaded: Loaded) -> int:
+        started.append(loaded)
+        return 0
+
+    monkeypatch.setattr(launch, "run", start, raising=False)
     here = ["--client.base-url", "http://127.0.0.1:8000/v1"]
     record(load_experiment([*argv, "own"], "eval", {}).experiment, tmp_path / "own")
     record(load_experiment([*argv, "attached", *here], "eval", {}).experiment, tmp_path / "attached")

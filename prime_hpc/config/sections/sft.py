@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,8 +16,6 @@ IMAGE_PARTS = ("image", "image_url")
 
 class SFTSourceConfig(Section):
     """The source of rows."""
-
-    key: ClassVar[str] = "sft.data"
 
     type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
@@ -56,6 +54,11 @@ class SFTSourceConfig(Section):
         if self.path is not None and self.name is not None:
             raise ValueError("path and name are two sources: state one")
         return self
+
+    @property
+    def key(self) -> str:
+        """The section that states it."""
+        return "sft.data"
 
     @property
     def paths(self) -> list[str]:
@@ -170,14 +173,17 @@ class SFTDataConfig(SFTSourceConfig):
 class SFTEvalConfig(SFTSourceConfig):
     """Loss on held-out rows; without a source of its own, another split of the training data set."""
 
-    key: ClassVar[str] = "sft.eval"
-
     split: str = "validation"
     """`name`, or a directory that `datasets` saved: which of its splits."""
     interval: int = Field(50, ge=1)
     """Every so many steps (and before the first and after the last)."""
     num_rows: int | None = Field(None, ge=1)
     """First rows only; default: all."""
+
+    @property
+    def key(self) -> str:
+        """The section that states it."""
+        return "sft.eval"
 
     @model_validator(mode="after")
     def _real(self) -> "SFTEvalConfig":
