@@ -36,10 +36,13 @@ def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
     return {evaluated(key): _series(rows, key) for key in keys}
 
 
-def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "synthesize"]) -> list[str]:
-    """Draw the picture and return the summary's lines; a failure to draw is a warning, never an error."""
+def write_report(
+    run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "synthesize"], *, is_complete: bool = True
+) -> list[str]:
+    """Draw the picture and return the summary's lines; a failure to draw is a warning, never an error. `is_complete`:
+    the run has come to its end."""
     if kind == "eval" or kind == "synthesize":
-        return _evaluation(run_dir, name)
+        return _evaluation(run_dir, name, is_complete)
     trainer = read_metrics(metrics_file(run_dir, "trainer"))
     orchestrator = read_metrics(metrics_file(run_dir, "orchestrator"))
     if not trainer:
@@ -74,13 +77,14 @@ def left_out(figures: Mapping[str, Any]) -> str:
     return f"of {int(figures['data/rows']):,} rows so far: {', '.join(found)}" if found else ""
 
 
-def _evaluation(run_dir: Path, name: str) -> list[str]:
+def _evaluation(run_dir: Path, name: str, is_complete: bool) -> list[str]:
     """Return the table that an evaluation wrote after its last whole version, or `synthesize` at its end."""
     results = run_dir / "results"
     if not (results / "table.txt").is_file():
         return [f"{name}: it did not come to its end; logs are in {run_dir / 'logs' / 'latest'}"]
     lines = (results / "table.txt").read_text(encoding="utf-8").splitlines()
-    return [f"{name}: results in {results}", *lines]
+    so_far = "" if is_complete else "it did not come to its end; so far: "
+    return [f"{name}: {so_far}results in {results}", *lines]
 
 
 def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> list[str]:

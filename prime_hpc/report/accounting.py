@@ -75,7 +75,7 @@ def account(
         attempts: rows of `attempts.jsonl`.
         trainer, orchestrator: sums of their steps, one an attempt.
         devices: of the roles.
-        submitted: of the newest submission, epoch seconds.
+        submitted: of the first submission, as far as that is known, epoch seconds.
         until: when the last attempt was last seen alive, if it has written no end, epoch seconds; 0: nobody says.
         goes_on: the last attempt, in that case.
         ready: when all roles of an attempt were ready, for those that did not live to write it.

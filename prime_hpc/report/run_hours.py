@@ -81,13 +81,14 @@ def read_hours(
             served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))
         orchestrator.add_evaluation(row)
+    first = number_of(attempts[0].get("submitted")) if attempts else None
     moments = [submitted, *(number_of(row.get("began")) for row in attempts[:1])]
     spent = account(
         attempts,
         trainer.sums,
         _shared_by(children, attempts, ready) if children else orchestrator.sums,
         devices_of(config, attempts),
-        submitted=submitted if len(attempts) <= 1 else min(filter(None, moments), default=None),
+        submitted=first or (submitted if len(attempts) <= 1 else min(filter(None, moments), default=None)),
         until=time.time() if is_under_way else _last_word(path, attempts),
         goes_on=is_under_way,
         ready=ready,

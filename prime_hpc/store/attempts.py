@@ -17,7 +17,7 @@ from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.io import files
 from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.io.updated_file import update_file
-from prime_hpc.store.run_dirs import AttemptRow, parse_attempts
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, parse_attempts, read_record
 from prime_hpc.store.run_paths import RunPaths
 
 ALIVE_S = 120.0
@@ -65,6 +65,8 @@ class Attempt:
     """Labels of the roles that went on from the attempt before, in the same job."""
     next: str | None = None
     """How the run comes back, see `AttemptRow.next`."""
+    submitted: float | None = None
+    """When its job was, epoch seconds: the submit record is that of the newest."""
     permanent: bool = False
     """Set where the role that failed says that another attempt would end for the same cause."""
 
@@ -183,6 +185,7 @@ def begin(
         resume_step=resume_step,
         saved_before=saved_before,
         restarts=restarts,
+        submitted=(read_record(path.parent) or SubmissionRecord()).get("time"),
     )
     write_attempt(path, attempt)
     return attempt

@@ -89,6 +89,12 @@ def read_state(child: Path) -> ChildState | None:
         return None
 
 
+def phase_text(state: ChildState) -> str:
+    """Return the trainer's word for people."""
+    text = f"{state.phase} {state.step}/{state.max_steps}"
+    return f"{text}: {state.reason}" if state.reason else text
+
+
 def read_state_strictly(child: Path) -> ChildState | None:
     """Return the trainer's last word; None where it never said one.
 

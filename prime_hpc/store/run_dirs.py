@@ -57,6 +57,7 @@ class AttemptRow(TypedDict, total=False):
     kept: list[str]
     next: str | None
     """`requeue`, `successor`, `slurm`, `IN_PLACE`; None: it does not come back."""
+    submitted: float | None
     permanent: bool
 
 

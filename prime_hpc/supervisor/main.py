@@ -35,6 +35,7 @@ from prime_hpc.slurm.packed_env.facts import SHARED_PYTHON, pack_of, python_word
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.requeue import leave_out
 from prime_hpc.store.attempts import Attempt, is_same_process, read_attempts, rewrite_row, rows_with
+from prime_hpc.store.child_runs import list_children, phase_text, read_state
 from prime_hpc.store.errors import PROOFS, FencedError, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging import network, sockets
@@ -43,7 +44,7 @@ from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.store.tinker_files import forget_address
+from prime_hpc.store.tinker_files import adapters_root, count_saves, forget_address
 from prime_hpc.supervisor.attempt.bad_nodes import are_avoided, nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
 from prime_hpc.supervisor.attempt.device_split import split_line
@@ -204,8 +205,17 @@ def _summary(experiment: Experiment, run_dir: Path) -> Iterator[str]:
     if experiment.trainer.bench or experiment.orchestrator.bench:
         yield from bench_tables(run_dir)
         return
-    yield from write_report(run_dir, experiment.name, experiment.kind)
+    if experiment.trainer.tinker is not None:
+        yield f"{experiment.name}: {count_saves(run_dir)} saves of its clients' adapters in {adapters_root(run_dir)}"
+        return
+    if is_parent(experiment):  # which says how each went; its own steps are theirs
+        yield f"{experiment.name}: {len(list_children(run_dir))} runs below {run_dir}"
+        states = {name: read_state(run_dir / name) for name in list_children(run_dir)}
+        yield from (f"{name}: {phase_text(state)}" for name, state in states.items() if state is not None)
+        return
     last = read_attempts(RunPaths(run_dir).attempts)[-1]
+    is_complete = last["outcome"] == "completed"
+    yield from write_report(run_dir, experiment.name, experiment.kind, is_complete=is_complete)
     line = split_line(experiment, run_dir, last["began"] + (last.get("seconds") or {}).get("start", 0.0))
     if line is not None:
         yield line

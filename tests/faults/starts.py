@@ -215,7 +215,7 @@ def shortened() -> Iterator[None]:
         (run_slots, "UNREAD_S", 0.02),
         (run_slots, "UNCHANGED_S", 60.0),
         (main, "Supervisor", _Stub),
-        (main, "write_report", lambda *_: []),
+        (main, "write_report", lambda *_, **__: []),
         (main, "setup_logger", lambda *_, **__: None),
     ]
     saved = [(module, name, getattr(module, name)) for module, name, _ in short]

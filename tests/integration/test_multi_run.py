@@ -187,5 +187,6 @@ def test_orchestrators_come_and_go_with_their_runs(tmp_path: Path, model: Path) 
     assert {row["name"]: row["phase"] for row in listed} == {"run_a": "done", "run_nan": "failed", "run_second": "done"}
     attempts = [json.loads(line) for line in (parent / "run_a" / "attempts.jsonl").read_text().splitlines()]
     assert [row["outcome"] for row in attempts] == ["completed"]
+    assert "run_a: done 3/3" in output and "reward.png" not in output
     shown = command("prime-hpc", "status", parent).stdout
     assert "run_a" in shown and "done 3/3" in shown

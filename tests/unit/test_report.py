@@ -225,8 +225,8 @@ def test_a_step_that_hangs_is_charged_while_it_hangs(tmp_path: Path, capsys: pyt
     run = make_run(tmp_path / "hangs", [Life(0, 3)])
     [row] = read_attempts(run / "attempts.jsonl")
     late = time.time() - BEGAN - 600  # its last step was ten minutes ago
-    lives = {"ended": None, "outcome": None, "pid": os.getpid(), "process": process_token(os.getpid())}
-    rewrite_row(run / "attempts.jsonl", row | lives | {"began": BEGAN + 5 + late})
+    row |= {"ended": None, "outcome": None, "pid": os.getpid(), "process": process_token(os.getpid())}
+    rewrite_row(run / "attempts.jsonl", {**row, "began": BEGAN + 5 + late})
     for role in ("trainer", "orchestrator"):
         file = run / "metrics" / f"{role}.jsonl"
         steps = [json.loads(line) for line in file.read_text().splitlines()]

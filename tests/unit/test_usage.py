@@ -10,6 +10,7 @@ from prime_hpc.cli import main
 from prime_hpc.report import usage
 from prime_hpc.report.usage import NO_SWEEP, grouped, read_usage, totals
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from prime_hpc.store.attempts import begin, write_attempt
 from prime_hpc.store.run_dirs import read_rows
 from tests.support.made_runs import BEGAN, STEP_S, TRAINER, Life, config_of, make_run, make_runs_of_one_trainer
 
@@ -54,6 +55,20 @@ def test_what_was_done_again_is_lost_and_the_gap_is_queued(tmp_path: Path, capsy
     assert row["lost_hours"] == pytest.approx(8 * 40 * (STEP_S - TRAINER["wait"]) / 3600)
     assert row["effective_hours"] == pytest.approx(8 * 200 * TRAIN / 3600)
     assert row["charged_hours"] == pytest.approx(8 * (2 * WALL + 40 * STEP_S) / 3600)
+
+
+def test_the_first_job_s_wait_is_queued_also_after_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`submit.json` is that of the newest submission."""
+    run = make_run(tmp_path / "again", [])
+    for number, sent in ((1, BEGAN - 7200), (2, BEGAN + 500)):
+        record = {"token": "t", "state": "sent", "job_id": str(number), "time": sent, "command": [], "layout": "het"}
+        (run / "submit.json").write_text(json.dumps(record))
+        attempt = begin(run / "attempts.jsonl", incarnation=number, why="", resume_step=None, job_id=str(number))
+        attempt.began, attempt.allocated = sent + 7200 * (number == 1) + 60, GPUS
+        attempt.ended, attempt.outcome = attempt.began + 100, "failed"
+        write_attempt(run / "attempts.jsonl", attempt)
+        [row] = asked(capsys, run)["rows"]
+        assert row["queued_hours"] == pytest.approx((7260 + (number == 2) * 400) / 3600)
 
 
 def test_rows_by_run_sweep_and_user_and_their_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.runtime.process_tree import end_families
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, show_latest_logs, write_attempt
-from prime_hpc.store.child_runs import ChildState, list_children, read_state
+from prime_hpc.store.child_runs import ChildState, list_children, phase_text, read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.reaper import Reaper
@@ -110,7 +110,7 @@ class ChildOrchestrators:
 
     def facts(self) -> dict[str, str]:
         """State of every run, for people."""
-        return {name: _phase_text(state) for name, state in sorted(self._states.items())}
+        return {name: phase_text(state) for name, state in sorted(self._states.items())}
 
     def tick(self, urls: list[str], num_servers: int, bus: str) -> None:
         """Start, watch and end.
@@ -272,8 +272,3 @@ def forget_adapter(urls: list[str], name: str, key: str | None) -> None:
             ask(address, timeout_s=FORGET_S, key=key, method="POST")
         except OSError as error:
             logger.debug(f"{url} did not unload {name}: {error}")
-
-
-def _phase_text(state: ChildState) -> str:
-    text = f"{state.phase} {state.step}/{state.max_steps}"
-    return f"{text}: {state.reason}" if state.reason else text
