@@ -76,21 +76,21 @@ def test_a_version_that_is_made_anew_while_the_one_before_is_loaded_is_loaded_to
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest of the new one was noted for the old one, which was loaded, and served from then on."""
-    applies, newer = Worker.policy_apply, list[dict[str, Any]]()
+    label, newer = world.engine.update_weight_version, list[dict[str, Any]]()
 
-    def apply(worker: Worker) -> dict[str, Any]:
-        answer = applies(worker)
-        if worker.rank == 0 and not newer:
+    async def note(version: str) -> None:
+        """All workers have loaded."""
+        if version == "1" and not newer:
             shutil.rmtree(world.run.weights_step(1))
             world.publisher = world.new_publisher(incarnation=1)
             newer.append(world.publish(1))
-        return answer
+        await label(version)
 
     async def go() -> None:
         await world.service.start()
         world.service._network = None
         world.publish(1)
-        monkeypatch.setattr(Worker, "policy_apply", apply)
+        monkeypatch.setattr(world.engine, "update_weight_version", note)
         await world.update(1)
         assert (await world.update(1))["changed"] and world.serves(newer[0])
         assert not (await world.update(1))["changed"]
