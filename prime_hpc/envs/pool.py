@@ -295,7 +295,7 @@ class EnvPool:
         if not chosen:
             return
         self._remote_hosts = remote_hosts(self._servers, self._settings.urls)
-        hosts: deque[HostLink] = deque(self._remote_hosts or [self._host])
+        hosts = deque[HostLink](self._remote_hosts or (self._host,))
         for index, number in chosen:
             source = self.sources[index]
             options = settings_to_plain(self._settings.of_one(index))

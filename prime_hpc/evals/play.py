@@ -78,8 +78,9 @@ def wanted_keys(step: int, sources: Sequence[Source], config: EpisodesConfig) ->
 
 
 def task_id(task: Any) -> str:
-    """Sum over a task's data."""
-    return xxhash.xxh3_64_hexdigest(task.data.model_dump_json().encode())
+    """Sum over a task's data, without what its taskset says is no content: the arguments that it was loaded with."""
+    apart = set(getattr(type(task.data), "no_content", ()))
+    return xxhash.xxh3_64_hexdigest(task.data.model_dump_json(exclude=apart).encode())
 
 
 class Player:

@@ -18,7 +18,9 @@ from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.legacy.rubrics import JudgeRubric
+from prime_hpc.envs.legacy.taskset import LegacyData
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.evals.play import task_id
 from tests.support.env_world import World
 
 pytestmark = pytest.mark.slow
@@ -172,6 +174,15 @@ def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
 def test_what_a_reward_function_can_get_is_not_refused(world: World, kind: str, rewards: list[float]) -> None:
     world.script = lambda prompt, number: "abcd"
     assert [result.reward for result in world.play(odd(kind), 2)] == rewards
+
+
+def test_an_evaluation_s_task_is_the_same_whatever_the_package_s_arguments() -> None:
+    """Two evaluations with another key of the judge could not be compared: they had no task in common."""
+    one, other, another = (
+        SimpleNamespace(data=LegacyData(prompt=prompt, environment=environment, example={}))
+        for prompt, environment in (("q", '["m", {"judge_api_key": "a"}]'), ("q", '["m", {}]'), ("r", '["m", {}]'))
+    )
+    assert task_id(one) == task_id(other) != task_id(another)
 
 
 def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
