@@ -142,9 +142,15 @@ def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
     if info is None or not info.is_active:
         return []
-    logs = f"{run_dir / 'logs'}/"
-    output = show_job(info.job_id, ASK_TIMEOUT_S)[0].output
-    return [info] if output.startswith((logs, escape_pattern(logs))) else []
+    return [info] if logs_into(info.job_id, run_dir) else []
+
+
+def logs_into(job_id: str, *folders: Path) -> bool:
+    """Return whether a job's log is in `logs` of one of these: its id alone may be that of another one by now. Raises
+    SlurmError."""
+    output = show_job(job_id, ASK_TIMEOUT_S)[0].output
+    logs = [f"{folder / 'logs'}/" for folder in folders]
+    return output.startswith((*logs, *map(escape_pattern, logs)))
 
 
 def refuse_if_queued(run_dir: Path) -> None:
