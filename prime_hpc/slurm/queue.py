@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH, SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, load_site, other_cluster
+from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.slurm.client import (
     ASK_TIMEOUT_S,
     COMMENT_PREFIX,
@@ -34,6 +35,7 @@ from prime_hpc.slurm.sbatch_errors import (
 )
 from prime_hpc.slurm.script import command_tail, escape_pattern, interpreter, render_job, restart_mode
 from prime_hpc.slurm.submission_record import (
+    SUBMISSION_VARIABLE,
     add_to_record,
     cluster_of,
     local_controller,
@@ -295,6 +297,21 @@ def send(
         raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
     add_to_record(directory, state="sent", job_id=job_id)
     return job_id
+
+
+@_where_it_was_sent
+def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) -> None:
+    """At the beginning of a job that was sent by hand: remove the record of a submission whose jobs are over, which
+    would be taken for this job's."""
+    record, job_id = read_record(run_dir), job_argument(environ)
+    if record is None or not record.get("command") or job_id is None or SUBMISSION_VARIABLE in environ:
+        return
+    if job_id in (record.get("job_id"), record.get("successor")):
+        return
+    with suppress(SlurmError):  # it cannot be asked: all stays as it is
+        if not any(info.is_active for info in jobs_of(run_dir)):
+            for name in (SUBMIT_JSON, SUBMIT_JOB_JSON):
+                (run_dir / name).unlink(missing_ok=True)
 
 
 @_where_it_was_sent
