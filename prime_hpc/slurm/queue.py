@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH, SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, load_site, other_cluster
+from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.slurm.client import (
     ASK_TIMEOUT_S,
     COMMENT_PREFIX,
@@ -34,6 +35,7 @@ from prime_hpc.slurm.sbatch_errors import (
 )
 from prime_hpc.slurm.script import command_tail, escape_pattern, interpreter, render_job, restart_mode
 from prime_hpc.slurm.submission_record import (
+    SUBMISSION_VARIABLE,
     add_to_record,
     cluster_of,
     local_controller,
@@ -142,9 +144,15 @@ def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
     if info is None or not info.is_active:
         return []
-    logs = f"{run_dir / 'logs'}/"
-    output = show_job(info.job_id, ASK_TIMEOUT_S)[0].output
-    return [info] if output.startswith((logs, escape_pattern(logs))) else []
+    return [info] if logs_into(info.job_id, run_dir) else []
+
+
+def logs_into(job_id: str, *folders: Path) -> bool:
+    """Return whether a job's log is in `logs` of one of these: its id alone may be that of another one by now. Raises
+    SlurmError."""
+    output = show_job(job_id, ASK_TIMEOUT_S)[0].output
+    logs = [f"{folder / 'logs'}/" for folder in folders]
+    return output.startswith((*logs, *map(escape_pattern, logs)))
 
 
 def refuse_if_queued(run_dir: Path) -> None:
@@ -289,6 +297,21 @@ def send(
         raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
     add_to_record(directory, state="sent", job_id=job_id)
     return job_id
+
+
+@_where_it_was_sent
+def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) -> None:
+    """At the beginning of a job that was sent by hand: remove the record of a submission whose jobs are over, which
+    would be taken for this job's."""
+    record, job_id = read_record(run_dir), job_argument(environ)
+    if record is None or not record.get("command") or job_id is None or SUBMISSION_VARIABLE in environ:
+        return
+    if job_id in (record.get("job_id"), record.get("successor")):
+        return
+    with suppress(SlurmError):  # it cannot be asked: all stays as it is
+        if not any(info.is_active for info in jobs_of(run_dir)):
+            for name in (SUBMIT_JSON, SUBMIT_JOB_JSON):
+                (run_dir / name).unlink(missing_ok=True)
 
 
 @_where_it_was_sent

@@ -20,6 +20,7 @@ from prime_hpc.supervisor.attempt import crash_recovery
 from prime_hpc.supervisor.attempt.bad_nodes import DAY_S, bad_nodes, ledger_path
 from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.launch import loaded, make_model
 
 
@@ -153,6 +154,29 @@ def test_an_evaluation_whose_node_dies_has_got_as_far_as_its_episodes(tmp_path: 
     close_crashed_attempts(alone, paths.root, paths, None)
     rows = read_attempts(paths.attempts)
     assert rows[0]["saved_step"] == 500 and attempts_without_progress(rows) == 0
+
+
+def test_a_job_that_has_the_id_of_an_attempts_job_by_now_is_no_obstacle(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that was set up anew gives the same ids again."""
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    one = loaded(tmp_path, model)
+    run_dir = prepare_run(one)
+    job = fake.add(state="RUNNING", nodes="n1", stdout=f"{run_dir}/logs/slurm-100.out")
+    begin(run_dir / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id=job)
+    (row,) = read_attempts(run_dir / "attempts.jsonl")
+    rewrite_row(run_dir / "attempts.jsonl", row | {"host": "n9", "began": time.time() - 2 * ALIVE_S})
+    close = partial(
+        close_crashed_attempts, one.experiment, run_dir, RunPaths(run_dir), Allocation("7", (("n2",),), "n2", 0)
+    )
+    with pytest.raises(ConfigError, match=rf"job {job} \(RUNNING\) still works there"):
+        close()
+    fake.change(job, stdout=f"{run_dir.parent}/another/logs/slurm-100.out")
+    close()
+    (row,) = read_attempts(run_dir / "attempts.jsonl")
+    assert row["ended"] is not None
 
 
 @pytest.mark.parametrize("days", [0, 20])  # after weeks all nodes were started again, as maintenance leaves them

@@ -283,7 +283,9 @@ def test_a_job_id_that_slurm_used_again_is_not_this_run(run: Run) -> None:
 
 
 def test_a_script_sent_by_hand_has_no_token(run: Run) -> None:
-    assert run.attempt().word().status(job("RUNNING", comment="prime-hpc")).state == "running"
+    assert run.attempt().word(age=30).status(job("RUNNING", comment="prime-hpc")).state == "running"
+    run.sent(command=[], successor="13")  # its successor has
+    assert run.status(job("RUNNING", comment="prime-hpc")).state == "running"
 
 
 def test_submitted_again_after_its_end(run: Run) -> None:

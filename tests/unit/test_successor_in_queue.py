@@ -1,14 +1,15 @@
-"""A successor in the queue: it waits behind its job from the beginning, and goes with it."""
+"""A job's record: its successor, which waits behind it from the beginning and goes with it; and a script that is sent
+by hand again."""
 
 import shutil
 from pathlib import Path
 
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
-from prime_hpc.slurm.queue import drop_successor, queue_successor
+from prime_hpc.slurm.queue import drop_successor, forget_submission_that_is_over, jobs_of, queue_successor
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import load, run_dir
+from tests.support.submissions import ended, load, run_dir
 
 
 def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
@@ -65,3 +66,26 @@ def test_of_two_that_wait_one_is_left_behind_the_job_that_runs(fake: FakeSlurm, 
     assert queue_successor(run_dir(config), second["id"]) == late
     assert {job["id"]: job["state"] for job in fake.jobs()}[other] == "CANCELLED"
     assert len(fake.calls("scontrol")) == asked
+
+
+def test_a_script_that_is_sent_by_hand_again_is_no_job_of_a_submission_that_is_over(
+    fake: FakeSlurm, config: Path
+) -> None:
+    """Its own job was told as lost, not found by `cancel`, and `resume` made a second one beside it."""
+    submit(load(config))
+    log = run_dir(config) / "logs" / "slurm-101.out"
+    job = fake.add(state="RUNNING", nodes="n1", comment="prime-hpc", stdout=str(log))
+    inside = {"SLURM_JOB_ID": job}
+    forget_submission_that_is_over(run_dir(config), inside)
+    assert (read_record(run_dir(config)) or {})["job_id"] == "100", "which waits"
+    fake.change("100", state="COMPLETED")
+    forget_submission_that_is_over(run_dir(config), {**inside, "SLURM_JOB_ID": "100"})
+    forget_submission_that_is_over(run_dir(config), {**inside, "PRIMEHPC_SUBMISSION": "t /x"})
+    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
+    forget_submission_that_is_over(run_dir(config), inside)
+    assert read_record(run_dir(config)) is not None
+    fake.behave("squeue")
+    forget_submission_that_is_over(run_dir(config), inside)
+    assert read_record(run_dir(config)) is None
+    ended(config, job_id=job)
+    assert [info.job_id for info in jobs_of(run_dir(config))] == [job]

@@ -14,6 +14,7 @@ from prime_hpc.config.site import has_accounting
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.jobs import history, jobs
+from prime_hpc.slurm.queue import logs_into
 from prime_hpc.slurm.termination import lost_hosts
 from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere
 from prime_hpc.store.run_dirs import AttemptRow
@@ -76,10 +77,13 @@ def _refuse_if_running(run_dir: Path, row: AttemptRow) -> None:
     job_id = str(row["job_id"])
     try:
         info = jobs([job_id]).get(job_id)
+        # of a sweep's point the log is in the sweep's directory
+        works = info is not None and info.state in ("RUNNING", "COMPLETING", "SUSPENDED")
+        is_ours = works and logs_into(job_id, run_dir, run_dir.parent)
     except SlurmError as error:
         logger.warning(f"whether job {row['job_id']} still runs is unknown: {error}")
         return
-    if info is not None and info.state in ("RUNNING", "COMPLETING", "SUSPENDED"):
+    if info is not None and is_ours:
         raise ConfigError(
             f"{run_dir}: job {row['job_id']} ({info.state}) still works there on {info.nodes}; "
             f"cancel it first (prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name"
