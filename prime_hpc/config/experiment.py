@@ -396,13 +396,12 @@ class Experiment(Section):
                 f"inference.pipeline_parallel_size ({stages}) and eval.weights_dir: engines that load versions "
                 "have one stage; set inference.tensor_parallel_size instead"
             )
-        lengths = {f"{kind}.env.{i}.sampling": env.sampling.max_tokens for i, env in enumerate(config.env)}
-        for key, length in {f"{kind}.sampling": config.sampling.max_tokens, **lengths}.items():
-            if self.inference is not None and length is not None and length >= self.max_model_len:
-                raise ValueError(
-                    f"{key}.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
-                    "together with a prompt: raise seq_len"
-                )
+        length = config.sampling.max_tokens
+        if self.inference is not None and length is not None and length >= self.max_model_len:
+            raise ValueError(
+                f"{kind}.sampling.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
+                "together with a prompt: raise seq_len"
+            )
 
     def _can_be_taught(self) -> None:
         """Refuse a teacher without servers, with those of two kinds, or for which the run has no use."""

@@ -9,7 +9,7 @@ import ast
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,25 +65,28 @@ def read_sections() -> tuple[dict[str, SectionDoc], dict[str, str]]:
     aliases: dict[str, str] = {}
     for pattern in _MODULES:
         for path in sorted(_HERE.glob(pattern)):
+            own: dict[str, str] = {}
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(statement, ast.ClassDef):
-                    fields = _class_fields(statement)
+                    fields = _class_fields(statement, own)
                     for base in statement.bases:  # a section that builds on another one of its module
                         if inherited := sections.get(ast.unparse(base)):
                             names = {field.name for field in fields}
                             fields = [f for f in inherited.fields if f.name not in names] + fields
                     sections[statement.name] = SectionDoc(ast.get_docstring(statement) or "", tuple(fields))
                 elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                    aliases[statement.targets[0].id] = ast.unparse(statement.value)
+                    own[statement.targets[0].id] = ast.unparse(statement.value)
+            aliases |= own
     return sections, aliases
 
 
-def _class_fields(node: ast.ClassDef) -> list[FieldDoc]:
+def _class_fields(node: ast.ClassDef, numbers: Mapping[str, str]) -> list[FieldDoc]:
+    """Return the fields of a section; `numbers`: what stands above it in its module, by name."""
     fields = []
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        default, bounds = _default(statement.value)
+        default, bounds = _default(statement.value, numbers)
         doc = ""
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             doc = " ".join(str(following.value.value).split())
@@ -91,12 +94,13 @@ def _class_fields(node: ast.ClassDef) -> list[FieldDoc]:
     return fields
 
 
-def _default(value: ast.expr | None) -> tuple[str | None, str]:
+def _default(value: ast.expr | None, numbers: Mapping[str, str]) -> tuple[str | None, str]:
     if value is None:
         return None, ""
     if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "Field"):
         return ast.unparse(value), ""
-    bounds = [f"{_BOUNDS[k.arg]} {ast.unparse(k.value)}" for k in value.keywords if k.arg in _BOUNDS]
+    stated = [(k.arg, ast.unparse(k.value)) for k in value.keywords if k.arg in _BOUNDS]
+    bounds = [f"{_BOUNDS[name or '']} {numbers.get(text, text)}" for name, text in stated]
     default = value.args[0] if value.args else next((k.value for k in value.keywords if k.arg == "default"), None)
     is_required = default is None or ast.unparse(default) in ("...", "Ellipsis")
     return None if is_required or default is None else ast.unparse(default), ", ".join(bounds)

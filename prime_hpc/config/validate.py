@@ -154,6 +154,12 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
         if first is not None and first >= size:
             key = "data_parallel_start_rank"
             yield f"{section}.{key}", f"{key} ({first}) is no rank of data_parallel_size ({size})"
+    if not experiment.trains and experiment.inference is not None:
+        for i, env in enumerate(experiment.episodes.env):
+            length, most = env.sampling.max_tokens, experiment.max_model_len
+            if length is not None and length >= most:
+                key = f"{experiment.kind}.env.{i}.sampling.max_tokens"
+                yield key, f"{length} cannot fit inference.max_model_len ({most}) together with a prompt: raise seq_len"
     for key, url in _addresses(experiment):
         if not _is_address(url):
             yield key, f"{masked(repr(url))} is no address of a server: write http://host:port/v1"

@@ -25,6 +25,8 @@ from prime_hpc.runtime.event_loops import loop_time
 
 PASSING = (408, 409, 425, 429)
 """HTTP statuses below 500 that may be gone the next time."""
+FORBIDDEN_IN_A_ROW = 20
+"""Replies 403 with no other between them, after which it is no longer a filter: the key was revoked, say."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -50,8 +52,8 @@ class ChatClient(Client):
         self.patience_s = patience_s
         self._renamed: dict[str, str] = {}
         self.num_retries = 0
-        self._has_answered = False
-        """To one who may ask 403 is about a request: a filter has found something in it."""
+        self._num_forbidden = FORBIDDEN_IN_A_ROW
+        """Since the last reply. To one who may ask 403 is about a request: a filter has found something in it."""
         self._answered: dict[str, bool] = {}  # by conversation that goes on: whether there was a reply
 
     @property
@@ -108,7 +110,7 @@ class ChatClient(Client):
                 try:
                     answer = from_json(raw)
                     response = dialect.parse_response(dialect.validate_response(answer))
-                    response.raw, self._has_answered = answer, True
+                    response.raw, self._num_forbidden = answer, 0
                     if session_id in self._answered:
                         self._answered[session_id] = True
                     return response
@@ -149,7 +151,8 @@ class ChatClient(Client):
     def _refusal(self, status: int, raw: bytes) -> ProviderError:
         text = raw[:500].decode(errors="replace")
         said = f"{self.base_url} answered {status}: {text}"
-        if status in (401, 402, 404, 405) or (status == 403 and not self._has_answered):
+        self._num_forbidden += status == 403
+        if status in (401, 402, 404, 405) or (status == 403 and self._num_forbidden > FORBIDDEN_IN_A_ROW):
             return EndpointRefusedError(said, status_code=status)
         if any(words in text.lower() for words in FULL):
             return ContextFullError(said, status_code=status)

@@ -15,7 +15,7 @@ import numpy as np
 
 from prime_hpc.config import ConfigError
 from prime_hpc.evals.episodes import Record, read_records, results_file
-from prime_hpc.evals.settings import is_of, recorded
+from prime_hpc.evals.settings import FILES, is_of, recorded
 from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
 from prime_hpc.observe.table import align
 from prime_hpc.store.run_dirs import find_run
@@ -97,7 +97,12 @@ def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 
         raise ConfigError(f"{a.name} and {b.name} {said}")
     keys = dict.fromkeys([*a.settings, *b.settings])
     compared = [key for key in keys if is_of(key, rows, a.step if a.step == b.step else None)]
-    differing = [key for key in compared if a.settings.get(key) != b.settings.get(key)]
+    differing = [
+        key
+        for key in compared
+        if a.settings.get(key) != b.settings.get(key)
+        and not (key.endswith(FILES) and (key not in a.settings or key not in b.settings))  # not recorded before
+    ]
     return {
         "a": {"name": a.name, "step": a.step},
         "b": {"name": b.name, "step": b.step},

@@ -1,5 +1,6 @@
 """One attempt of an evaluation: servers, environments, one version after another, the summary after each."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -33,9 +34,9 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
         StoreError: the results cannot be written.
     """
     config, paths = experiment.eval, RunPaths(context.run_dir)
-    refuse_others(experiment, context.run_dir)
+    await asyncio.to_thread(refuse_others, experiment, context.run_dir)  # rows may be many
     versions = find_versions(config)
-    settings = record_settings(experiment, context.run_dir)
+    settings = await asyncio.to_thread(record_settings, experiment, context.run_dir)
     async with AsyncExitStack() as stack:
         log = EpisodeLog(paths, context.incarnation)
         stack.callback(log.close)

@@ -30,7 +30,7 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 _STEP = "eval.weights_dir, step "
 """With a number: the key of a version's weights. A run that was begun anew has others of the same number."""
 _NOT_DECISIVE = ("num_examples", "rollouts_per_example", "ratio")
-_FILES = " (contents of its files)"
+FILES = " (contents of its files)"
 """After an environment's label: the key of what is in the files that its arguments name."""
 
 
@@ -70,7 +70,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         key = f"{kind}.env.{told.pop('name') or env.id}"
         found[key] = told
         if env in config.env and (named := list(named_files(env.id, env.args))):
-            found[f"{key}{_FILES}"] = _sum_of(named, key)
+            found[f"{key}{FILES}"] = _sum_of(named, key)
     return found
 
 
@@ -84,7 +84,7 @@ def is_of(key: str, environments: Collection[str], step: int | None) -> bool:
     """
     if key.startswith(_STEP):
         return key == f"{_STEP}{step}"
-    section, _, label = key.removesuffix(_FILES).partition(".env.")
+    section, _, label = key.removesuffix(FILES).partition(".env.")
     return section not in ALONE or not label or label in environments
 
 
@@ -172,12 +172,12 @@ def _sum_of(named: Sequence[tuple[str, str]], key: str) -> str:
     """
     total = xxhash.xxh3_64()
     try:
-        for argument, text in named:
-            paths = find_data(SFTSourceConfig(path=text)).files if argument == "files" else [Path(text)]
-            for path in paths:
-                with path.open("rb") as file:
-                    while part := file.read(1 << 20):
-                        total.update(part)
+        rows = [text for argument, text in named if argument == "files"]  # together: one of them may be empty
+        paths = find_data(SFTSourceConfig(path=rows)).files if rows else []
+        for path in [*paths, *(Path(text) for argument, text in named if argument != "files")]:
+            with path.open("rb") as file:
+                while part := file.read(1 << 20):
+                    total.update(part)
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(str(error), key)) from error
     return total.hexdigest()

@@ -20,7 +20,7 @@ from prime_hpc.client.inference import InferenceClient
 from prime_hpc.config import ConfigError, Loaded, load_experiment
 from prime_hpc.config.sections import inference
 from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
-from prime_hpc.envs.chat_client import ChatClient, EndpointRefusedError
+from prime_hpc.envs.chat_client import FORBIDDEN_IN_A_ROW, ChatClient, EndpointRefusedError
 from prime_hpc.envs.model_client import RequestRefusedError
 from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.evals.connect import _is_api, _shortest_context
@@ -101,7 +101,7 @@ async def test_a_server_of_another_model_is_warned_of() -> None:
 
 @run
 async def test_one_request_that_a_filter_refuses_costs_one_episode() -> None:
-    statuses = [403, 200, 403]
+    statuses = [403, 200, *[403] * (FORBIDDEN_IN_A_ROW + 1)]
     message = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
     answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [message]}
 
@@ -115,7 +115,10 @@ async def test_one_request_that_a_filter_refuses_costs_one_episode() -> None:
         with pytest.raises(EndpointRefusedError, match="answered 403"):  # nobody was answered: the key is wrong
             await client.get_response(ChatDialect(), body, SamplingConfig())
         await client.get_response(ChatDialect(), body, SamplingConfig())
-        with pytest.raises(RequestRefusedError, match="answered 403"):
+        for _ in range(FORBIDDEN_IN_A_ROW):
+            with pytest.raises(RequestRefusedError, match="answered 403"):
+                await client.get_response(ChatDialect(), body, SamplingConfig())
+        with pytest.raises(EndpointRefusedError, match="answered 403"):  # no filter: the key was revoked
             await client.get_response(ChatDialect(), body, SamplingConfig())
         await client.close()
 

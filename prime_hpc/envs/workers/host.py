@@ -115,7 +115,7 @@ class Session:
         Raises:
             OSError: the orchestrator is gone.
         """
-        _import_for(order["loads"])
+        _import_for(order.get("loads") or {})  # of an orchestrator of other code, which its worker will tell so
         try:
             episode = mmap.mmap(-1, mmap.PAGESIZE)
             pid = os.fork()
@@ -333,13 +333,17 @@ def _import_everything() -> None:
 
 
 def _import_for(loads: dict[str, Any]) -> None:
-    """Import what finds a tokenizer's class, torch with it, where nobody has yet: once for all workers."""
-    tokenizer = loads["tokenizer"]
-    if tokenizer and not is_noted(tokenizer, trust_remote_code=loads["trust_remote_code"]):
-        from transformers import AutoTokenizer  # noqa: F401
+    """Import what finds a tokenizer's class where nobody has yet, once for all workers."""
+    tokenizer, trust = loads.get("tokenizer"), bool(loads.get("trust_remote_code"))
+    if tokenizer and "torch" not in sys.modules and not is_noted(tokenizer, trust_remote_code=trust):
+        _import_torch()
 
-        freeze_gc()
-        _tell_of_threads()
+
+def _import_torch() -> None:
+    from transformers import AutoTokenizer  # noqa: F401
+
+    freeze_gc()
+    _tell_of_threads()
 
 
 def _tell_of_threads() -> None:
@@ -373,6 +377,7 @@ def main() -> int:
     _import_everything()
     if asked.listen:
         assert key
+        _import_torch()  # now, for it takes seconds in which nobody would be heard
         try:
             host, port = parse_address(asked.listen)
             listener = sockets.listen(host, port)

@@ -1,5 +1,6 @@
 """One attempt of `synthesize`: servers, environments, the episodes that are missing, then filters and rows."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -42,8 +43,8 @@ async def synthesize(experiment: Experiment, context: RoleContext, bus: BusClien
         StoreError: the results cannot be written.
     """
     config, paths = experiment.synthesize, RunPaths(context.run_dir)
-    refuse_others(experiment, context.run_dir)
-    settings = record_settings(experiment, context.run_dir)
+    await asyncio.to_thread(refuse_others, experiment, context.run_dir)  # prompts may be many
+    settings = await asyncio.to_thread(record_settings, experiment, context.run_dir)
     async with AsyncExitStack() as stack:
         log = SampledLog(paths, context.incarnation)
         stack.callback(log.close)

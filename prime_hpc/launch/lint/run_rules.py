@@ -21,18 +21,26 @@ from prime_hpc.store.child_runs import list_children
 def groups(subject: Subject) -> Iterator[Finding]:
     """Report groups too small for a baseline that is the group's own mean."""
     orchestrator = subject.experiment.orchestrator
-    advantage = orchestrator.advantage
-    is_own = ":" in advantage.type  # nobody but the user knows
-    sizes = map(orchestrator.group_size, range(len(orchestrator.env)))
-    if min(sizes, default=orchestrator.rollouts_per_example) == 1 and (advantage.compares_rollouts or is_own):
-        yield Finding(
-            "PH201",
-            "warning" if is_own else "error",
-            "orchestrator.rollouts_per_example",
-            f"advantage.type = {advantage.type} {'may compare' if is_own else 'compares'} the rollouts of one prompt, "
-            f"and there is one: every advantage {'would be' if is_own else 'is'} 0 and nothing is learned",
-            "at least 2 rollouts_per_example, or advantage.type = none",
+    each = [
+        (
+            orchestrator.advantage_of(i),
+            orchestrator.group_size(i),
+            "" if env.rollouts_per_example is None else f".env.{i}",
         )
+        for i, env in enumerate(orchestrator.env)
+    ] or [(orchestrator.advantage, orchestrator.rollouts_per_example, "")]
+    for advantage, size, where in each:
+        is_own = ":" in advantage.type  # nobody but the user knows
+        if size == 1 and (advantage.compares_rollouts or is_own):
+            yield Finding(
+                "PH201",
+                "warning" if is_own else "error",
+                f"orchestrator{where}.rollouts_per_example",
+                f"advantage.type = {advantage.type} {'may compare' if is_own else 'compares'} the rollouts of one "
+                f"prompt, and there is one: every advantage {'would be' if is_own else 'is'} 0 and nothing is learned",
+                "at least 2 rollouts_per_example, or advantage.type = none",
+            )
+            return
 
 
 @rule("rl")
@@ -101,8 +109,9 @@ def batch(subject: Subject) -> Iterator[Finding]:
 @rule("rl")
 def concurrency(subject: Subject) -> Iterator[Finding]:
     """Too few episodes in flight starve the engines, too many only grow stale."""
-    experiment = subject.experiment
-    orchestrator, group = experiment.orchestrator, experiment.orchestrator.rollouts_per_example
+    experiment, orchestrator = subject.experiment, subject.experiment.orchestrator
+    sizes = map(orchestrator.group_size, range(len(orchestrator.env)))
+    group = max(sizes, default=orchestrator.rollouts_per_example)
     adaptive, flight = orchestrator.adaptive_concurrency is not None, orchestrator.most_in_flight
     key = "orchestrator.adaptive_concurrency.most" if adaptive else "orchestrator.max_concurrent"
     if flight < group:

@@ -58,8 +58,9 @@ def orchestrator_line(experiment: Experiment) -> str:
         return "none: tinker clients bring their own data and environments"
     envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
     own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
+    sizes = {orchestrator.group_size(i) for i in range(len(orchestrator.env))} or {orchestrator.rollouts_per_example}
     return (
-        f"{own}{experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
+        f"{own}{experiment.num_prompts} prompts x {' or '.join(map(str, sorted(sizes)))} rollouts a step, "
         f"{_in_flight(orchestrator)}, environments: {envs}"
     )
 

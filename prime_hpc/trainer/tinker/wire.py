@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 PACKAGE = "prime_hpc_tinker"
 PROTOBUF = "application/x-protobuf"
 MOST_VALUES = 1 << 26
-"""Of all tensors of a request together: a sparse one of a few bytes may claim any shape. Dense ones end earlier, with
-what one request may weigh (`app.MOST_BYTES`)."""
+"""Of all sparse tensors of a request together: one of a few bytes may claim any shape. Dense ones end with what one
+request may weigh (`app.MOST_BYTES`)."""
 STOP, LENGTH = 0, 1
 """Why a sequence ended."""
 _MESSAGES = {
@@ -128,9 +128,10 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     config: dict[str, float | str] = {row.key: row.value for row in message.loss_fn_config}
     for row in message.loss_fn_config_v2:
         config[row.key] = row.value.text if row.value.HasField("text") else row.value.number
-    claimed = sum(abs(math.prod(named.value.shape)) for row in message.data for named in row.loss_fn_inputs)
+    inputs = (named.value for row in message.data for named in row.loss_fn_inputs)
+    claimed = sum(abs(math.prod(value.shape)) for value in inputs if value.HasField("sparse_csr"))
     if claimed > MOST_VALUES:
-        raise BadWireError(f"its tensors have {claimed} values together; a request may have {MOST_VALUES}")
+        raise BadWireError(f"its sparse tensors have {claimed} values together; a request may have {MOST_VALUES}")
     data = [_datum(row, i) for i, row in enumerate(message.data)]
     return ForwardBackward(
         message.model_id, message.seq_id, data, message.loss_fn, config, forward_only=message.forward_only
