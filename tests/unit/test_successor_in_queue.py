@@ -106,8 +106,9 @@ def test_a_submission_that_began_while_slurm_was_asked_keeps_its_record(
 
     def ask(folder: Path) -> list[JobInfo]:
         found = jobs_of(folder)
-        more = {"state": "sent", "command": ["resume"], "layout": "packed", "cluster": None}
-        submission_record.open_record(folder, token="newer", **more)
+        submission_record.open_record(
+            folder, token="newer", state="sent", command=["resume"], layout="packed", cluster=None
+        )
         return found
 
     monkeypatch.setattr(queue, "jobs_of", ask)
