@@ -63,14 +63,19 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
 
 def _without_dependency(experiment: Experiment, before: Experiment) -> Experiment:
     """Return the experiment without what the run waited for; what it is told to wait for now stays."""
-    slurm, none = experiment.slurm, {"dependency": None}
+    slurm = experiment.slurm
     for role in get_args(SlurmRole):
         now, then = getattr(slurm, role), getattr(before.slurm, role)
         if now is not None and then is not None and now.dependency == then.dependency:
-            slurm = slurm.model_copy(update={role: now.model_copy(update=none)})
+            slurm = slurm.model_copy(update={role: now.model_copy(update=_lasting(now.dependency))})
     if slurm.dependency == before.slurm.dependency:
-        slurm = slurm.model_copy(update=none)
+        slurm = slurm.model_copy(update=_lasting(slurm.dependency))
     return experiment.model_copy(update={"slurm": slurm})
+
+
+def _lasting(dependency: str | None) -> dict[str, str | None]:
+    """Return what is left of it: `singleton` names no job that could be over."""
+    return {"dependency": "singleton" if "singleton" in (dependency or "").split(",") else None}
 
 
 def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, key: str) -> None:

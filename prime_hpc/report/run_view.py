@@ -80,7 +80,8 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
     attempts = read_rows(path / ATTEMPTS_JSONL)
     trained, served = Curves(), Curves()
     both = {"trainer": trained, "orchestrator": served}
-    hours = read_hours(path, config, attempts, is_under_way=status.is_under_way, lives=lives, curves=both)
+    goes_on = status.is_under_way and not status.is_between
+    hours = read_hours(path, config, attempts, is_under_way=goes_on, lives=lives, curves=both)
     trainer, orchestrator, spent = hours.trainer, hours.orchestrator, hours.spent
     for role, curves in both.items():
         notes += _faults(role, curves)

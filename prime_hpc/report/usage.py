@@ -76,7 +76,8 @@ def read_usage(
     rest = iter(runs)
     parents: set[Path] = set()
     while some := list(islice(rest, AT_ONCE)):
-        under_way = {status.path for status in collect([path for path, _ in some], folder)[0] if status.is_under_way}
+        states = collect([path for path, _ in some], folder)[0]
+        under_way = {status.path for status in states if status.is_under_way and not status.is_between}
         own: list[tuple[Path, str]] = []
         for path, name in some:
             try:

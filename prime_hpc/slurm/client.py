@@ -33,6 +33,7 @@ _READER_LEAKS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _WHOLE_ANSWERS = {"SCONTROL_ALL": "1", "SINFO_ALL": "1", "SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"}
 """For all commands but sbatch, which would hand them on: hidden partitions and their nodes are shown too, which else
 root alone sees; and times as epoch seconds, since of the hour when clocks are set back each is there twice."""
+_OF_PARTITIONS = ("SCONTROL_ALL", "SINFO_ALL")
 
 
 class SlurmError(RuntimeError):
@@ -61,7 +62,7 @@ class SlurmError(RuntimeError):
     @property
     def is_missing(self) -> bool:
         """True if the command is not installed here."""
-        return self.code is None and "not found" in self.stderr
+        return self.code is None and self.stderr.startswith(f"{self.argv[0]} is not found on PATH")
 
     @property
     def is_unreachable(self) -> bool:
@@ -160,6 +161,7 @@ def run_slurm(
     extra: Mapping[str, str] | None = None,
     dies_with_us: bool = False,
     with_stderr: bool = False,
+    of_user: bool = False,
 ) -> str:
     """Run a Slurm command; return its standard output.
 
@@ -170,12 +172,14 @@ def run_slurm(
         extra: variables added to its environment (sbatch hands them on to the job).
         dies_with_us: it is killed when this process is: an sbatch that lives on could make a job of which nobody knows.
         with_stderr: standard error follows it: the answer of some is there.
+        of_user: it shows no partition that is hidden from this user, or closed to his group.
 
     Raises:
         SlurmError: it is missing, hangs, or its exit status is not 0.
     """
     environment = {k: v for k, v in clean_environment(os.environ).items() if not k.startswith(_READER_LEAKS)}
-    environment |= (_WHOLE_ANSWERS if argv[0] != "sbatch" else {}) | dict(extra or {})
+    whole = {} if argv[0] == "sbatch" else _WHOLE_ANSWERS
+    environment |= {k: v for k, v in whole.items() if not (of_user and k in _OF_PARTITIONS)} | dict(extra or {})
     if (cluster := asked_cluster()) is not None and argv[0] in _OF_A_CLUSTER:
         argv = [argv[0], f"--clusters={cluster}", *argv[1:]]
     try:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,13 @@ class SiteDraft:
     """YAML with comments, which parses to `site`."""
 
 
-def probe(ask: Ask = run_slurm, interfaces: Callable[[], list[str]] | None = None) -> SiteDraft:
+def probe(ask: Ask | None = None, interfaces: Callable[[], list[str]] | None = None) -> SiteDraft:
     """Ask Slurm and draft a profile.
 
     Raises:
         SlurmError: Slurm is missing, hangs or refuses (the accounting and sbatch alone may).
     """
-    answers = ask_slurm(ask)
+    answers = ask_slurm(ask or partial(run_slurm, of_user=True))  # no partition where he may send no job
     cards = (interfaces or network_cards)()
     return draft_site(answers, cards)
 

@@ -38,6 +38,7 @@ from prime_hpc.slurm.submission_record import (
     SUBMISSION_VARIABLE,
     add_to_record,
     cluster_of,
+    is_being_sent,
     local_controller,
     new_token,
     open_record,
@@ -309,7 +310,10 @@ def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) ->
     if job_id in (record.get("job_id"), record.get("successor")):
         return
     with suppress(SlurmError):  # it cannot be asked: all stays as it is
-        if not any(info.is_active for info in jobs_of(run_dir)):
+        if any(info.is_active for info in jobs_of(run_dir)) or is_being_sent(run_dir):
+            return
+        now = read_record(run_dir) or SubmissionRecord()  # Slurm's answer took its time
+        if now.get("token") == record.get("token"):
             for name in (SUBMIT_JSON, SUBMIT_JOB_JSON):
                 (run_dir / name).unlink(missing_ok=True)
 
@@ -375,7 +379,11 @@ def _keep_one(run_dir: Path, token: str, job_id: str) -> str | None:
         return None
     kept, *others = waiting
     for info in others:
-        run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+        try:
+            run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+        except SlurmError as error:
+            if error.is_unreachable:
+                raise  # else whoever queued the other was quicker
     if kept.reason != "Dependency":
         change = f"Dependency=afternotok:{job_id}"
         with suppress(SlurmError):  # it waits all the same

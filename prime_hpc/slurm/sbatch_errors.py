@@ -117,7 +117,7 @@ def error_lines(stderr: str) -> str:
 
 def _partitions() -> str:
     try:
-        names = sorted(set(run_slurm(["sinfo", "-h", "-o", "%R"], LOOK_TIMEOUT_S).split()))
+        names = sorted(set(run_slurm(["sinfo", "-h", "-o", "%R"], LOOK_TIMEOUT_S, of_user=True).split()))
     except SlurmError:
         return ""  # the refusal itself is what matters
     return f"there are {', '.join(names)}" if names else "sinfo shows you none"

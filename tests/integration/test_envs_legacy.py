@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import threading
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,19 @@ def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
     for _ in range(2):
         assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
     assert len(loops) == 1
+
+
+def test_a_judge_that_blocks_holds_up_who_asked_it_alone() -> None:
+    """With a plain `OpenAI()` for its client one slow answer stopped all judges of the process."""
+    threads = []
+
+    def create(**request: Any) -> Any:
+        threads.append(threading.current_thread())
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+    judge = JudgeRubric(judge_client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
+    assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
+    assert threads == [threading.current_thread()]
 
 
 @pytest.mark.timeout(60)

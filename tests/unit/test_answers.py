@@ -264,7 +264,7 @@ def test_site_probe(answers: dict[str, dict[str, Any]]) -> None:
     ],
 )
 def test_refusals(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, key: str) -> None:
-    monkeypatch.setattr(sbatch_errors, "run_slurm", lambda *_: "gpu\ncpu\n")
+    monkeypatch.setattr(sbatch_errors, "run_slurm", lambda *_, **__: "gpu\ncpu\n")
     try:
         text = replay(answers, name)(["sbatch"])
     except client.SlurmError as error:

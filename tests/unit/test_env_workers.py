@@ -423,8 +423,11 @@ def test_episodes_of_a_machine_that_is_cut_off_are_played_elsewhere(monkeypatch:
         peer.answer(order, 5.0)
 
     async def use(fleet: Fleet) -> None:
+        played = asyncio.create_task(fleet.run(0, 0))
+        await asyncio.sleep(0)
+        fleet.move_server(0, "x" * (64 << 20))  # more than is taken of what nobody reads: it waits to be sent
         async with asyncio.timeout(20):
-            assert (await fleet.run(0, 0)).reward == 5.0
+            assert (await played).reward == 5.0
 
     assert asyncio.run(with_fleet(behave, use, host=CutOff, silence_s=0.1)).metrics()["restarts"] >= 1
 

@@ -5,6 +5,7 @@ import base64
 import gzip
 import json
 import pickle
+import resource
 import subprocess
 import tempfile
 import threading
@@ -314,15 +315,19 @@ def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
     assert mark.stat().st_size == before
 
 
+@pytest.mark.parametrize(("depth", "open_files"), [(3000, None), (400, 300)])
 def test_what_a_program_leaves_behind_is_removed_and_fails_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int, open_files: int | None
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    nested = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    nested = f"import os\nfor _ in range({depth}):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files or limits[0], limits[1]))
         assert run_program_here(nested, LIMITS).passed
         assert not list(tmp_path.iterdir())
     finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)  # pytest could not
 
 

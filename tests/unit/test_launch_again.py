@@ -164,7 +164,7 @@ def test_a_job_that_has_the_id_of_an_attempts_job_by_now_is_no_obstacle(
     fake.use(monkeypatch)
     one = loaded(tmp_path, model)
     run_dir = prepare_run(one)
-    job = fake.add(state="RUNNING", nodes="n1", stdout=f"{run_dir}/logs/slurm-100.out")
+    job = fake.add(state="RUNNING", nodes="n1", name="own", stdout=f"{run_dir}/logs/slurm-100.out")
     begin(run_dir / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id=job)
     (row,) = read_attempts(run_dir / "attempts.jsonl")
     rewrite_row(run_dir / "attempts.jsonl", row | {"host": "n9", "began": time.time() - 2 * ALIVE_S})
@@ -174,6 +174,14 @@ def test_a_job_that_has_the_id_of_an_attempts_job_by_now_is_no_obstacle(
     with pytest.raises(ConfigError, match=rf"job {job} \(RUNNING\) still works there"):
         close()
     fake.change(job, stdout=f"{run_dir.parent}/another/logs/slurm-100.out")
+    fake.behave("scontrol", code=1, stderr="Unable to contact slurm controller (connect failure)")
+    with pytest.raises(ConfigError, match="still works there"):
+        close()  # nobody says that it is another's
+    fake.behave("scontrol")
+    fake.change(job, name=one.experiment.name)
+    with pytest.raises(ConfigError, match="still works there"):
+        close()  # sent with `sbatch -o FILE job.sbatch`
+    fake.change(job, name="own")
     close()
     (row,) = read_attempts(run_dir / "attempts.jsonl")
     assert row["ended"] is not None

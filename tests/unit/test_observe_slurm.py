@@ -238,10 +238,16 @@ def test_a_hanging_command(fake: FakeSlurm) -> None:
     assert caught.value.is_unreachable and not caught.value.is_missing
 
 
-def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
-    program(tmp_path, "sbatch", f"echo '{full}' >&2; exec sleep 60", monkeypatch)
-    with pytest.raises(SlurmError, match=rf"no answer within 3 s \({full}\)") as caught:
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
+        "wrapper: module: command not found",  # of a site's wrapper, which goes on all the same
+    ],
+)
+def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    program(tmp_path, "sbatch", f"echo '{said}' >&2; exec sleep 60", monkeypatch)
+    with pytest.raises(SlurmError, match=rf"no answer within 3 s \({said}\)") as caught:
         run_slurm(["sbatch"], 3.0)
     assert caught.value.is_unreachable and not caught.value.is_missing
 
@@ -314,6 +320,8 @@ def test_answers_are_whole_and_no_job_inherits_what_makes_them_so(
         program(tmp_path, name, "env", monkeypatch)
     assert {"SCONTROL_ALL=1", "SLURM_TIME_FORMAT=%s"} <= set(run_slurm(["scontrol"]).split())
     assert "SINFO_ALL=1" in run_slurm(["sinfo"])
+    assert "SCONTROL_ALL=" not in run_slurm(["scontrol"], of_user=True), "as for advice to this user"
+    assert "SINFO_ALL=" not in run_slurm(["sinfo"], of_user=True)
     assert "_ALL=" not in (said := run_slurm(["sbatch"])) and "SLURM_TIME_FORMAT" not in said
 
 

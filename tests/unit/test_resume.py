@@ -67,13 +67,14 @@ def test_resume_waits_for_no_job_that_was_waited_for(fake: FakeSlurm, config: Pa
     from prime_hpc.store.run_paths import RunPaths
     from tests.support.checkpoints import make_checkpoint
 
-    submit(load(config, "--slurm.dependency", "afterok:7", "--slurm.trainer.dependency", "afterok:7"))
+    asked = ["--slurm.dependency", "afterok:7,singleton", "--slurm.trainer.dependency", "afterok:7"]
+    submit(load(config, *asked))
     assert fake.jobs()[0]["dependency"] == "afterok:7"
     make_checkpoint(RunPaths(run_dir(config)), 10)
     fake.change("100", state="FAILED")
     ended(config)
     slurm = load_to_resume(run_dir(config), []).experiment.slurm
-    assert slurm.dependency is None and slurm.trainer.dependency is None
+    assert slurm.dependency == "singleton" and slurm.trainer.dependency is None
     assert (
         load_to_resume(run_dir(config), ["--slurm.dependency", "afterok:9"]).experiment.slurm.dependency == "afterok:9"
     )

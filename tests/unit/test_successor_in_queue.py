@@ -4,8 +4,11 @@ by hand again."""
 import shutil
 from pathlib import Path
 
+import pytest
+
 from prime_hpc.launch.submission import submit
-from prime_hpc.slurm import submission_record
+from prime_hpc.slurm import queue, submission_record
+from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.slurm.queue import drop_successor, forget_submission_that_is_over, jobs_of, queue_successor
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
@@ -89,3 +92,33 @@ def test_a_script_that_is_sent_by_hand_again_is_no_job_of_a_submission_that_is_o
     assert read_record(run_dir(config)) is None
     ended(config, job_id=job)
     assert [info.job_id for info in jobs_of(run_dir(config))] == [job]
+
+
+def test_a_submission_that_began_while_slurm_was_asked_keeps_its_record(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(load(config))
+    fake.change("100", state="COMPLETED")
+    inside = {"SLURM_JOB_ID": fake.add(state="RUNNING", nodes="n1", comment="prime-hpc")}
+    with submission_record.submitting(run_dir(config)):
+        forget_submission_that_is_over(run_dir(config), inside)
+    assert (read_record(run_dir(config)) or {})["job_id"] == "100"
+
+    def ask(folder: Path) -> list[JobInfo]:
+        found = jobs_of(folder)
+        submission_record.open_record(
+            folder, token="newer", state="sent", command=["resume"], layout="packed", cluster=None
+        )
+        return found
+
+    monkeypatch.setattr(queue, "jobs_of", ask)
+    forget_submission_that_is_over(run_dir(config), inside)
+    assert (read_record(run_dir(config)) or {})["token"] == "newer"
+
+
+def test_a_second_successor_that_somebody_else_has_taken_out_already(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.restart.how", "successor"))
+    first, second = fake.jobs()
+    fake.add(comment=first["comment"], dependency=f"afternotok:{first['id']}")
+    fake.behave("scancel", code=1, stderr="scancel: error: Kill job error on job id 102: Invalid job id specified")
+    assert queue_successor(run_dir(config), first["id"]) == second["id"]

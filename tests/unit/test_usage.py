@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
+from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.report import usage
+from prime_hpc.report.run_view import limits_for, view_run
 from prime_hpc.report.usage import NO_SWEEP, grouped, read_usage, totals
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.attempts import begin, write_attempt
 from prime_hpc.store.run_dirs import read_rows
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.made_runs import BEGAN, STEP_S, TRAINER, Life, config_of, make_run, make_runs_of_one_trainer
 
 GPUS = {"gpus": 8.0, "cpus": 64.0, "nodes": 2.0}
@@ -110,6 +113,22 @@ def test_since_takes_the_part_of_an_attempt(tmp_path: Path) -> None:
     last = of(second + (WALL + 40 * STEP_S) / 2)
     assert last is not None and last.charged == pytest.approx(8 * (WALL + 40 * STEP_S) / 7200) and last.queued == 0
     assert of(second + 10_000) is None
+
+
+def test_a_job_that_is_in_the_queue_again_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its node died without a word: the attempt that wrote no end was charged for all the time of its wait."""
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    run = make_run(tmp_path / "one", [Life(0, 100, None, allocated=GPUS, gap_s=0)])
+    with_jobs(run, fake.add(state="PENDING", reason="BeginTime", restarts=1, comment="prime-hpc:t"))
+    record = {"token": "t", "state": "sent", "job_id": "100", "time": BEGAN, "command": ["submit"], "layout": "packed"}
+    (run / "submit.json").write_text(json.dumps(record))
+    [row] = asked(capsys, run)["rows"]
+    figures = view_run(run, status_of(run), limits_for(1))["figures"]
+    for charged in (row["charged_hours"], figures["GPU-hours charged"]):
+        assert charged == pytest.approx(8 * (WALL - 1) / 3600, abs=0.01)
 
 
 def test_words_of_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

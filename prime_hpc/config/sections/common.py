@@ -123,7 +123,8 @@ class PrometheusConfig(Section):
     textfile: bool = False
     """Write `<folder>/<run>.prom` for node exporter's textfile collector, where no port may be opened."""
     folder: Path | None = None
-    """Directory of the token, targets and text files; default `<output_dir>/.prometheus`, which its runs share."""
+    """Directory of the token, targets and text files; default `<output_dir>/.prometheus`, of a sweep's point the
+    one beside its sweep; runs share it."""
     servers: bool = True
     """Hand on what the servers say of themselves, all of it."""
     every_s: float = Field(15.0, ge=1)

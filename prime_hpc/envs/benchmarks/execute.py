@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,9 @@ def _folder() -> Iterator[str]:
     try:
         yield made.name
     finally:
-        try:
+        with suppress(RecursionError):
             made.cleanup()
-        except RecursionError:  # thousands of folders, each in the one before
+        if os.path.lexists(made.name):  # thousands of folders, each in the one before: too many for open files as well
             subprocess.run(["rm", "-rf", made.name], check=False)
 
 

@@ -6,8 +6,9 @@ whatever the rubric's `class_objects` hold. One that raises scores 0, as it did 
 """
 
 import inspect
+import threading
 from asyncio import wrap_future
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -243,18 +244,29 @@ class JudgeRubric(Rubric):
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
         known = state.setdefault("judge_response", {}) if state is not None else {}
         if text not in known:
-            asked = maybe_await(
-                self.judge_client.chat.completions.create,
+            asked = self.judge_client.chat.completions.create(
                 model=self.judge_model,
                 messages=[{"role": "user", "content": text}],
                 **self.judge_sampling_args,
-            )
-            reply = await wrap_future(_judges_loop().submit(asked))
+            )  # a client that is not async answers here: on the judges' loop it would hold up all others
+            reply = await _on_judges_loop(asked) if isinstance(asked, Awaitable) else asked
             known[text] = str(reply.choices[0].message.content)
         return known[text]
 
 
-@cache
+async def _on_judges_loop(asked: Awaitable[Any]) -> Any:
+    async def answer() -> Any:
+        return await asked
+
+    with _STARTING:
+        loop = _judges_loop()
+    return await wrap_future(loop.submit(answer()))
+
+
+_STARTING = threading.Lock()
+
+
+@cache  # which lets two that ask first at once have one each
 def _judges_loop() -> LoopThread:
     """Return the loop on which all judges of this process are asked. A client's connections are of one loop, and
     training and evaluation, which share an environment, have one each: some questions failed, others hung."""

@@ -426,7 +426,7 @@ class Fleet:
                 silent_s = now - worker.last_message
                 if worker.state in ("open", "leaving") and silent_s > self._config.silence_s:
                     worker.connection.kill(f"it was silent for {silent_s:.0f} s")
-                    worker.connection.close()  # nobody may be there to end it, or to say so: its machine is cut off
+                    worker.connection.abort()  # nobody may be there to end it, or to say so: its machine is cut off
             if self._auto and now - self._grown > GROW_EVERY_S and len(self._slots) < self._most:
                 busy = [worker.busy for worker in self._workers if worker.state == "open"]
                 if busy and min(busy) > BUSY:

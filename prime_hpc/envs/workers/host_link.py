@@ -113,6 +113,10 @@ class Connection:
         with contextlib.suppress(OSError, RuntimeError):
             self._writer.close()
 
+    def abort(self) -> None:
+        """Close the connection without what is still to be sent, for which `close` waits."""
+        self._writer.transport.abort()
+
 
 class HostLink(ABC):
     """A host as the orchestrator sees it. Subclasses reach it."""

@@ -15,6 +15,7 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.jobs import history, jobs
 from prime_hpc.slurm.queue import logs_into
+from prime_hpc.slurm.script import job_name
 from prime_hpc.slurm.termination import lost_hosts
 from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere
 from prime_hpc.store.run_dirs import AttemptRow
@@ -42,7 +43,7 @@ def close_crashed_attempts(
             if (signs := runs_elsewhere(run_dir, row)) is not None:
                 raise ConfigError(f"{run_dir}: {signs}")
             if row.get("job_id"):
-                _refuse_if_running(run_dir, row)
+                _refuse_if_running(experiment, run_dir, row)
         outcome, cause, nodes = _cause(row, allocation, run_dir)
         last_word, saved = _last_seen(run_dir, row), newest_saved_step(paths)
         closed: AttemptRow = {**row, "ended": last_word, "outcome": outcome, "cause": cause, "lost_nodes": nodes}
@@ -73,17 +74,20 @@ def cancel_stale_steps(allocation: Allocation) -> None:
         time.sleep(1.0)
 
 
-def _refuse_if_running(run_dir: Path, row: AttemptRow) -> None:
+def _refuse_if_running(experiment: Experiment, run_dir: Path, row: AttemptRow) -> None:
     job_id = str(row["job_id"])
     try:
         info = jobs([job_id]).get(job_id)
-        # of a sweep's point the log is in the sweep's directory
-        works = info is not None and info.state in ("RUNNING", "COMPLETING", "SUSPENDED")
-        is_ours = works and logs_into(job_id, run_dir, run_dir.parent)
     except SlurmError as error:
         logger.warning(f"whether job {row['job_id']} still runs is unknown: {error}")
         return
-    if info is not None and is_ours:
+    if info is None or info.state not in ("RUNNING", "COMPLETING", "SUSPENDED"):
+        return
+    try:  # of a sweep's point the log is in the sweep's directory; of a script sent with `-o` anywhere
+        is_ours = info.name == job_name(experiment) or logs_into(job_id, run_dir, run_dir.parent)
+    except SlurmError as error:
+        is_ours = not error.is_unknown_job
+    if is_ours:
         raise ConfigError(
             f"{run_dir}: job {row['job_id']} ({info.state}) still works there on {info.nodes}; "
             f"cancel it first (prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name"
