@@ -101,7 +101,7 @@ def test_a_sparse_tensor_takes_no_more_memory_than_its_request_is_worth() -> Non
     (datum,) = read_forward_backward(tensor([2, 3], [0, 1, 2], [2, 0], [5, 7])).data
     assert datum.inputs["weights"].tolist() == [[0, 0, 5], [7, 0, 0]]
     for shape, times in (([10**6, 10**6], 1), ([1, 1 << 20], 65), ([-1, 1 << 27], 1)):  # a few bytes each
-        with pytest.raises(BadWireError, match="its sparse tensors have .* values together; a request may have 67108864"):
+        with pytest.raises(BadWireError, match="its sparse tensors have .* values together; .* 67108864"):
             read_forward_backward(tensor(shape, [0, 1], [0], [1.0], times))
     for shape, rows, columns, values in (
         ([-1, 2], [0, 1], [0], [1.0]),
