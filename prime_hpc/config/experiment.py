@@ -34,6 +34,7 @@ from prime_hpc.config.sections.weights import WeightsConfig
 COMPONENTS = ("trainer", "orchestrator", "inference", "sft", "eval", "synthesize")
 ALONE = ("eval", "synthesize")
 """Kinds that train nothing: they play episodes, each with the section of its name."""
+TOO_FEW = "rollouts_per_example must be at least 2 (or set advantage.type = none)"
 
 
 class Experiment(Section):
@@ -213,6 +214,8 @@ class Experiment(Section):
                 f"orchestrator.batch_size ({o.batch_size}) must be a multiple of "
                 f"orchestrator.rollouts_per_example ({o.rollouts_per_example})"
             )
+        if self.kind == "rl" and not o.env and o.advantage.compares_rollouts and o.rollouts_per_example < 2:
+            raise ValueError(f"orchestrator: {o.advantage.type} compares rollouts of one prompt: {TOO_FEW}")
         if self.kind == "rl" and min(map(o.group_size, range(len(o.env))), default=o.rollouts_per_example) < 2:
             for i, gate in enumerate(o.curriculum.gates):
                 if gate.type == "advantage_range":
@@ -338,10 +341,7 @@ class Experiment(Section):
                     "algorithm with a teacher is for all environments of a run"
                 )
             if advantage.compares_rollouts and o.group_size(i) < 2:
-                raise ValueError(
-                    f"{key}: {advantage.type} compares rollouts of one prompt: rollouts_per_example must be at least 2 "
-                    "(or set advantage.type = none)"
-                )
+                raise ValueError(f"{key}: {advantage.type} compares rollouts of one prompt: {TOO_FEW}")
             sampling = env.sampling.over(o.sampling)
             if sampling.max_tokens >= self.max_model_len:
                 raise ValueError(

@@ -16,6 +16,7 @@ from prime_hpc.store.checkpoint.checkpoints import Saved, note_saved, prune_chec
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
+from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.leases import min_floor, set_floor
 from prime_hpc.store.run_paths import (
@@ -44,6 +45,16 @@ def begin(paths: RunPaths, step: int) -> int:
     number = claim_incarnation(paths)
     record_start(paths, number, step)
     return number
+
+
+def test_a_list_of_attempts_whose_name_leads_nowhere_is_said_to_be_unreadable(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that a file is missing: where one is, another attempt would begin the list anew."""
+    monkeypatch.setattr(files, "VISIBLE_S", 0.05)
+    paths.attempts.symlink_to("nowhere")
+    with pytest.raises(Unreadable, match="its name is taken, and no file is seen there"):
+        write_attempt(paths.attempts, Attempt(1, 1, 0.0, "first start"))
 
 
 def stop_before(operation: str, what: str, then: object) -> files.Observer:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 
@@ -28,6 +28,7 @@ def update_file(path: Path, update: Callable[[bytes], bytes]) -> None:
 
     Raises:
         StoreError: disk full, not writable, I/O error.
+        Unreadable: it is there, and cannot be seen.
     """
     content = expected = path.read_bytes() if path.exists() else None
     for _ in range(_MAX_UPDATES):
@@ -36,7 +37,11 @@ def update_file(path: Path, update: Callable[[bytes], bytes]) -> None:
         try:
             files.write_file(temporary, [new])
             if expected is None and not _give_name(temporary, path):  # another node's may be seen late
-                content = expected = files.retry_read(path.read_bytes, deadline_s=files.VISIBLE_S, parent=path.parent)
+                try:
+                    content = files.retry_read(path.read_bytes, deadline_s=files.VISIBLE_S, parent=path.parent)
+                except FileNotFoundError as error:  # the name is taken, by nothing
+                    raise Unreadable(path, "its name is taken, and no file is seen there", error.errno) from error
+                expected = content
                 continue
             found = expected
             if expected is not None and _exchange(temporary, path):
