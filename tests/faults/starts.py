@@ -208,6 +208,7 @@ def shortened() -> Iterator[None]:
     """Waits of minutes are moments here."""
     short = [
         (files, "STALE_S", 0.02),
+        (files, "VISIBLE_S", 0.05),
         (early_end, "LOAD_S", PATIENCE_S),
         (resume, "READ_DEADLINE_S", 0.02),
         (admit, "READ_DEADLINE_S", 0.02),
