@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,25 +17,17 @@ from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs import pool as pool_module
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool import EnvPool
-from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.pool_settings import ChatOptions
+from prime_hpc.envs.samples import EpisodeState
 from prime_hpc.envs.workers import fleet as fleet_module
 from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import Unpacker, pack
 from prime_hpc.envs.workers.host import Session
-from prime_hpc.envs.workers.host_link import Connection, Ending, HostLink
-from prime_hpc.envs.workers.records import result_to_plain
+from prime_hpc.envs.workers.host_link import HostLink
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_from_plain, settings_to_plain
-
-CODE = {"the environment's code": "abc"}
-
-
-def settings_of(env: EnvConfig, **options: Any) -> PoolSettings:
-    asked: dict[str, Any] = {"urls": ["http://host:1/v1"], "model_name": "m", "tokenizer_path": "t"}
-    asked |= {"split": "train", "seed": 0, "max_model_len": 64, "samplings": [{"top_k": 5}]}
-    return PoolSettings(envs=[env], **(asked | options))
+from tests.support.scripted_workers import CODE, CutOff, Peer, Scripted, fails_once, settings_of, with_fleet
 
 
 def test_a_worker_is_told_secrets_and_nothing_that_was_not_stated() -> None:
@@ -166,105 +157,6 @@ def test_a_host_without_room_for_a_worker_says_so_and_keeps_the_others(monkeypat
         assert ours.recv(1) == b""  # nobody holds the worker's end
 
 
-class Scripted:
-    """A host whose workers do as a test says: `behave(worker)` for each that is started."""
-
-    def __init__(self, behave: "Callable[[Peer], Awaitable[None]]") -> None:
-        self.behave = behave
-        self.peers: list[Peer] = []
-
-    async def connect(self, label: str, memory_bytes: int, loads: dict[str, Any]) -> Connection:
-        ours, theirs = socket.socketpair()
-        ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        streams, host = await asyncio.open_connection(sock=ours), cast(Any, self)
-        made = Connection(host, len(self.peers), ended, *streams)
-        peer = Peer(made, *(await asyncio.open_connection(sock=theirs)))
-        self.peers.append(peer)
-        peer.task = asyncio.create_task(peer.run(self.behave))
-        return made
-
-    def kill(self, number: int, why: str) -> None:
-        self.peers[number].end(-9, why=why)
-
-
-class Peer:
-    """The worker's end of a connection."""
-
-    task: "asyncio.Task[None]"
-
-    def __init__(self, connection: Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connection, self.reader, self.writer = connection, reader, writer
-        self.unpacker = Unpacker()
-        self.inbox: list[dict[str, Any]] = []
-
-    async def run(self, behave: "Callable[[Peer], Awaitable[None]]") -> None:
-        await behave(self)
-
-    async def hear(self, op: str) -> dict[str, Any]:
-        """The next message of this kind; ends the worker where it is told to stop."""
-        while True:
-            for message in self.inbox:
-                if message["op"] == op:
-                    self.inbox.remove(message)
-                    return message
-            data = await self.reader.read(1 << 16)
-            if not data:
-                self.end(0)
-                await asyncio.Event().wait()
-            self.inbox += self.unpacker.feed(data)
-
-    async def open(self, code: dict[str, str] = CODE) -> None:
-        await self.hear("open")
-        self.say("opened", fingerprint=code)
-
-    def say(self, op: str, **fields: Any) -> None:
-        self.writer.write(pack(op, **fields))
-
-    def answer(self, order: dict[str, Any], reward: float) -> None:
-        result = result_to_plain(EpisodeResult(EpisodeState.COMPLETED, True, reward=reward))
-        self.say("ended", id=order["id"], attempt=order["attempt"], result=result)
-
-    def end(self, code: int, episode: int = 0, why: str = "") -> None:
-        if not self.connection.ended.done():
-            self.connection.ended.set_result(Ending(code, episode, why))
-        self.writer.close()
-
-
-class CutOff(Scripted):
-    """A host that nothing reaches any more."""
-
-    def kill(self, number: int, why: str) -> None:
-        """Nothing."""
-
-
-async def with_fleet(
-    behave: Callable[[Peer], Awaitable[None]],
-    use: Callable[[Fleet], Awaitable[None]],
-    *,
-    host: type[Scripted] = Scripted,
-    load_s: float = 0.0,
-    **limits: Any,
-) -> Fleet:
-    fleet = Fleet(
-        "toy",
-        1,
-        EnvServersConfig(**limits),
-        [host(behave)],
-        options=settings_to_plain(settings_of(EnvConfig(id="toy"))),
-        moved=list,
-        expected=CODE,
-        timeout_s=60.0,
-        load_s=load_s,
-    )
-    try:
-        async with asyncio.timeout(60):
-            await fleet.start()
-            await use(fleet)
-    finally:
-        await fleet.close()
-    return fleet
-
-
 def test_a_second_answer_and_one_for_an_episode_given_up_are_dropped() -> None:
     given_up = asyncio.Event()
 
@@ -390,37 +282,22 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
 def test_a_worker_that_says_nonsense_or_nothing_is_ended_and_its_episode_played_again(
     said: bytes, silence_s: float
 ) -> None:
-    lives = 0
-
-    async def behave(peer: Peer) -> None:
-        nonlocal lives
-        lives += 1
-        await peer.open()
-        order = await peer.hear("play")
-        if lives == 1:
-            peer.writer.write(said)
-            await peer.hear("never")
-        peer.answer(order, 5.0)
+    async def fail(peer: Peer) -> None:
+        peer.writer.write(said)
+        await peer.hear("never")
 
     async def use(fleet: Fleet) -> None:
         assert (await fleet.run(0, 0)).reward == 5.0
 
-    assert asyncio.run(with_fleet(behave, use, silence_s=silence_s)).metrics()["restarts"] >= 1
+    assert asyncio.run(with_fleet(fails_once(fail), use, silence_s=silence_s)).metrics()["restarts"] >= 1
 
 
 def test_episodes_of_a_machine_that_is_cut_off_are_played_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers counted as open until TCP gave them up, and got episodes that all met their deadlines."""
     monkeypatch.setattr(host_link, "TOLD_WITHIN_S", 0.05)
-    lives = 0
 
-    async def behave(peer: Peer) -> None:
-        nonlocal lives
-        lives += 1
-        await peer.open()
-        order = await peer.hear("play")
-        if lives == 1:
-            await asyncio.Event().wait()
-        peer.answer(order, 5.0)
+    async def fail(peer: Peer) -> None:
+        await asyncio.Event().wait()
 
     async def use(fleet: Fleet) -> None:
         played = asyncio.create_task(fleet.run(0, 0))
@@ -429,7 +306,7 @@ def test_episodes_of_a_machine_that_is_cut_off_are_played_elsewhere(monkeypatch:
         async with asyncio.timeout(20):
             assert (await played).reward == 5.0
 
-    assert asyncio.run(with_fleet(behave, use, host=CutOff, silence_s=0.1)).metrics()["restarts"] >= 1
+    assert asyncio.run(with_fleet(fails_once(fail), use, host=CutOff, silence_s=0.1)).metrics()["restarts"] >= 1
 
 
 def test_a_server_that_moves_while_a_worker_opens_is_asked_where_it_is() -> None:

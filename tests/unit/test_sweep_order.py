@@ -31,6 +31,14 @@ def folder(tmp_path: Path) -> Path:
     return make_experiment(tmp_path)
 
 
+def make_het(folder: Path, more: str = "") -> None:
+    """The experiment is RL in a heterogeneous job, whose points are jobs of their own."""
+    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
+    het = f"layout: het, {more}site: {folder / 'site.yaml'}"
+    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
+    (folder / "exp.yaml").write_text(text + RL)
+
+
 def test_the_throttle_holds_over_submits(slurm: FakeSlurm, folder: Path) -> None:
     submit(write_sweep(folder, "seeds: 2\nthrottle: 1\n"))
     first = slurm.jobs()[0]["id"]
@@ -65,10 +73,7 @@ def test_one_of_several_and_the_jobs_before_is_nothing_that_slurm_can_wait_for(s
 
 
 def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
-    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
-    het = f"layout: het, site: {folder / 'site.yaml'}"
-    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
-    (folder / "exp.yaml").write_text(text + RL)
+    make_het(folder)
     report = submit(write_sweep(folder, "seeds: 5\nlanes: 2\n"))
     ids = [job["id"] for job in slurm.jobs()]
     assert [job["dependency"] for job in slurm.jobs()] == [None, None, *(f"afterany:{i}" for i in ids[:3])]
@@ -85,10 +90,7 @@ def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
 
 
 def test_a_lanes_tail_is_the_job_sent_last_whatever_the_clocks_of_hosts_say(slurm: FakeSlurm, folder: Path) -> None:
-    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
-    het = f"layout: het, site: {folder / 'site.yaml'}"
-    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
-    (folder / "exp.yaml").write_text(text + RL)
+    make_het(folder)
     submit(write_sweep(folder, "seeds: 2\nlanes: 1\n"))
     log = folder / "out" / "s" / "submits.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()]
@@ -101,10 +103,7 @@ def test_a_lanes_tail_is_the_job_sent_last_whatever_the_clocks_of_hosts_say(slur
 
 def test_a_lane_waits_for_the_job_in_which_its_point_is_now(slurm: FakeSlurm, folder: Path) -> None:
     """The first one has ended; Slurm takes a job of which it knows nothing any more for no dependency at all."""
-    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
-    het = f"layout: het, restart: {{how: successor}}, site: {folder / 'site.yaml'}"
-    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
-    (folder / "exp.yaml").write_text(text + RL)
+    make_het(folder, "restart: {how: successor}, ")
     submit(write_sweep(folder, "seeds: 1\nlanes: 1\n"))
     (first,) = slurm.jobs()
     run_dir = folder / "out" / "s" / "seed0"

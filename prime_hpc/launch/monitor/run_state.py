@@ -328,10 +328,8 @@ def _find(queue: Queue, record: SubmissionRecord, *job_ids: Any) -> "JobInfo | N
     Slurm can use a job id again: the job must carry the token of the submission (one sent by hand has none).
     """
     tokens = {record.get("token"), record.get("successor_token")} - {None}
-    if record.get("command") == [] and not record.get(
-        "array"
-    ):  # of a script that was sent by hand; its successor has one
-        tokens |= {None}
+    was_sent_by_hand = record.get("command") == [] and not record.get("array")
+    tokens |= {None} if was_sent_by_hand else set()  # its successor has one
     known = (queue.jobs.get(str(i)) for i in job_ids if i is not None)
     return next((job for job in known if job is not None and (not tokens or job.token in tokens)), None)
 
