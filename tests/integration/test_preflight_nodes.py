@@ -54,6 +54,16 @@ files.write_atomic = write
 sys.exit(main(sys.argv[1:]))
 """
 
+LATE = """
+import sys, time
+from pathlib import Path
+from prime_hpc.supervisor.preflight.node import main, RESULT
+
+while len(list(Path(sys.argv[1]).parent.glob("[ab]" + RESULT))) < 2:
+    time.sleep(0.05)
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 class Nodes:
     """Stands for srun: the command once a host, as plain processes; `odd` changes a host's command."""
@@ -175,11 +185,21 @@ def test_a_directory_of_the_same_name_that_is_not_shared(tmp_path: Path) -> None
         return [sys.executable, "-c", code, spec, str(private / "spec.json"), wait_s]
 
     report = run_preflight(
-        make_plan(tmp_path, ["a", "b", "alone"], timeout_s=6, max_visibility_s=1), Nodes({"alone": elsewhere})
+        make_plan(tmp_path, ["a", "b", "alone"], timeout_s=12, max_visibility_s=3), Nodes({"alone": elsewhere})
     )
     problems = by_host(report)
     assert problems["a"] == problems["b"] == [], problems
-    assert "its file was not seen by the supervisor, a, b" in problems["alone"][0]
+    assert "its file was not seen by the supervisor" in problems["alone"][0]
+
+
+def test_a_node_that_starts_when_the_others_have_looked_already_is_not_at_fault(tmp_path: Path) -> None:
+    def late(argv: list[str]) -> list[str]:
+        return [sys.executable, "-c", LATE, *module_arguments(argv)[1:]]
+
+    report = run_preflight(
+        make_plan(tmp_path, ["a", "b", "late"], timeout_s=40, max_visibility_s=1), Nodes({"late": late})
+    )
+    assert report.ok, report.lines()
 
 
 def test_stop_ends_the_checks(tmp_path: Path) -> None:

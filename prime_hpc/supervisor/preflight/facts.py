@@ -29,6 +29,8 @@ RETRIES_AT_ONCE = 16
 PATIENCE_S = 15.0
 """Once half of the nodes have spoken, a silent one is tried alone after this."""
 SLOW_VISIBILITY_S = 2.0
+WATCHED_SHARE = 0.5
+"""A file counts as unseen by a node that looked for it during so much of the time that all have."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class FactsRound:
         self._sightings: list[Sighting] = []
         self._strangers: list[str] = []
         self._looking = math.inf
+        self._watch_s = 0.0
         self._ended: dict[int, float] = {}
         self._half_spoke = math.inf
         self._told_lost = 0
@@ -104,7 +107,7 @@ class FactsRound:
     def _write_spec(self, timeout_s: float) -> list[str]:
         """Write what the nodes read; returns the command that they run."""
         config = self._plan.config
-        wait_s = min(config.max_visibility_s, 0.8 * timeout_s)
+        wait_s = self._watch_s = min(config.max_visibility_s, 0.8 * timeout_s)
         checks = [node.check for node in self._nodes.values()]
         hosts = [
             {"host": c.host, "gpus_asked": c.gpus_asked, "on_gpus": c.on_gpus, "ports": list(c.ports)} for c in checks
@@ -231,7 +234,9 @@ class FactsRound:
             by_host[sighting.writer].append(sighting)
         wrote = {host for host, node in self._nodes.items() if "wrote" in node.times or node.file_seen is not None}
         answered = [host for host, node in self._nodes.items() if node.answered and "looking" in node.times]
-        unseen = {h: [w for w in self._nodes[h].unseen if w in wrote] for h in answered}
+        unseen = {
+            h: [w for w in self._nodes[h].unseen if w in wrote and self._looked_for(h, w, bounds)] for h in answered
+        }
         unseen[SUPERVISOR] = [h for h in hosts if h in wrote and self._nodes[h].file_seen is None]
         watchers: dict[str, list[str]] = {writer: [] for writer in wrote}
         for reader in answered:
@@ -263,6 +268,15 @@ class FactsRound:
             verdicts.append(NodeVerdict(host, not problems, problems, shared, facts))
         self._address_warnings(verdicts)
         return verdicts
+
+    def _looked_for(self, reader: str, writer: str, bounds: dict[str, rules.Bounds]) -> bool:
+        """Return whether a node looked for another's file long enough after that was written.
+
+        One that started long before the other had given up by then, which is no fault of either.
+        """
+        clocks = (rules.best_guess(bounds[reader]) or 0.0) - (rules.best_guess(bounds[writer]) or 0.0)
+        looked_s = self._nodes[reader].times["looked"] - self._nodes[writer].times["wrote"] - clocks
+        return looked_s >= WATCHED_SHARE * self._watch_s
 
     def _no_answer(self, host: str, node: _Node, waited_s: float) -> str:
         last = {None: "never heard of", "started": "it started", "facts": "it stated its facts"}.get(node.phase, "")

@@ -195,19 +195,21 @@ def memory_gib() -> dict[str, float]:
 
 def watch_peers(
     folder: Path, peers: list[str], token: str, wait_s: float
-) -> tuple[dict[str, tuple[float, float]], list[str]]:
+) -> tuple[dict[str, tuple[float, float]], list[str], float]:
     """Wait until the file of every peer is there and whole.
 
     Returns:
         by peer when it was first seen (this node's clock) and when it had been written (the writer's clock); the peers
-        that the supervisor gave up as lost.
+        that the supervisor gave up as lost; when this node looked last (its clock).
     """
     end = time.monotonic() + wait_s
     pause = FIRST_PAUSE_S
     seen: dict[str, tuple[float, float]] = {}
     lost: list[str] = []
     missing = list(peers)
+    looked = time.time()
     while missing:
+        looked = time.time()
         names = set(_list(folder))
         for host in [h for h in missing if h + FACTS in names]:
             data = read_json(folder / (host + FACTS))
@@ -223,7 +225,7 @@ def watch_peers(
         if missing:
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
-    return seen, lost
+    return seen, lost, looked
 
 
 def check_node(spec: Mapping[str, Any], spec_path: Path, host: str, times: dict[str, float]) -> dict[str, Any]:
@@ -244,7 +246,7 @@ def check_node(spec: Mapping[str, Any], spec_path: Path, host: str, times: dict[
     files.write_atomic(folder / (host + FACTS), json.dumps(mine).encode())
     times["looking"] = time.time()
     peers = [hosts[i] for i in peers_of(index, len(hosts))]
-    seen, lost = watch_peers(folder, peers, token, spec["watch_s"])
+    seen, lost, times["looked"] = watch_peers(folder, peers, token, spec["watch_s"])
     unseen = [peer for peer in peers if peer not in seen and peer not in lost]
     return {**mine, "seen": seen, "lost": lost, "unseen": unseen}
 
