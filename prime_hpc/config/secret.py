@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -181,13 +181,14 @@ def is_secret(name: str, value: Any) -> bool:
     return isinstance(value, str) and bool(value) and (names_secret(name) or bool(_URL_WITH_PASSWORD.search(value)))
 
 
-def hide(value: Any, name: str = "") -> Any:
-    """Return a plain value with its secrets as `Secret`s, those of mappings and lists in it too."""
+def hide(value: Any, name: str = "", make: Callable[[str], "Secret"] = Secret.stated) -> Any:
+    """Return a plain value with its secrets as `Secret`s, those of mappings and lists in it too. `make`: from a text;
+    `Secret` where that is the secret itself, whatever it begins with."""
     if isinstance(value, dict):
-        return {key: hide(inner, str(key)) for key, inner in value.items()}
+        return {key: hide(inner, str(key), make) for key, inner in value.items()}
     if isinstance(value, list):
-        return [hide(inner, name) for inner in value]
-    return Secret.stated(value) if is_secret(name, value) else value
+        return [hide(inner, name, make) for inner in value]
+    return make(value) if is_secret(name, value) else value
 
 
 def revealed(value: Any) -> Any:

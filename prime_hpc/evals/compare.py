@@ -15,7 +15,7 @@ import numpy as np
 
 from prime_hpc.config import ConfigError
 from prime_hpc.evals.episodes import Record, read_records, results_file
-from prime_hpc.evals.settings import FILES, is_of, recorded
+from prime_hpc.evals.settings import NEWER, is_of, recorded
 from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
 from prime_hpc.observe.table import align
 from prime_hpc.store.run_dirs import find_run
@@ -101,7 +101,7 @@ def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 
         key
         for key in compared
         if a.settings.get(key) != b.settings.get(key)
-        and not (key.endswith(FILES) and (key not in a.settings or key not in b.settings))  # not recorded before
+        and not (key.endswith(NEWER) and (key not in a.settings or key not in b.settings))  # not recorded before
     ]
     return {
         "a": {"name": a.name, "step": a.step},

@@ -148,7 +148,10 @@ async def _check_api(url: str, key: str | None, variable: str, kind: str) -> Non
             answer = await http.request("GET", "/models", timeout_s=PROBE_TIMEOUT_S)
         except NoAnswerError as error:
             if attempt == 3:
-                raise EvalError(f"{url} does not answer ({error}): check {kind}.client") from error
+                raise EvalError(
+                    f"{url} does not answer ({error}): check {kind}.client; for a server of `inference` that still "
+                    f"loads, {kind}.client.api = tokens waits {PATIENCE_S:.0f} s"
+                ) from error
             await asyncio.sleep(2.0**attempt)
             continue
         finally:

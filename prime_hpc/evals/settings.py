@@ -23,6 +23,7 @@ from prime_hpc.store.artifact import MANIFEST, read_manifest
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import write_atomic
+from prime_hpc.store.model.files import chat_template
 from prime_hpc.store.model.fingerprint import weights_fingerprint
 
 FILE = "settings.json"
@@ -32,6 +33,9 @@ _STEP = "eval.weights_dir, step "
 _NOT_DECISIVE = ("num_examples", "rollouts_per_example", "ratio")
 FILES = " (contents of its files)"
 """After an environment's label: the key of what is in the files that its arguments name."""
+TEMPLATE = "model.name (its chat template)"
+NEWER = (FILES, TEMPLATE)
+"""Ends of keys that a directory which was begun before may not hold."""
 
 
 def settings_of(experiment: Experiment) -> dict[str, Any]:
@@ -65,6 +69,9 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
             found[f"{kind}.client.base_url"] = urls
     if config.client is None or config.client.api != "chat":
         found |= {"model.renderer": model.renderer, "model.enable_thinking": model.enable_thinking}
+        from_model = kind != "eval" or experiment.eval.weights_dir is None  # versions bring theirs
+        if from_model and model.renderer in ("auto", "default") and (template := chat_template(Path(model.name))):
+            found[TEMPLATE] = xxhash.xxh3_64_hexdigest(template)
     for env in config.environments:
         told = {k: v for k, v in env.model_dump(mode="json").items() if k not in _NOT_DECISIVE}
         key = f"{kind}.env.{told.pop('name') or env.id}"
@@ -116,7 +123,7 @@ def refuse_others(experiment: Experiment, run_dir: Path) -> None:
             message = f"{results_file(run_dir)} is there without {FILE}, which says how its episodes were played"
             raise ConfigError(Problem(f"{message}; choose another --name, or start over with --clean", "name"))
         return
-    now, joins = settings_of(experiment), (f"{experiment.kind}.env.", _STEP)
+    now, joins = settings_of(experiment), (f"{experiment.kind}.env.", _STEP, TEMPLATE)
     keys = [key for key in now if key in before or not key.startswith(joins)]
     keys += [key for key in before if key not in now and not key.startswith(joins)]
     problems = [

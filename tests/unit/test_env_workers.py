@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import errno
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from prime_hpc.config.secret import Secret
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs import pool as pool_module
 from prime_hpc.envs.errors import EnvError
@@ -20,25 +22,26 @@ from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.envs.samples import EpisodeState
 from prime_hpc.envs.workers import fleet as fleet_module
+from prime_hpc.envs.workers import host as host_module
 from prime_hpc.envs.workers import host_link
 from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import Unpacker, pack
-from prime_hpc.envs.workers.host import Session
+from prime_hpc.envs.workers.host import Host, Session
 from prime_hpc.envs.workers.host_link import HostLink
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_from_plain, settings_to_plain
 from tests.support.scripted_workers import CODE, CutOff, Peer, Scripted, fails_once, settings_of, with_fleet
 
 
 def test_a_worker_is_told_secrets_and_nothing_that_was_not_stated() -> None:
-    env = EnvConfig(id="x", args={"api_key": "the-secret", "n": 3})
+    env = EnvConfig(id="x", args={"api_key": Secret("@the-secret"), "n": 3})  # of a file whose text begins so
     settings = settings_of(env, beside=[EnvConfig(id="y")], chat=ChatOptions(600, 2), api_key="the-key", vision=True)
     assert "the-key" not in repr(settings)
     (message,) = Unpacker().feed(pack("open", options=settings_to_plain(settings)))
     again = settings_from_plain(message["options"])
     (made,), (beside,) = again.envs, again.beside
     assert beside.id == "y" and replace(again, envs=settings.envs, beside=settings.beside) == settings
-    assert made.args["api_key"].reveal() == "the-secret" and made.args["n"] == 3 and made.workers == 0
+    assert made.args["api_key"].reveal() == "@the-secret" and made.args["n"] == 3 and made.workers == 0
     assert made.model_fields_set == {"id", "args", "workers"}
 
 
@@ -339,6 +342,30 @@ def test_a_server_that_moves_while_a_worker_opens_is_asked_where_it_is() -> None
     opening.set()  # of the first life nothing is asked
     asyncio.run(with_fleet(behave, use))
     assert told == ["http://there/v1"]
+
+
+def test_an_orchestrator_that_comes_again_takes_the_place_of_its_broken_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nobody would read the old one, which is always readable once it has ended, nor collect its workers."""
+    monkeypatch.setattr(host_module, "_reap", dict)  # the children of this process are not its own
+    host = Host(None)
+    with selectors.DefaultSelector() as selector:
+        peers = []
+        for _ in range(2):
+            for peer in peers:
+                peer.close()  # seen in the same turn
+            peer, sock = socket.socketpair()
+            sock.settimeout(1.0)
+            host._new[sock] = Unpacker()
+            selector.register(sock, selectors.EVENT_READ)
+            peer.sendall(pack("control", session="s"))
+            host._turn(selector)
+            peers.append(peer)
+        (session,) = host._sessions.values()
+        assert [key.fileobj for key in selector.get_map().values()] == [session.control] == [sock]
+        for end in (peers[1], sock, host._wakeup, host._alarm):
+            end.close()
 
 
 LEFT = """

@@ -76,6 +76,16 @@ async def test_a_server_of_ours_that_is_just_starting_is_no_api() -> None:
 
 
 @run
+async def test_who_attaches_before_a_server_has_loaded_is_told_how_to_wait_for_it() -> None:
+    sock, url = place()
+    with sock, pytest.MonkeyPatch.context() as patch:
+        wait = asyncio.sleep
+        patch.setattr(asyncio, "sleep", lambda _: wait(0))
+        with pytest.raises(EvalError, match=r"does not answer .* eval\.client\.api = tokens waits 120 s"):
+            await _is_api(StandaloneClientConfig(base_url=[url]), [url], None, False, "eval")
+
+
+@run
 async def test_a_server_that_is_not_ours_is_told_from_one_of_ours() -> None:
     sock, url = place()
     async with serving(sock, {"/health": says({}), "/policy_version": says({"hello": "world"})}):

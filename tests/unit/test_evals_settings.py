@@ -43,6 +43,24 @@ def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None
     assert settings_of(experiment("--model.name", str(model))) != before
 
 
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_chat_template_is_part_of_the_settings_where_prompts_are_made_of_it(tmp_path: Path, file: str) -> None:
+    """Unless the directory was begun before it was recorded, or versions bring their own."""
+    model, run_dir = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    argv = ["--model.name", str(model)]
+    record(experiment(*argv), run_dir)
+    (model / file).write_text('{"chat_template": "a"}')
+    refuse_others(experiment(*argv), run_dir)
+    record(experiment(*argv), run_dir)
+    refuse_others(experiment(*argv), run_dir)
+    (model / file).write_text('{"chat_template": "b"}')
+    with pytest.raises(ConfigError, match=r"model\.name \(its chat template\)"):
+        refuse_others(experiment(*argv), run_dir)
+    for more in (["--model.renderer", "qwen3"], ["--weights-dir", str(tmp_path)]):
+        assert "model.name (its chat template)" not in settings_of(experiment(*argv, *more))
+
+
 def test_what_is_in_files_of_rows_is_part_of_the_settings(tmp_path: Path) -> None:
     """Task 0 of other rows is another task: its episodes would stand as this one's."""
     rows, reward = tmp_path / "rows.jsonl", tmp_path / "own.py"

@@ -216,7 +216,7 @@ class Host:
         """Wait a moment, then do what is due."""
         wait_s = TICK_S if self._admission is None else self._admission.tend(selector, TICK_S)
         ready = [key.fileobj for key, _ in selector.select(wait_s)]
-        told = {name for name, session in self._sessions.items() if session.control in ready}
+        told = [session for session in self._sessions.values() if session.control in ready]
         for sock in ready:
             assert isinstance(sock, socket.socket)
             if sock is self._wakeup:
@@ -229,14 +229,18 @@ class Host:
         codes = _reap()
         for name, session in list(self._sessions.items()):
             try:
-                if name in told:
+                if session in told:
                     session.obey(self._sockets())
                 session.look_after(codes)
             except OSError:
-                selector.unregister(session.control)
-                del self._sessions[name]
-                session.end()
-                self._alone_since = time.monotonic()
+                self._end(selector, name)
+
+    def _end(self, selector: selectors.BaseSelector, name: str) -> None:
+        """End a session, whose orchestrator is gone."""
+        session = self._sessions.pop(name)
+        selector.unregister(session.control)
+        session.end()
+        self._alone_since = time.monotonic()
 
     def _admit(self, selector: selectors.BaseSelector, proven: tuple[socket.socket, bytes] | None) -> None:
         if proven is not None:
@@ -258,7 +262,10 @@ class Host:
             del self._new[sock]
             message = messages[0] if len(messages) == 1 else {"op": "nothing"}
             if message["op"] == "control":
-                self._sessions[str(message["session"])] = Session(sock)
+                name = str(message["session"])
+                if name in self._sessions:  # its connection broke, of which nobody here has heard
+                    self._end(selector, name)
+                self._sessions[name] = Session(sock)
                 selector.register(sock, selectors.EVENT_READ)
             elif message["op"] == "start" and message["session"] in self._sessions:
                 sock.sendall(pack("started"))

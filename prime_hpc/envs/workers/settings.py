@@ -3,7 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
-from prime_hpc.config.secret import revealed
+from prime_hpc.config.secret import Secret, hide, revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
@@ -34,11 +34,16 @@ def settings_from_plain(plain: dict[str, Any]) -> PoolSettings:
     """Return the settings that `settings_to_plain` made these values of."""
     chat = plain["chat"]
     made = {
-        "envs": [EnvConfig(**env) for env in plain["envs"]],
-        "beside": [EnvConfig(**env) for env in plain["beside"]],
+        "envs": list(map(_env_from_plain, plain["envs"])),
+        "beside": list(map(_env_from_plain, plain["beside"])),
         "chat": ChatOptions(**chat) if chat is not None else None,
     }
     return PoolSettings(**(plain | made))
+
+
+def _env_from_plain(plain: dict[str, Any]) -> EnvConfig:
+    """Return the environment of such keys; a secret that begins with `@` names no file here."""
+    return EnvConfig(**{k: hide(v, make=Secret) if k in ("args", "env_args") else v for k, v in plain.items()})
 
 
 def refuse_unsendable(name: str, options: dict[str, Any]) -> None:

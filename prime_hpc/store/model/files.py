@@ -133,6 +133,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def chat_template(folder: Path) -> bytes:
+    """Return the chat template of a model directory, a file of its own or what the tokenizer's config says; empty where
+    none can be read."""
+    try:
+        if (folder / CHAT_TEMPLATE).is_file():
+            return (folder / CHAT_TEMPLATE).read_bytes()
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return b""
+    stated = config.get("chat_template") if isinstance(config, dict) else None
+    return json.dumps(stated).encode() if stated else b""
+
+
 def quantised(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
     """Why a model is a quantised one, which cannot be trained: a sentence with the file and what to do; else None.
 
