@@ -1,4 +1,5 @@
-"""Arguments of the bundled tasksets, as their sources say: verifiers, which would know, takes seconds to import."""
+"""Arguments of the bundled tasksets and fields of their tasks, as their sources say: verifiers, which would know, takes
+seconds to import."""
 
 import ast
 import importlib.util
@@ -11,7 +12,8 @@ from prime_hpc.envs.env_config import BENCHMARK_TASKSETS, BUNDLED
 
 _OF_EVERY_TASKSET = ("id", "task", "system_prompt")
 """Those that verifiers' own `TasksetConfig` has."""
-_GENERATED = "prime_hpc.envs.tasksets.generated"
+_CONFIG = ("vf.TasksetConfig", "GeneratedConfig", "prime_hpc.envs.tasksets.generated")
+_DATA = ("vf.TaskData", "IntegerData", "prime_hpc.envs.tasksets.integers")
 
 
 @cache
@@ -21,18 +23,40 @@ def argument_names(taskset: str) -> tuple[str, ...] | None:
     Args:
         taskset: its short name, that of a benchmark too.
     """
+    module = _module_of(taskset)
+    return None if module is None else tuple(sorted({*_OF_EVERY_TASKSET, *_fields(module, *_CONFIG)}))
+
+
+@cache
+def task_fields(taskset: str) -> tuple[str, ...] | None:
+    """Return the fields that the data of its tasks has beside those of verifiers' own `TaskData`; None: it is not a
+    bundled one.
+
+    Args:
+        taskset: its short name, that of a benchmark too.
+    """
+    module = _module_of(taskset)
+    return None if module is None else tuple(sorted({*_fields(module, *_DATA)}))
+
+
+def _module_of(taskset: str) -> str | None:
     benchmark = find_benchmark(taskset)
-    module = BENCHMARK_TASKSETS[benchmark.kind] if benchmark is not None else BUNDLED.get(taskset)
-    return None if module is None else tuple(sorted({*_OF_EVERY_TASKSET, *_fields(module)}))
+    return BENCHMARK_TASKSETS[benchmark.kind] if benchmark is not None else BUNDLED.get(taskset)
 
 
-def _fields(module: str) -> Iterator[str]:
-    """Yield the fields of the taskset's config that a module defines, those that it inherits too."""
+def _fields(module: str, base: str, shared: str, home: str) -> Iterator[str]:
+    """Yield the fields of a module's classes that extend `base` or `shared`; those of `shared`, of the module `home`,
+    where the module names it."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
-        if isinstance(node, ast.ClassDef) and bases & {"vf.TasksetConfig", "GeneratedConfig"}:
-            if "GeneratedConfig" in bases:
-                yield from _fields(_GENERATED)
-            yield from (ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign))
+        if isinstance(node, ast.ImportFrom) and node.module == home and shared in {one.name for one in node.names}:
+            yield from _fields(home, base, shared, home)
+        elif isinstance(node, ast.ClassDef) and {ast.unparse(one) for one in node.bases} & {base, shared}:
+            yield from (
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and not item.target.id.startswith("_")
+            )

@@ -12,6 +12,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.observe.line_file import LineFile
 from prime_hpc.observe.mlflow_run import MlflowRun
 
 STEP_KEYS = ("time/step", "reward/mean")
@@ -58,10 +59,7 @@ class MetricsWriter:
             tensorboard: folder of event files, or None.
             mlflow: arguments of `MlflowRun`, or None.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
-            self._file.write("\n")
+        self._file = LineFile(path)
         self._lock = threading.Lock()
         self._wandb: Any = None
         if wandb is not None:
@@ -98,11 +96,10 @@ class MetricsWriter:
             logger.warning(f"TensorBoard is off for this run: {error} (pip install tensorboard)")
 
     def log(self, step: int, **values: Any) -> None:
-        """Write one line `{"step": step, "time": unix seconds, **values}`; thread-safe."""
+        """Write one line `{"step": step, "time": unix seconds, **values}`; thread-safe. Raises as `LineFile.append`."""
         row = {"step": step, "time": round(time.time(), 3), **{k: _jsonable(v) for k, v in values.items()}}
         with self._lock:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._file.append(json.dumps(row) + "\n")
         self._forward(step, row)
 
     def _forward(self, step: int, row: dict[str, Any]) -> None:
@@ -243,15 +240,6 @@ def _stored_id(path: Path) -> str | None:
         return path.read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def ends_torn(path: Path) -> bool:
-    """Return whether a file of lines ends within one: its writer was killed."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def number_of(value: Any) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from prime_hpc.config.sections.common import WandbConfig
 from prime_hpc.envs.samples import EpisodeState
-from prime_hpc.observe.metrics import ends_torn
+from prime_hpc.observe.line_file import LineFile
 from prime_hpc.orchestrator.batching.batch_builder import ScoredGroup
 from prime_hpc.orchestrator.evaluation import texts
 from prime_hpc.orchestrator.rollouts.episodes import Episode
@@ -189,19 +189,14 @@ class SampleLog:
     """Readable rollouts for people and for the end report: `metrics/samples.jsonl`, one JSON object a line."""
 
     def __init__(self, path: Path, per_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", errors="replace")  # half a surrogate pair is no UTF-8
-        if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
-            self._file.write("\n")
+        self._file = LineFile(path)
         self._per_step = per_step
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Append the first `orchestrator.log_samples` rows."""
-        for row in rows[: self._per_step]:
-            self._file.write(
-                json.dumps({"step": step, "time": round(time.time(), 3), **row}, ensure_ascii=False) + "\n"
-            )
-        self._file.flush()
+        """Append the first `orchestrator.log_samples` rows. Raises as `LineFile.append`."""
+        now = round(time.time(), 3)
+        whole = ({"step": step, "time": now, **row} for row in rows[: self._per_step])
+        self._file.append("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in whole))
 
     def close(self) -> None:
         """Close the file."""

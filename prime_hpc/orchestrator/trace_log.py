@@ -12,7 +12,7 @@ from typing import IO, Any
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import TracesConfig
-from prime_hpc.observe.metrics import ends_torn
+from prime_hpc.observe.line_file import ends_torn
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.run_paths import RunPaths, step_name

@@ -60,7 +60,7 @@ class Attempt:
     """Nodes that fell silent."""
     allocated: dict[str, float] = field(default_factory=dict)
     """Of a Slurm job: its `nodes`, `cpus` and, where they are known, `gpus`, and `since` when it has them (epoch
-    seconds)."""
+    seconds). Without Slurm the `gpus` of its roles, where they have some."""
     kept: list[str] = field(default_factory=list)
     """Labels of the roles that went on from the attempt before, in the same job."""
     next: str | None = None

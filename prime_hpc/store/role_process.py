@@ -23,6 +23,7 @@ from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.runtime.until_stopped import until_stopped
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io.disk import in_words
 from prime_hpc.store.messaging.bus import BusClient
 
 Work = Callable[[Experiment, RoleContext, BusClient, RoleStatus], Coroutine[Any, Any, None]]
@@ -58,14 +59,15 @@ def run_role(
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             found = work(experiment, context, bus, status)
             runner.run(until_stopped(found, bus.subscribe, status.done, role, advice))
-    except expected as error:
-        logger.error(str(error))
-        status.failed(error, str(error))
-        return 1
     except BaseException as error:
-        logger.exception(f"the process of {role} ends because of a bug")
-        status.failed(error)
-        raise
+        reason = in_words(error)
+        if not isinstance(reason, expected):
+            logger.exception(f"the process of {role} ends because of a bug")
+            status.failed(error)
+            raise
+        logger.error(str(reason))
+        status.failed(reason, str(reason))
+        return 1
     else:
         status.done()
         return 0

@@ -72,6 +72,7 @@ from prime_hpc.supervisor.roles.slurm_step import StepContext
 from prime_hpc.supervisor.roles.spec import (
     RoleSpec,
     Urls,
+    held_by_roles,
     inference_spec,
     orchestrator_spec,
     split_gpus,
@@ -285,10 +286,10 @@ def _prepare(
     patience(lambda: close_crashed_attempts(experiment, run_dir, paths, allocation))
     if allocation is None:
         specs, urls = place(experiment, run_dir, environment)
-        on_gpus = any(spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs)
-        refuse_cpu_builds(on_gpus)
+        held = held_by_roles(specs)
+        refuse_cpu_builds(bool(held))
         computing = dict.fromkeys(spec.name for spec in specs if spec.name in ("inference", "teacher", "trainer"))
-        if computing and not on_gpus and experiment.device == "auto":
+        if computing and not held and experiment.device == "auto":
             logger.warning(f"{', '.join(computing)} on the CPU: {NONE_SEEN}")
         steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir, patience=patience)
@@ -321,13 +322,13 @@ def _prepare(
         attempt = begin_attempt(
             experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience
         )
-        attempt.allocated = held
         if allocation.restarts:
             cancel_stale_steps(allocation)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
         log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
         wanted = allocation.by_slurm and (experiment.slurm.preflight.enabled or site.container is not None)
         checkup = Checkup(experiment, steps, own, log_dir) if wanted else None
+    attempt.allocated = held or held_by_roles(specs)  # of pods nobody but their roles tells
     environment |= _keys(experiment)
     stated = experiment.network if allocation is None else experiment.network.over(site.network)
     environment |= network.past_proxies(environment)

@@ -40,6 +40,7 @@ from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
 from prime_hpc.runtime.process_tree import die_with_parent
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io.disk import in_words
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.trainer.affinity import bind_to_gpu
@@ -261,7 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the process's outermost frame: any reason is written down, then exit 1
         logger.opt(exception=True).error(f"rank {rank} failed")
-        status.failed(error, f"rank {rank}: {type(error).__name__}: {error}")
+        reason = in_words(error)
+        status.failed(reason, f"rank {rank}: {type(reason).__name__}: {reason}")
         return 1
     finally:
         bus.close()

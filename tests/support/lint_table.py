@@ -158,6 +158,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     (
         "PH207",
         "warning",
+        {"orchestrator": {"env": [{"id": "gsm8k", "args": {"data": "/nowhere"}}]}},
+        {},
+        "the data of the benchmark gsm8k is not in /nowhere/gsm8k.jsonl, and no role fetches it",
+    ),
+    (
+        "PH207",
+        "warning",
         {"kind": "sft", "sft": {"data": {"type": "fake", "chat_template": "/nowhere/x"}}},
         {},
         "x does",
@@ -322,6 +329,20 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "'f1' is none of math, exact, contains; your own is",
     ),
     ("PH236", "error", {"orchestrator": {"env": [{"id": "wordle", "args": {"guesses": 3}}]}}, {}, "max_guesses?"),
+    (
+        "PH225",
+        "error",
+        {"orchestrator": {"advantage": {"type": "opsd"}, "env": [{"id": "calculator"}, {"id": "reverse-text"}]}},
+        {},
+        "tasks of reverse-text have no 'answer' to show the teacher: their own fields are text",
+    ),
+    (
+        "PH225",
+        "warning",
+        {"orchestrator": {"advantage": {"type": "opsd", "demonstration": "board"}, "env": [{"id": "gsm8k"}]}},
+        {"container": {"image": "/x.sif"}},
+        "their own fields are answer, integer",
+    ),
     ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}}, {"container": {"image": "/x.sif"}}, "'x'"),
     ("PH232", "warning", {"orchestrator": {"env": [{"id": "x"}]}, SLURM: {"env_pack": "/x.sqsh"}}, {}, "'x'"),
     (

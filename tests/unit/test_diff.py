@@ -8,6 +8,10 @@ import pytest
 
 from prime_hpc import cli
 from prime_hpc.config import load_experiment, write_snapshot
+from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.evals.episodes import COMPLETED, Record
+from prime_hpc.evals.summary import summarize, write_summary
+from prime_hpc.evals.versions import Version
 from prime_hpc.launch.monitor.diff import beside, compare_runs, differences, flatten, run_figures
 from prime_hpc.observe.metrics import MetricsWriter
 
@@ -36,6 +40,24 @@ def test_flatten_and_differences() -> None:
         "zero": {"a": 0.0, "b": 1.0, "ratio": None},
         "only": {"a": 1.0, "b": None, "ratio": None},
     }
+
+
+def test_two_evaluations(tmp_path: Path) -> None:
+    for name, tasks in (("one", {0: 1.0, 1: 0.0}), ("two", {0: 1.0, 1: 0.5})):
+        records = [
+            Record(step, "gsm8k", task, k, COMPLETED, reward / (41 - step), completion_tokens=8)
+            for step in (20, 40)
+            for task, reward in tasks.items()
+            for k in (0, 1)
+        ]
+        config = StandaloneEvalConfig.model_validate({"env": [{"id": "gsm8k"}], "rollouts_per_example": 2})
+        by_key = {record.key: record for record in records}
+        versions = [(Version(s, tmp_path), [key for key in by_key if key.step == s]) for s in (20, 40)]
+        (tmp_path / name / "results").mkdir(parents=True)
+        write_summary(tmp_path / name, summarize(versions, by_key, config, {}, "owner/model"), [])
+    figures = compare_runs(tmp_path / "one", tmp_path / "two")["figures"]
+    assert figures["score of gsm8k (last version)"] == {"a": 0.5, "b": 0.75, "ratio": 1.5}
+    assert figures["pass@1 of gsm8k"]["a"] == 0.5 and figures["completion tokens of gsm8k (mean)"]["b"] == 8.0
 
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,8 @@ def test_a_changed_environment_is_packed_again_and_refused_before_the_queue(
     assert environment_hash(venv) != first
     (row,) = findings()
     assert row["severity"] == "error" and "packages were changed since" in row["message"]
+    change("venv", "/other/venv")(pack)
+    assert "it was made of /other/venv" in findings()[0]["message"]
     assert main(["env", "show", str(pack)]) == 1
     assert "not of" in capsys.readouterr().out
     assert main(["env", "pack", "--format", "tar.gz", "--json"]) == 0

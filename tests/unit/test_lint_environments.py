@@ -11,9 +11,11 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.envs.bundled_arguments import argument_names
-from prime_hpc.envs.env_config import BUNDLED, resolve_taskset
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.bundled_arguments import argument_names, task_fields
+from prime_hpc.envs.env_config import BENCHMARK_TASKSETS, BUNDLED, resolve_taskset
 from prime_hpc.launch.checks import check, starts_elsewhere
+from prime_hpc.launch.lint import env_rules
 from prime_hpc.launch.lint.lint import lint
 
 MODEL = {"name": "owner/model"}
@@ -62,6 +64,19 @@ def test_they_are_those_that_verifiers_takes(name: str) -> None:
 
     known = argument_names(name)
     assert known is not None and set(known) == set(taskset_config_type(resolve_taskset(name).ident).model_fields)
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, "math500", "gpqa", "humaneval"])
+def test_the_fields_of_tasks_are_those_of_their_data(name: str) -> None:
+    from verifiers.v1.task import TaskData
+
+    importlib.import_module(resolve_taskset(name).ident)
+    module = sys.modules[BUNDLED.get(name) or BENCHMARK_TASKSETS[BENCHMARKS[name].kind]]
+    of_module = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TaskData)]
+    known = task_fields(name)
+    assert known is not None
+    assert set(known) == set().union(*(one.model_fields for one in of_module)) - set(TaskData.model_fields)
+    assert set(env_rules._OF_EVERY_TASK) <= set(TaskData.model_fields)
 
 
 def test_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

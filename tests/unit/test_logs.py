@@ -15,6 +15,9 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import ConfigError
 from prime_hpc.launch.monitor.logs import Follower, Source, Watch, find_source, follow, last_lines, parse_role
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.early_end import write_early_end
+from prime_hpc.supervisor.stop_requests import StopRequest
 
 
 def write(path: Path, text: str, mode: str = "w") -> Path:
@@ -349,3 +352,15 @@ def test_what_is_said_while_roles_start_stays_on_the_terminal(tmp_path: Path) ->
     os.close(ours)
     assert [line.split()[-2:] for line in lines if "this" in line] == [["mind", "this"], ["and", "this"]]
     assert not any("starts" in line for line in lines)
+
+
+def test_an_attempt_that_ended_before_it_began_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run / "logs" / "supervisor.log", "x: attempt 1, incarnation 1 (new)\nhello\n")
+    write(run / "logs" / "attempt_1" / "trainer" / "trainer.log", "of the first\n")
+    add_attempt(run, 1, ended=time.time(), outcome="requeued", next="slurm")
+    write_early_end(RunPaths(run), StopRequest("run.yaml cannot be read", "failed", 74, False, 0.0), None)
+    for role in ("supervisor", "trainer"):
+        assert cli.main(["logs", str(run), "--role", role, "--attempt", "2"]) == 2
+        said = capsys.readouterr().err
+        assert f"no log of {role} in attempt 2, which ended before it began: run.yaml cannot be read; there is" in said
+    assert cli.main(["logs", str(run), "--attempt", "1"]) == 0

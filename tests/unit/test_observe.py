@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.config import load_experiment, write_snapshot
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.envs.errors import EnvError, EnvNodeError
 from prime_hpc.observe import report
@@ -22,11 +23,14 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
 from prime_hpc.observe.role_status import RoleStatus, read_status
+from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.runtime.device import DeviceError
 from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.runtime.role_context import RoleContext, role_environment
 from prime_hpc.store.errors import ArtifactError
+from prime_hpc.store.io.disk import in_words
 from prime_hpc.store.messaging.sockets import NoFreePort
+from prime_hpc.store.role_process import run_role
 from prime_hpc.trainer.data.messages import SFTDataError
 
 
@@ -64,6 +68,28 @@ def test_metrics_round_trip_and_torn_line(tmp_path: Path) -> None:
     again.close()
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
     assert [row["step"] for row in tail.rows()] == [3]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    writes = (lambda: MetricsWriter(full).log(1, loss=0.5), lambda: SampleLog(full, 2).write(1, [{"reward": 1.0}]))
+    for write in writes:
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
+            write()
+        assert str(in_words(caught.value)).startswith("/dev/full: disk full (")
+
+    async def work(*_: Any) -> None:
+        writes[0]()
+
+    loaded = load_experiment(
+        ["--name", "x", "--output-dir", str(tmp_path), "--eval.environment-ids", '["gsm8k"]'], "eval"
+    )
+    loaded.experiment.run_dir.mkdir()
+    write_snapshot(loaded.experiment, loaded.experiment.run_dir, ["eval"])
+    assert run_role("eval", work, (), argv=[str(loaded.experiment.run_dir)]) == 1
+    context = RoleContext.from_env("eval", loaded.experiment.run_dir)
+    status = read_status(context.log_dir)
+    assert status is not None and status["error"].startswith("/dev/full: disk full (") and not status["permanent"]
 
 
 def test_status_is_read_back_and_rung(tmp_path: Path) -> None:

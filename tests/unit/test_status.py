@@ -337,6 +337,7 @@ def test_without_slurm_a_killed_process_is_lost(run: Run) -> None:
     child.wait()
     status = run.status()
     assert status.state == "lost" and f"process {child.pid} is gone" in status.note
+    assert status.roles == {}, "they were ready when it was last heard of"
     words = [sys.executable, "-c", "input()", "submitit", str(run.path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:  # of its resume, which has not begun yet
         run.sent(str(controller.pid), "local", host=socket.gethostname(), age=-600)

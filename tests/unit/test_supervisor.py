@@ -13,15 +13,18 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.store.attempts import Attempt, Ended, begin, is_held, read_attempts, write_attempt
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor import main as supervisor_main
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from prime_hpc.supervisor.main import place
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.slurm_step import StepSpec
 from prime_hpc.supervisor.roles.spec import split_gpus
+from prime_hpc.supervisor.stop_requests import Controls
 from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
 
 
@@ -43,6 +46,17 @@ def test_gpus_by_id_may_be_shared(tmp_path: Path) -> None:
 def test_replicas_and_tensor_parallel_take_their_own_gpus(tmp_path: Path) -> None:
     exp = experiment(tmp_path, inference={"num_replicas": 2, "tensor_parallel_size": 2})
     assert split_gpus(exp, list("01234")) == ({"inference": [["0", "1"], ["2", "3"]]}, ["4"])
+
+
+def test_without_slurm_an_attempt_holds_the_gpus_of_its_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_main, "refuse_cpu_builds", lambda _: None)  # torch is one for CPUs here
+    for visible, held in (("0,1,2", {"gpus": 2}), ("", {})):
+        run_dir = tmp_path / (visible or "cpu")
+        run_dir.mkdir()
+        exp = experiment(run_dir, inference=FREE, inference_gpu_ids=[1] if visible else None)
+        environment, controls = {"CUDA_VISIBLE_DEVICES": visible}, Controls(run_dir, None, 60.0)
+        supervisor = supervisor_main._prepare(exp, run_dir, environment, None, controls, Patience(1.0))
+        assert supervisor.attempt.allocated == held
 
 
 def test_too_few_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
 from prime_hpc.config.env_files import ROWS, named_files, short_id
+from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
@@ -99,14 +100,24 @@ def _environments(experiment: Experiment) -> Iterator[Need]:
         if short_id(env.id) == ROWS and env.args.get("dataset"):
             subset, split = env.args.get("subset"), env.args.get("dataset_split", "train")
             yield Need("dataset", f"{key}.args.dataset", str(env.args["dataset"]), subset, split)
-        if (benchmark := find_benchmark(env.id)) is not None:
-            data = env.args.get("data")
-            yield Need("benchmark", key_of_id(key), benchmark.name, data=str(data) if data else None)
+        if (need := _benchmark(key, env)) is not None:
+            yield need
         elif not is_installed(env.id):
             yield Need("environment", key_of_id(key), env.id)
         elif short_id(env.id) not in BUNDLED:
             for named in datasets_named_in(_sources(env.id), env.args):
                 yield Need("dataset", key_of_id(key), named.name, named.subset, named.split)
+
+
+def benchmarks_of(experiment: Experiment) -> list[Need]:
+    """Return the benchmarks among the environments that it states."""
+    found = [_benchmark(key, env) for key, env in stated_environments(experiment)]
+    return [need for need in found if need is not None]
+
+
+def _benchmark(key: str, env: EnvConfig) -> Need | None:
+    data, benchmark = env.args.get("data"), find_benchmark(env.id)
+    return benchmark and Need("benchmark", key_of_id(key), benchmark.name, data=str(data) if data else None)
 
 
 def _sources(identifier: str) -> list[Path]:

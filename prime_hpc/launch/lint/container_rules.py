@@ -93,5 +93,7 @@ def packed_environment(subject: Subject) -> Iterator[Finding]:
         what = f"{pack} was made for {facts.machine}, this machine is {platform.machine()}"
         yield Finding("PH333", "warning", "slurm.env_pack", what, "nodes that differ start from shared storage")
     elif facts.hash != environment_hash(Path(sys.prefix)):
-        what = f"{pack} is of another environment than {sys.prefix} is now: packages were changed since"
+        same = facts.venv == str(Path(sys.prefix).absolute())
+        why = "packages were changed since" if same else f"it was made of {facts.venv}"
+        what = f"{pack} is of another environment than {sys.prefix} is now: {why}"
         yield Finding("PH333", "error", "slurm.env_pack", what, _AGAIN)

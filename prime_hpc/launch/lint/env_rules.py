@@ -1,13 +1,21 @@
-"""Lint of environments: those that are not installed, arguments that they do not have, cores for the processes that
-play episodes, and addresses that nobody would use."""
+"""Lint of environments: those that are not installed, arguments, fields and data that they do not have, cores for the
+processes that play episodes, and addresses that nobody would use."""
 
 import os
 from collections.abc import Iterator, Sequence
 
 from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.env_files import short_id
+from prime_hpc.config.named_code import ALGORITHMS
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
+from prime_hpc.envs.bundled_arguments import task_fields
 from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere, unknown_arguments
+from prime_hpc.launch.fetch.needs import benchmarks_of
+from prime_hpc.launch.fetch.presence import job_environ, look
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
+
+_OF_EVERY_TASK = ("idx", "name", "description", "prompt", "system_prompt")
+"""Fields of verifiers' own `TaskData` that could be shown."""
 
 
 def _playing(subject: Subject) -> tuple[str, EnvServersConfig, Sequence[EnvConfig]]:
@@ -87,6 +95,28 @@ def arguments(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH236", severity, problem.key, problem.message, "mend it, or leave it out")
 
 
+@rule("rl")
+def demonstrations(subject: Subject) -> Iterator[Finding]:
+    """Report a field to show the teacher that no task of a bundled environment has: the run would end at its start."""
+    config = subject.experiment.orchestrator
+    algorithm, shown = ALGORITHMS.get(config.advantage.type), config.advantage.demonstration
+    if algorithm is None or algorithm.teacher != "self" or is_parent(subject.experiment):
+        return
+    elsewhere = subject.is_slurm and starts_elsewhere(subject.experiment, subject.site)
+    for env in config.env:
+        fields = task_fields(short_id(env.id))
+        if fields is None or shown in (*_OF_EVERY_TASK, *fields):
+            continue
+        yield Finding(
+            "PH225",
+            "warning" if elsewhere else "error",
+            "orchestrator.advantage.demonstration",
+            f"tasks of {env.id} have no {shown!r} to show the teacher: their own fields are "
+            f"{', '.join(fields) or 'none'}",
+            "name the one that shows the solution, or choose another algorithm",
+        )
+
+
 @rule(*EVERY)
 def rows(subject: Subject) -> Iterator[Finding]:
     """Report files that the environment `rows` is given and that are not there."""
@@ -94,6 +124,28 @@ def rows(subject: Subject) -> Iterator[Finding]:
     if experiment.samples and not is_parent(experiment):
         for problem in missing_rows(experiment):
             yield Finding("PH207", "warning", problem.key, problem.message, "make it before submit, or mend the path")
+
+
+@rule(*EVERY)
+def benchmarks(subject: Subject) -> Iterator[Finding]:
+    """Report benchmarks whose data is not on disk: no role fetches it, with a network or without."""
+    experiment = subject.experiment
+    if not experiment.samples or is_parent(experiment):
+        return
+    environ = job_environ(experiment, subject.site) if subject.is_slurm else os.environ
+    for need in benchmarks_of(experiment):
+        found = look(need, environ)
+        if found.is_there:
+            continue
+        where = f"not in {found.path}" if found.path is not None else "not there"
+        fetched = "`prime-hpc fetch FILE` brings it" if found.can_fetch else ""
+        yield Finding(
+            "PH207",
+            "warning",
+            need.key,
+            f"the data of the benchmark {need.name} is {where}, and no role fetches it",
+            "; ".join(filter(None, [fetched, found.remedy])),
+        )
 
 
 @rule(*EVERY)

@@ -12,6 +12,8 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
+from prime_hpc.evals.episodes import RESULTS
+from prime_hpc.evals.summary import SUMMARY
 from prime_hpc.launch.monitor.run_facts import number
 from prime_hpc.launch.monitor.run_progress import tail_json
 from prime_hpc.observe.bench import read_figures
@@ -107,14 +109,15 @@ def run_figures(run: Path) -> dict[str, float | None]:
     """Collect what a run came to; only what it has.
 
     steps, reward and loss of the last step, held-out reward by environment, medians of the steps: seconds, tokens/s of
-    trainer and engines, staleness; attempts, hours, and the share of the time from the first start to the last end in
-    which the trainer trained.
+    trainer and engines, staleness; scores of an evaluation; attempts, hours, and the share of the time from the first
+    start to the last end in which the trainer trained.
     """
     trainer = list(by_step(metrics_file(run, "trainer"), "time/step").values())
     rollouts = list(by_step(metrics_file(run, "orchestrator"), "reward/mean").values())
     figures: dict[str, float | None] = {"steps": float(len(trainer))}
     figures["reward (last step)"] = _last(rollouts, "reward/mean")
     figures["reward (mean of last 10)"] = _mean(_values(rollouts[-10:], "reward/mean"))
+    figures |= _scores(run)
     figures |= _evaluations(run, trainer[-1]["step"] if trainer else None)
     figures["loss (last step)"] = _last(trainer, "loss")
     figures["s/step (median)"] = _median(trainer[1:] or trainer, "time/step")  # the first waits for the start-up
@@ -147,6 +150,17 @@ def _evaluations(run: Path, last: int | None) -> dict[str, float | None]:
             if (env := evaluated(key)) and _is_number(value):
                 rows.setdefault(env, {})[row["step"]] = float(value)
     return {f"held-out reward of {env} (last)": values[max(values)] for env, values in sorted(rows.items())}
+
+
+def _scores(run: Path) -> dict[str, float | None]:
+    """Return what an evaluation came to, by environment, of the last version that it is done with."""
+    versions = (read_json(run / RESULTS / SUMMARY) or {}).get("versions") or [{}]
+    found: dict[str, float | None] = {}
+    for env, own in versions[-1].get("environments", {}).items():
+        found[f"score of {env} (last version)"] = number((own.get("avg") or {}).get("value"))
+        found |= {f"pass@{k} of {env}": number(passed["value"]) for k, passed in (own.get("pass") or {}).items()}
+        found[f"completion tokens of {env} (mean)"] = number((own.get("completion_tokens") or {}).get("mean"))
+    return found
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -57,6 +57,13 @@ def disk_error(error: BaseException, path: Path) -> StoreError | None:
     return None
 
 
+def in_words(error: BaseException) -> BaseException:
+    """Return the StoreError that a full disk means, where the error names the file; any other error as it is."""
+    if not isinstance(error, OSError) or not is_full(error) or not error.filename:
+        return error
+    return disk_error(error, Path(os.fsdecode(error.filename))) or error
+
+
 def _is_almost_full(path: Path) -> bool:
     try:
         return free_bytes(path) < _ALMOST_NOTHING

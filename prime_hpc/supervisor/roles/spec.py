@@ -5,7 +5,7 @@ A pure function of the experiment and the node's facts; the supervisor starts wh
 
 import os
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +75,12 @@ class RoleSpec:
         """Name the device on which it computes, for people."""
         gpus = self.environment.get("CUDA_VISIBLE_DEVICES")
         return f"GPU {gpus}" if gpus else "cpu"
+
+
+def held_by_roles(specs: Iterable[RoleSpec]) -> dict[str, float]:
+    """Count the GPUs that roles use, for `Attempt.allocated`; nothing on CPUs."""
+    gpus = {gpu for spec in specs for gpu in spec.held_gpus}
+    return {"gpus": len(gpus)} if gpus else {}
 
 
 def usable_gpus(experiment: Experiment, environ: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prime_hpc.cli.common import parse, say
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.launch.monitor.logs import (
     Follower,
     Source,
@@ -27,7 +27,8 @@ from prime_hpc.launch.monitor.logs import (
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import PatientAsk, status_of
-from prime_hpc.store.run_dirs import find_run
+from prime_hpc.store.attempts import NOT_BEGUN
+from prime_hpc.store.run_dirs import find_run, read_rows
 
 ASK_EVERY_S = 10.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -150,12 +151,18 @@ class _View:
         asked = self._role if self._rank is None else f"{self._role} {self._rank}"
         began = status.attempt is not None and (self._attempt is None or self._attempt <= status.attempt)
         if began and (status.is_final or self._attempt is not None):
-            where = "" if self._attempt is None else f" in attempt {self._attempt}"
+            where = "" if self._attempt is None else f" in attempt {self._attempt}{self._why_not_begun()}"
             raise ConfigError(f"{self._path.name} has no log of {asked}{where}; there is {what_there_is(self._path)}")
         if self._attempt is not None and not began and status.attempt is not None:
             raise ConfigError(f"{self._path.name} has no attempt {self._attempt}; the newest is {status.attempt}")
         self._told = _sentence(status)
         self._say(f"no log of {asked} yet: the run is {self._told}")
+
+    def _why_not_begun(self) -> str:
+        """Say why the attempt that was asked for has no logs of its own, where it ended before it had any."""
+        rows = (row for row in read_rows(self._path / ATTEMPTS_JSONL) if row["attempt"] == self._attempt)
+        row = next(rows, None)
+        return f", which {NOT_BEGUN}: {row.get('cause')}" if row is not None and row.get("why") == NOT_BEGUN else ""
 
     def _print_last(self, source: Source, count: int, *, whole: bool = False) -> tuple[int, int]:
         """Print the last lines; returns how many there are, and the offset behind them."""
