@@ -60,13 +60,14 @@ def slurm_job(arguments: list[str]) -> int:
             if len(arguments) < 3:
                 raise ConfigError(f"{run_dir} holds no run.yaml, and the script names no experiment after --")
             _prepare(run_dir, arguments[2:])
-        from prime_hpc.slurm.queue import forget_submission_that_is_over
+        from prime_hpc.slurm.queue import forget_submission_that_is_over, yield_to_twin
         from prime_hpc.slurm.submission_record import check_in
 
-        refusal = patience(lambda: check_in(run_dir.resolve(), os.environ))
+        refusal = patience(lambda: yield_to_twin(run_dir.resolve(), os.environ))
+        refusal = refusal or patience(lambda: check_in(run_dir.resolve(), os.environ))
         if refusal:
             print(refusal, file=sys.stderr, flush=True)
-            return 0  # a late duplicate is no failure: it must not come back
+            return 0  # a duplicate is no failure: it must not come back
         patience(lambda: forget_submission_that_is_over(run_dir.resolve(), os.environ))
     else:
         raise ConfigError(USAGE)

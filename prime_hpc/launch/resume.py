@@ -56,13 +56,20 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         key, word = "sft.data.num_epochs", (read_json(run_dir / STATUS_JSON) or {}).get("max_steps")
         last = word if isinstance(word, int) and experiment.sft.data == before.sft.data else None
     _check_checkpoint(experiment, run_dir, last, key)
-    if (run_dir / ATTEMPTS_JSONL).exists():  # what it waited for is over, and Slurm may know it no more
-        loaded = replace(loaded, experiment=_without_dependency(experiment, before))
-    return loaded
+    return replace(loaded, experiment=without_dependency(experiment, before, run_dir))
 
 
-def _without_dependency(experiment: Experiment, before: Experiment) -> Experiment:
-    """Return the experiment without what the run waited for; what it is told to wait for now stays."""
+def without_dependency(experiment: Experiment, before: Experiment, run_dir: Path) -> Experiment:
+    """Return the experiment without what the run waited for if it has begun: that is over, and Slurm may know it no
+    more. What it is told to wait for now stays.
+
+    Args:
+        experiment: as it is to go on.
+        before: as it was sent.
+        run_dir: its run directory.
+    """
+    if not (run_dir / ATTEMPTS_JSONL).exists():
+        return experiment
     slurm = experiment.slurm
     for role in get_args(SlurmRole):
         now, then = getattr(slurm, role), getattr(before.slurm, role)

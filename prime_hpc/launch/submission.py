@@ -74,7 +74,7 @@ def submit(
         from prime_hpc.launch.local import submit_local
 
         return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
-    waits = bool(loaded.experiment.slurm.dependency)
+    waits = loaded.experiment.slurm.waits
     loaded = for_evaluation(loaded, waits=waits)
     made = render_submission(loaded, as_rendered=dry_run)
     _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of

@@ -140,7 +140,7 @@ def is_of_array(record: SubmissionRecord) -> bool:
 
 def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
     rows = [row for row in read_rows(run_dir / ATTEMPTS_JSONL) if row.get("job_id")]
-    if not rows or rows[-1].get("outcome") in ("completed", "stopped"):
+    if not rows:  # of one whose attempt has ended, Slurm may not be done with the job
         return []
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
     if info is None or not info.is_active:
@@ -316,6 +316,30 @@ def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) ->
         if now.get("token") == record.get("token"):
             for name in (SUBMIT_JSON, SUBMIT_JOB_JSON):
                 (run_dir / name).unlink(missing_ok=True)
+
+
+@_where_it_was_sent
+def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
+    """At the beginning of a job: of two successors that waited for the same one, and were released at once when it died
+    before it had left one, that which started first goes on.
+
+    Args:
+        run_dir: the run directory.
+        environ: the job's environment.
+
+    Returns:
+        why this job ends here; None: it goes on.
+    """
+    record, job_id = read_record(run_dir), job_argument(environ)
+    if record is None or job_id is None or job_id == record.get("job_id") or "SLURM_ARRAY_TASK_ID" in environ:
+        return None
+    token = environ.get(SUBMISSION_VARIABLE, "").partition(" ")[0] or record.get("successor_token") or record["token"]
+    with suppress(SlurmError):  # it cannot be asked: the newer attempt ends the older one
+        running = {info.job_id: info for info in find_by_token(token, ASK_TIMEOUT_S) if info.state == "RUNNING"}
+        first = min(running, key=lambda other: running[other].start or 0.0, default=job_id)
+        if job_id in running and first != job_id:
+            return f"job {first} has this run already; this one ({job_id}) ends here"
+    return None
 
 
 @_where_it_was_sent

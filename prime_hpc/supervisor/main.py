@@ -317,7 +317,7 @@ def _prepare(
             mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
             num_nodes = 0 if allocation.is_het else placement.num_nodes
             environment |= _how_agents_return(allocation, environment, mode, num_nodes, are_avoided(experiment, site))
-        if experiment.slurm.dependency:
+        if experiment.slurm.waits:
             await_made(experiment)
         attempt = begin_attempt(
             experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience

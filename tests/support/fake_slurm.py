@@ -267,6 +267,7 @@ def _parts(job: dict[str, Any]) -> list[dict[str, Any]]:
         "Reason": job["reason"] or "None",
         "NumNodes": job["num_nodes"],
         "NodeList": job["nodes"],
+        "StartTime": job.get("start", "N/A"),
         "TimeLeft": "10:00",
         "RestartCnt": job["restarts"],
         "Name": job["name"],

@@ -187,11 +187,12 @@ def test_the_newer_attempts_successor_outlives_the_job_that_it_has_overtaken(
     assert fake.calls("scancel") == [] and (read_record(directory) or {})["successor"] == "102"
 
 
+@pytest.mark.parametrize("whose", ["slurm", "slurm.trainer"])
 def test_what_the_job_before_has_not_made_ends_the_run_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, whose: str
 ) -> None:
     run, made = Run(tmp_path, monkeypatch), tmp_path / "made"
-    flags = ["--name", "second", "--slurm.dependency", "afterok:1", "--sft.data.type", "auto"]
+    flags = ["--name", "second", f"--{whose}.dependency", "afterok:1", "--sft.data.type", "auto"]
     submit(load(run.config, *flags, "--model.name", str(made), "--sft.data.path", str(tmp_path / "rows.jsonl")))
     second = tmp_path / "out" / "second"
     monkeypatch.setattr(main, "await_made", lambda experiment: start.await_made(experiment, within_s=0))

@@ -146,8 +146,9 @@ def test_versions_that_are_not_there(model: Path, tmp_path: Path, monkeypatch: p
     (tmp_path / "run" / "weights" / "step_000010").mkdir(parents=True)
     assert said(weights_dir=str(tmp_path / "run")) == []
     assert said(weights_dir=str(tmp_path / "run"), steps=[20]) == [("PH243", "error", "eval.steps")]
-    waits = alone("eval", eval={"weights_dir": str(tmp_path / "run"), "steps": [20]}, slurm={"dependency": "afterok:7"})
-    assert [(f.code, f.severity) for f in findings(model, waits)] == [("PH243", "warning")]
+    for waits in ({"dependency": "afterok:7"}, {"inference": {"dependency": "afterok:7"}}):
+        made_yet = alone("eval", eval={"weights_dir": str(tmp_path / "run"), "steps": [20]}, slurm=waits)
+        assert [(f.code, f.severity) for f in findings(model, made_yet)] == [("PH243", "warning")]
 
     def denied(config: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -9,7 +9,13 @@ import pytest
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import queue, submission_record
 from prime_hpc.slurm.jobs import JobInfo
-from prime_hpc.slurm.queue import drop_successor, forget_submission_that_is_over, jobs_of, queue_successor
+from prime_hpc.slurm.queue import (
+    drop_successor,
+    forget_submission_that_is_over,
+    jobs_of,
+    queue_successor,
+    yield_to_twin,
+)
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import ended, load, run_dir
@@ -71,6 +77,30 @@ def test_of_two_that_wait_one_is_left_behind_the_job_that_runs(fake: FakeSlurm, 
     assert len(fake.calls("scontrol")) == asked
 
 
+@pytest.mark.parametrize("layout", ["packed", "het"])
+def test_of_two_that_are_released_at_once_one_goes_on(fake: FakeSlurm, config: Path, layout: str) -> None:
+    """The job that they waited for died before it had left one: the later one fenced the earlier one, whose own
+    successor fenced the later one."""
+    submit(load(config, "--slurm.restart.how", "successor"))
+    first, second = fake.jobs()
+    more = {"state": "RUNNING", "nodes": "n1", "size": 1 if layout == "packed" else 2}
+    third = fake.add(comment=first["comment"], start="2026-01-01T10:00:01", **more)
+    fake.change(first["id"], state="COMPLETING")
+    fake.change(second["id"], start="2026-01-01T10:00:01", **more)
+
+    def end(job_id: str) -> str | None:
+        het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": job_id} if layout == "het" else {}
+        return yield_to_twin(run_dir(config), {**second["environ"], "SLURM_JOB_ID": job_id, **het})
+
+    assert end(second["id"]) is None
+    assert end(third) == f"job {second['id']} has this run already; this one ({third}) ends here"
+    assert end("7") is None, "of another run, from a shell inside a job of this one"
+    fake.change(third, start="2026-01-01T10:00:00")
+    assert end(third) is None and f"job {third} has" in str(end(second["id"]))
+    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
+    assert end(second["id"]) is None
+
+
 def test_a_script_that_is_sent_by_hand_again_is_no_job_of_a_submission_that_is_over(
     fake: FakeSlurm, config: Path
 ) -> None:
@@ -90,8 +120,11 @@ def test_a_script_that_is_sent_by_hand_again_is_no_job_of_a_submission_that_is_o
     fake.behave("squeue")
     forget_submission_that_is_over(run_dir(config), inside)
     assert read_record(run_dir(config)) is None
-    ended(config, job_id=job)
-    assert [info.job_id for info in jobs_of(run_dir(config))] == [job]
+    for outcome in ("failed", "stopped"):  # Slurm is not done with it yet: `cancel` waits, and nothing is sent beside it
+        ended(config, outcome, job_id=job)
+        assert [info.job_id for info in jobs_of(run_dir(config))] == [job]
+    fake.change(job, state="COMPLETED")
+    assert jobs_of(run_dir(config)) == []
 
 
 def test_a_submission_that_began_while_slurm_was_asked_keeps_its_record(

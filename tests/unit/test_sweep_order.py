@@ -63,6 +63,28 @@ def test_a_roles_own_dependency_is_kept_too(slurm: FakeSlurm, folder: Path) -> N
     assert [job["dependency"] for job in slurm.jobs()] == ["afterok:5", f"afterok:5,afterany:{slurm.jobs()[0]['id']}"]
 
 
+@pytest.mark.parametrize("whose", ["slurm", "slurm.trainer"])
+def test_a_point_that_has_begun_waits_no_more_for_what_it_waited_for(
+    slurm: FakeSlurm, folder: Path, whose: str
+) -> None:
+    """Slurm 26.05 refuses `afterok` of a job that it has forgotten."""
+    path = write_sweep(folder, f"seeds: 2\noverrides: {{{whose}.dependency: 'afterok:5'}}")
+
+    def again(*flags: str) -> list[tuple[str, str | None]]:
+        before, sweep = slurm.jobs(), read_sweep(folder / "out" / "s")
+        ended(sweep.run_dir(sweep.rows[0]), "failed", f"{sweep.last_submits()[0].job_id}_0")
+        for job in before:
+            slurm.change(job["id"], state="FAILED")
+        submit(path, *flags)
+        return [(job["array"], job["dependency"]) for job in slurm.jobs()[len(before) :]]
+
+    submit(path)
+    begun, waits = ("0", None), ("1", "afterok:5")
+    assert again() == [begun, waits] == again()
+    assert again(f"--{whose}.dependency", "afterok:9") == [("0-1", "afterok:9")]
+    assert again(f"--{whose}.dependency", "afterok:9") == [begun, ("1", "afterok:9")]
+
+
 def test_one_of_several_and_the_jobs_before_is_nothing_that_slurm_can_wait_for(slurm: FakeSlurm, folder: Path) -> None:
     """It takes `a?b,c` for a?b?c: the throttle would be lost without a word."""
     either = "overrides: {slurm.dependency: 'afterok:5?afterok:6'}"

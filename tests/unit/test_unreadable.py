@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -248,9 +249,9 @@ def test_a_step_that_is_asked_for_is_read_twice_before_it_is_refused(prepared: d
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_note_that_somebody_has_changed_is_named(tmp_path: Path, text: str) -> None:
     paths = RunPaths(tmp_path)
-    for name in ("checkpoints.json", "saved.json"):
+    for name in ("checkpoints.json", "saved.json", "resume.json"):
         (tmp_path / name).write_text(text)
-    for read in (newest.read_pointer, newest.read_saved):
+    for read in (newest.read_pointer, newest.read_saved, partial(resume._answered_at, asked=OLD)):
         with pytest.raises(StoreError, match="is not what was written there .*: restore or delete it"):
             read(paths)
 

@@ -208,6 +208,12 @@ class SlurmConfig(SlurmOptions):
 
     _in_nobodys_sight = field_validator("setup", "srun_args")(_refuse_plain_secrets)
 
+    @property
+    def waits(self) -> bool:
+        """True if the job waits for another one, which may make its model or its data."""
+        nodes = (self, self.trainer, self.inference, self.teacher, self.orchestrator)
+        return any(options is not None and options.dependency for options in nodes)
+
 
 class SitePartition(Section):
     """Facts about a partition's nodes."""

@@ -136,7 +136,7 @@ def resumed(subject: Subject) -> Iterator[Finding]:
     if not isinstance(step, Path) or os.path.exists(step) or not os.path.isdir(step.parent):  # noqa: PTH110, PTH112 - EACCES
         return
     # a job that it waits for may write it
-    severity: Severity = "warning" if subject.is_slurm and subject.experiment.slurm.dependency else "error"
+    severity: Severity = "warning" if subject.is_slurm and subject.experiment.slurm.waits else "error"
     meant = get_close_matches(step.name.lower(), ["latest"])
     remedy = f"did you mean {meant[0]}?" if meant else "a step, latest, or the path of a run or a checkpoint"
     yield Finding("PH242", severity, "ckpt.resume_step", f"{step} is not there", remedy)
@@ -151,7 +151,7 @@ def evaluated(subject: Subject) -> Iterator[Finding]:
     except ConfigError as error:
         # like a model and data, a run may be made yet
         is_there = config.weights_dir is not None and os.path.isdir(config.weights_dir)  # noqa: PTH112 - EACCES
-        waits = subject.is_slurm and bool(subject.experiment.slurm.dependency)
+        waits = subject.is_slurm and subject.experiment.slurm.waits
         severity: Severity = "error" if is_there and not waits else "warning"
         remedy = "the job that this one waits for has to make it" if waits else "a run, or its weights, before submit"
         for problem in error.problems:

@@ -20,7 +20,7 @@ def data(subject: Subject) -> Iterator[Finding]:
         try:
             found = find_data(source)
         except ValueError as error:
-            waits = subject.is_slurm and subject.experiment.slurm.dependency
+            waits = subject.is_slurm and subject.experiment.slurm.waits
             remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
             if isinstance(error, NothingThereError):
                 yield Finding("PH207", "warning", key, str(error), remedy)

@@ -179,7 +179,7 @@ def ask_when(
     assert isinstance(stated, list), "`auto` is derived before"
     shapes = [(s.name, load_experiment([*argv, "--slurm.shape", s.name], "submit"), s.step_s) for s in stated]
     shapes = shapes or [(loaded.experiment.slurm.shape or AS_STATED, loaded, None)]
-    waits = bool(loaded.experiment.slurm.dependency)
+    waits = loaded.experiment.slurm.waits
     rows = [_draft(name, for_evaluation(one, waits=waits), step_s, step_of) for name, one, step_s in shapes]
     give_up = time.monotonic() + 2 * timeout_s
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
 from prime_hpc.config.run_files import SITE_YAML, STOP
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import write_site
-from prime_hpc.config.snapshot import Shared, share
+from prime_hpc.config.snapshot import Shared, load_run, share
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.prepare import for_evaluation
+from prime_hpc.launch.resume import without_dependency
 from prime_hpc.launch.sweep.resolve import Point
 from prime_hpc.launch.sweep.state import PointRow, Sweep
 
@@ -34,6 +36,8 @@ class Job:
     experiment: Experiment
     """As it goes into the run directory."""
     loaded: Loaded
+    sent: Experiment
+    """As its job is sent: of a point that has begun, without what that waited for."""
 
 
 def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[int]) -> list[Job]:
@@ -51,9 +55,20 @@ def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[i
             experiment = point.loaded.experiment.model_copy(update=changes)
             loaded = dataclasses.replace(point.loaded, experiment=experiment)
             with suppress(ConfigError):  # versions that are not there: lint says so
-                loaded = for_evaluation(loaded, waits=bool(experiment.slurm.dependency))
-            jobs.append(Job(row, loaded.experiment, loaded))
+                loaded = for_evaluation(loaded, waits=experiment.slurm.waits)
+            jobs.append(Job(row, loaded.experiment, loaded, _sent(loaded.experiment, sweep.run_dir(row))))
     return jobs
+
+
+def _sent(experiment: Experiment, run_dir: Path) -> Experiment:
+    """Return the experiment as its job is sent; its `run.yaml` keeps what was waited for, as the sweep's file does, so
+    that another submit tells it from what is stated anew."""
+    if not experiment.slurm.waits:
+        return experiment
+    try:
+        return without_dependency(experiment, load_run(run_dir), run_dir)
+    except ConfigError:  # it was never sent
+        return experiment
 
 
 def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bool) -> tuple[list[Job], list[str]]:
@@ -86,7 +101,7 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
 def _reasons(loaded: Loaded, site: SiteConfig) -> list[str]:
     try:
         by_slurm, elsewhere = is_for_slurm(loaded.experiment, site), starts_elsewhere(loaded.experiment, site)
-        waits = by_slurm and bool(loaded.experiment.slurm.dependency)
+        waits = by_slurm and loaded.experiment.slurm.waits
         check(loaded, by_slurm=by_slurm, starts_elsewhere=elsewhere, waits=waits)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]

@@ -109,8 +109,8 @@ def plan_parts(
     groups: dict[tuple[str, str], list[Job]] = defaultdict(list)
     placements: dict[tuple[str, str], Placement] = {}
     for job in jobs:
-        placement = place_slurm(job.experiment, site)
-        key = (repr(placement), job.experiment.slurm.model_dump_json())
+        placement = place_slurm(job.sent, site)
+        key = (repr(placement), job.sent.slurm.model_dump_json())
         groups[key].append(job)
         placements[key] = placement
     size = max_array_size(site) if any(p.abilities.takes_arrays for p in placements.values()) else MAX_ARRAY
@@ -138,7 +138,7 @@ def plan_parts(
 def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, throttle: int | None) -> list[Part]:
     """Alike points as few arrays: an array id is below `size`, and the ids' list is not too long for sbatch."""
     changes = {"name": sweep.dir.name, "output_dir": sweep.dir.parent}
-    experiment = jobs[0].experiment.model_copy(update=changes)
+    experiment = jobs[0].sent.model_copy(update=changes)
     blocks: dict[int, list[Job]] = defaultdict(list)
     for job in sorted(jobs, key=lambda job: job.row.index):
         blocks[job.row.index // size * size].append(job)
@@ -189,7 +189,7 @@ def _lanes(
     for job, placement in sorted(jobs, key=lambda pair: pair[0].row.index):
         # of two lanes as long as each other that whose last job was sent earlier
         lane = min(range(count), key=lambda lane: (queued[lane], last.get(lane, -1), lane))
-        part = Part([job], placement, job.experiment, lane=lane)
+        part = Part([job], placement, job.sent, lane=lane)
         if lane in last:
             part.after_part = last[lane]
         elif lane in tails:
@@ -309,7 +309,7 @@ def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
     if restart_mode(part.experiment, site, part.placement) != "successor":
         return
     for job in part.jobs:
-        text = render_job(part.placement, job.experiment, site, python=interpreter(), command_tail=[])
+        text = render_job(part.placement, job.sent, site, python=interpreter(), command_tail=[])
         write_text(sweep.run_dir(job.row) / JOB_SBATCH, text)
 
 

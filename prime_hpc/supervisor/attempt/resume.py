@@ -257,11 +257,12 @@ def _answered_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
     """
     try:
         row = json.loads(_record(paths).read_bytes())
+        is_same = asked is not None and row["request"] == _request(paths, asked)
+        return int(row["step"]) if is_same else None
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"{_record(paths)} is not what was written there ({error}): restore or delete it") from error
-    return int(row["step"]) if asked is not None and row.get("request") == _request(paths, asked) else None
 
 
 def _record(paths: RunPaths) -> Path:
