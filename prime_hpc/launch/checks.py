@@ -35,7 +35,7 @@ from prime_hpc.store.model.files import (
     quantised,
     stored_tensors,
 )
-from prime_hpc.store.run_paths import parse_step
+from prime_hpc.store.run_paths import list_steps, parse_step, step_name
 from prime_hpc.store.weights import holds_changes, went_over_network
 
 _TABLE = re.compile(r"embed_.*|.*embed(ding)?s?|w|wte|wpe|(lm_)?head|output_projection")
@@ -147,7 +147,7 @@ def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:
     """List what a local model's directory lacks; whether its weights are whole, where this run loads them."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)]
+        return [_not_there(name, key)]
     if not (folder / "config.json").exists() and holds_changes(folder):
         cure = f"prime-hpc export RUN --merged {parse_step(folder.name)} --output DIR makes a model of it"
         return [Problem(f"{name} holds only what changed since the version before it ({cure})", key)]
@@ -161,6 +161,17 @@ def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:
     if not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir()):
         return [Problem(f"{name} holds a config but no weights (*.safetensors)", key)]
     return _broken(folder, key) if is_loaded else []
+
+
+def _not_there(name: str, key: str) -> Problem:
+    """Say that a model's directory is missing; of a run's version also what of the run is there."""
+    folder = Path(name).expanduser()
+    if folder.parent.name != "weights" or parse_step(folder.name) is None:
+        return Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)
+    run, versions = folder.parent.parent, list_steps(folder.parent)
+    state = f"its newest is {step_name(versions[-1])}" if versions else "it has none yet"
+    state = state if run.is_dir() else "there is no such run: train it first"
+    return Problem(f"{name!r} is not a directory: a version of the run {run}, and {state}", key)
 
 
 def _broken(folder: Path, key: str) -> list[Problem]:
@@ -214,7 +225,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
     if is_local_path(teacher.model):
         folder = Path(teacher.model).expanduser()
         if not folder.is_dir():
-            return [Problem(f"{teacher.model!r} is not a directory (a hub name looks like owner/model)", key)]
+            return [_not_there(teacher.model, key)]
         if experiment.teacher_inference is not None:
             longest = served_by(experiment, "teacher").max_model_len
             if lacks := _folder(teacher.model, key) or _context(folder, longest, key):

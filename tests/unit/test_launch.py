@@ -187,6 +187,19 @@ def test_model_path_that_is_no_directory(tmp_path: Path) -> None:
         check(loaded(tmp_path, "./no/such/model"))
 
 
+def test_a_version_that_is_not_there_is_told_with_what_the_run_has(tmp_path: Path) -> None:
+    """The warm-up was forgotten, a version was removed, or its number is a typing error."""
+    run = tmp_path / "warm-up"
+    wanted = loaded(tmp_path, run / "weights" / "step_000400")
+    for made, said in (("", "there is no such run: train it first"), ("weights", "has none yet")):
+        with pytest.raises(ConfigError, match=rf"is not a directory: a version of the run .*/warm-up, and .*{said}"):
+            check(wanted)
+        (run / (made or "logs")).mkdir(parents=True)
+    (run / "weights" / "step_000200").mkdir()
+    with pytest.raises(ConfigError, match="and its newest is step_000200$"):
+        check(wanted)
+
+
 def test_output_directory_that_cannot_be_written(tmp_path: Path, model: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir.*cannot be written"):

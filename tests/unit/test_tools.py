@@ -36,6 +36,15 @@ def test_a_checkout_whose_path_holds_a_space_is_refused_where_vllm_would_die_of_
     assert "PRIME_HPC_VENV=FOLDER" in done.stderr and not (checkout / ".venv").exists()
 
 
+@pytest.mark.parametrize("tool", ["bare", "bench", "install", "ladder", "lock", "quickstart", "setup", "test", "tmux"])
+def test_a_tool_says_how_it_is_used(tool: str) -> None:
+    """Also where what it needs is missing (those of argparse do without a word of ours)."""
+    command = [str(ROOT / "tools" / tool), "--help"]
+    done = subprocess.run(command, env=os.environ | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: tools/{tool}" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "engines", "ranks"),
     [(0, 2, 2), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 2, 2), (8, 2, 2)],
