@@ -20,8 +20,9 @@ from loguru import logger
 from prime_hpc.store.io.private import make_private_dir, open_private, user_cache
 from prime_hpc.store.messaging.auth import new_secret
 
-KEY_VARIABLES = {"inference": "PRIMEHPC_INFERENCE_KEY", "teacher": "PRIMEHPC_TEACHER_KEY"}
-"""Group of engines -> the environment variable with which the supervisor tells its servers their key."""
+KEY_VARIABLES = {"inference": "PRIMEHPC_INFERENCE_API_KEY", "teacher": "PRIMEHPC_TEACHER_API_KEY"}
+"""Group of engines -> the environment variable with which the supervisor tells its servers their key. verifiers hands
+no variable on to programs of episodes that has `API_KEY` in its name."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 _MAX_KEY = 4096
 _LISTENING = "0A"

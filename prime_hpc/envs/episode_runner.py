@@ -242,10 +242,21 @@ class EpisodeRunner:
         list(self._policies.values())[index].move(url)
 
     async def open(self) -> None:
-        """Start every environment."""
+        """Start every environment. Raises EnvError."""
         for source in self._sources.values():
             self._opened.append(source)
-            await source.open()
+            try:
+                await source.open()
+            except EnvError:
+                raise
+            except (Exception, SystemExit) as error:  # other people's code
+                reason = f"{type(error).__name__}: {error}"
+                raise EnvError(f"environment {self.opening!r} cannot be started: {reason}") from error
+
+    @property
+    def opening(self) -> str:
+        """Name of the environment that was begun to start last."""
+        return self._opened[-1].source.name if self._opened else ""
 
     async def run(self, source_index: int, number: int, url_index: int, traces: list[str]) -> EpisodeResult:
         """Play one episode; its traces are put into `traces` as they begin."""

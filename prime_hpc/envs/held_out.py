@@ -30,7 +30,22 @@ def content(task: Any) -> str:
     from verifiers.v1.task import TaskData
 
     apart: frozenset[str] = getattr(type(task.data), "no_content", frozenset())
-    return task.data.model_dump_json(exclude=set(TaskData.model_fields) - {"prompt"} | apart)
+    return as_json(task.data, set(TaskData.model_fields) - {"prompt"} | apart)
+
+
+def as_json(data: Any, exclude: set[str]) -> str:
+    """Return a task's data as JSON, without the fields `exclude`.
+
+    Raises:
+        EnvError: a field holds what JSON cannot say, so that nobody could tell whether two tasks are the same.
+    """
+    try:
+        return str(data.model_dump_json(exclude=exclude))
+    except ValueError as error:
+        raise EnvError(
+            f"{type(data).__name__} of task {data.idx}: its fields cannot be written as JSON, by which tasks are told "
+            f"apart ({error}): have the taskset give them plain values (a list for an array, text for bytes)"
+        ) from error
 
 
 def leave_out_trained(

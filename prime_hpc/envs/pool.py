@@ -31,6 +31,7 @@ from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.host_link import HostLink, LocalHost, RemoteHost, remote_hosts
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_to_plain
+from prime_hpc.observe.logs import kept_logger
 from prime_hpc.runtime.event_loops import loop_time
 
 
@@ -93,7 +94,8 @@ class EnvPool:
             EnvError: something is not as configured.
         """
         # Importing verifiers and reading tasks takes seconds; the caller's heartbeat goes on meanwhile.
-        await asyncio.to_thread(self._load)
+        with kept_logger():
+            await asyncio.to_thread(self._load)
         self._closed = asyncio.get_running_loop().create_future()
         try:
             await asyncio.gather(self._start_worker(), self._start_fleets())
@@ -335,11 +337,8 @@ class EnvPool:
         try:
             await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
         except TimeoutError as error:
-            raise EnvError(f"the environments did not start within {OPEN_TIMEOUT_S:g} s") from error
-        except EnvError:
-            raise
-        except (RuntimeError, ValueError, OSError, TypeError) as error:
-            raise EnvError(f"the environments cannot be started: {type(error).__name__}: {error}") from error
+            late = runner.opening
+            raise EnvError(f"environment {late!r} did not start: {OPEN_TIMEOUT_S:g} s are over for all here") from error
 
     def _warn_of_math(self, own: Sequence[int]) -> None:
         """Say of which environments one answer of a model could keep this whole process busy for hours."""

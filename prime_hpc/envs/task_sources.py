@@ -75,7 +75,7 @@ class EndlessTasks:
         """Make the next task. Raises EnvError where that fails, from then on: what has raised makes no more."""
         try:
             task = None if self._end else next(self._more, None)
-        except Exception as error:  # a taskset's code, which raises anything
+        except (Exception, SystemExit) as error:  # a taskset's code, which raises anything
             self._end = f"task {self._made} cannot be made: {type(error).__name__}: {error}"
             raise self._error() from error
         except BaseException:  # interrupted, for it kept the loop of all episodes: the next one begins anew
@@ -173,7 +173,7 @@ class EnvSource:
             self._tasks = listed(taskset) if taskset.bounded else EndlessTasks(taskset, self.name)
         except EnvError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # other people's code
             raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         self.load_s = time.monotonic() - began
         """For which its tasks were loaded."""

@@ -10,6 +10,7 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEnvConfig
+from prime_hpc.envs.held_out import as_json
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
 from prime_hpc.evals.errors import EvalError
@@ -78,9 +79,10 @@ def wanted_keys(step: int, sources: Sequence[Source], config: EpisodesConfig) ->
 
 
 def task_id(task: Any) -> str:
-    """Sum over a task's data, without what its taskset says is no content: the arguments that it was loaded with."""
-    apart = set(getattr(type(task.data), "no_content", ()))
-    return xxhash.xxh3_64_hexdigest(task.data.model_dump_json(exclude=apart).encode())
+    """Sum over a task's data, without what its taskset says is no content: the arguments that it was loaded with.
+
+    Raises EnvError where it cannot be told."""
+    return xxhash.xxh3_64_hexdigest(as_json(task.data, set(getattr(type(task.data), "no_content", ()))).encode())
 
 
 class Player:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,8 @@ def setup_logger(
         out: Any = _write_out if on_terminal else sys.stdout if file is None else _PatientSink(_write_out)
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         has_colors = on_terminal and not is_plain
-        logger.add(out, level=level, format=pattern, serialize=json_lines, colorize=has_colors, diagnose=False)
+        looks = {"level": level, "format": pattern, "serialize": json_lines, "colorize": has_colors, "diagnose": False}
+        _CONSOLE[:] = [(out, looks, role, logger.add(out, **looks))]
     if file is not None:
         file_level = asked if is_level else file_level or level
         logger.add(
@@ -146,6 +147,37 @@ def setup_logger(
     if asked and not is_level:
         logger.warning(f"PRIME_LOG_LEVEL={asked} is no level: state one of {', '.join(LEVELS)}; {level} it is")
     return logger
+
+
+_CONSOLE: list[tuple[Any, dict[str, Any], str, int]] = []
+"""Where `setup_logger` last had the console's lines go, in which form, of which role, and loguru's number of that."""
+
+
+@contextlib.contextmanager
+def kept_logger() -> Iterator[None]:
+    """Have the console's lines go on as they are set up after the body, which may run other people's code: `remove()`
+    and a sink of its own, as loguru's first page shows it, is what a package does to the one logger of its process.
+    """
+    first = _next_number()
+    try:
+        yield
+    finally:
+        for out, looks, role, number in _CONSOLE[:]:
+            try:
+                logger.remove(number)
+            except ValueError:  # it is gone; what was put in its place would say each line once more
+                for other in range(first, _next_number()):
+                    with contextlib.suppress(ValueError):
+                        logger.remove(other)
+                logger.configure(extra={"role": role})
+            _CONSOLE[:] = [(out, looks, role, logger.add(out, **looks))]
+
+
+def _next_number() -> int:
+    """Return the number above all that loguru has given to sinks."""
+    number = logger.add(lambda message: None)
+    logger.remove(number)
+    return number + 1
 
 
 def separate_native_stderr(path: Path) -> None:

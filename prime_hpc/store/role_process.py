@@ -20,7 +20,7 @@ from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import new_event_loop
 from prime_hpc.runtime.open_files import raise_descriptor_limit
-from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.runtime.role_context import BUS, RoleContext
 from prime_hpc.runtime.until_stopped import until_stopped
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import in_words
@@ -49,6 +49,7 @@ def run_role(
     setup_logger(role)
     raise_descriptor_limit()  # also where no supervisor did: a role that was started by hand
     bus = BusClient(context.bus_address, role, incarnation=context.bus_incarnation, run=context.bus_run)
+    os.environ.pop(BUS, None)  # the run's messages are no business of programs that episodes start
     status = RoleStatus(context, bus)
     expected: tuple[type[Exception], ...] = (ConfigError, StoreError, *errors)
     status.starting()

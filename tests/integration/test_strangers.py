@@ -72,7 +72,9 @@ def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> Non
         assert process.poll() is None, log.read_text()[-3000:]
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         ports = listeners(family)
-        key = next(value for one in family for name, value in one.environ().items() if name == "PRIMEHPC_INFERENCE_KEY")
+        key = next(
+            value for one in family for name, value in one.environ().items() if name == "PRIMEHPC_INFERENCE_API_KEY"
+        )
         found = visit("127.0.0.1", sorted(ports))
         after = len(steps(run_dir))
         wait_until(lambda: process.poll() is not None or len(steps(run_dir)) >= after + 3, 120, "the run goes on")

@@ -235,7 +235,7 @@ def test_what_is_stated_wins_and_what_others_can_read_is_refused(cache, monkeypa
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
     assert server_key("stated", "inference", "VLLM_API_KEY") == "stated"
     assert server_key(None, "inference", "VLLM_API_KEY") == "of-the-environment"
-    monkeypatch.setenv("PRIMEHPC_TEACHER_KEY", "of-the-attempt")
+    monkeypatch.setenv("PRIMEHPC_TEACHER_API_KEY", "of-the-attempt")
     assert server_key("stated", "teacher", "VLLM_API_KEY") == "of-the-attempt"
     monkeypatch.delenv("VLLM_API_KEY")
     server_key(None, "inference", "VLLM_API_KEY")
@@ -257,10 +257,10 @@ def test_every_attempt_has_a_key_of_its_own():
         return _keys(Experiment.model_validate(tree))
 
     one, two = keys_of(), keys_of()
-    assert set(one) == {"PRIMEHPC_INFERENCE_KEY", "PRIMEHPC_TEACHER_KEY"}
+    assert set(one) == {"PRIMEHPC_INFERENCE_API_KEY", "PRIMEHPC_TEACHER_API_KEY"}
     assert len(set(one.values())) == 1 and set(one.values()).isdisjoint(two.values())
     both = keys_of(inference={"api_key": "p"}, teacher_inference={"api_key": "t"})
-    assert both == {"PRIMEHPC_INFERENCE_KEY": "p", "PRIMEHPC_TEACHER_KEY": "t"}
+    assert both == {"PRIMEHPC_INFERENCE_API_KEY": "p", "PRIMEHPC_TEACHER_API_KEY": "t"}
 
 
 @pytest.mark.parametrize("started", ["inference", "teacher"])

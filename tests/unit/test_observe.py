@@ -439,6 +439,31 @@ def test_the_environments_log_level_overrides_the_configs(
         setup_logger("t")
 
 
+LOGGER = """
+import sys
+from loguru import logger
+from prime_hpc.observe.logs import kept_logger, setup_logger
+setup_logger("role")
+with kept_logger():
+    {theirs}
+    logger.add(sys.stderr, format="theirs {{message}}")
+logger.info("one")
+with kept_logger():
+    pass
+logger.info("two")
+"""
+
+
+@pytest.mark.parametrize(("theirs", "said_there"), [("logger.remove()", ""), ("pass", "theirs one\ntheirs two\n")])
+def test_a_package_that_takes_the_logger_over_does_not_have_it(theirs: str, said_there: str) -> None:
+    """A sink beside ours stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGER.format(theirs=theirs)], capture_output=True, text=True, check=True
+    )
+    assert [line.split()[1:] for line in done.stdout.splitlines()] == [["INFO", "role", "one"], ["INFO", "role", "two"]]
+    assert done.stderr == said_there
+
+
 def test_lines_beside_the_bar_are_broken_by_the_terminal_alone(tmp_path: Path) -> None:
     """Of a terminal that does not say how wide it is rich takes 80 columns."""
     code = """

@@ -68,7 +68,7 @@ def rank(run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
         "CUDA_VISIBLE_DEVICES": "3",
         "PRIMEHPC_ATTEMPT": "1",
         "PRIMEHPC_BUS": f"{BUS}@127.0.0.1:1234",
-        "PRIMEHPC_INFERENCE_KEY": KEY,
+        "PRIMEHPC_INFERENCE_API_KEY": KEY,
         "VLLM_API_KEY": KEY,
         "HF_TOKEN": "hf_of_the_user",
         "HEADERS": f"Authorization: Bearer {KEY}",
@@ -105,7 +105,7 @@ def test_on_this_machine(run_dir: Path, rank: subprocess.Popen[bytes]) -> None:
     found = variables(out)
     assert (found["RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "3")
     assert found["VIRTUAL_ENV"] == sys.prefix and found["PATH"].startswith(f"{sys.prefix}/bin:")
-    assert not {"HF_TOKEN", "PRIMEHPC_BUS", "PRIMEHPC_INFERENCE_KEY", "SLURM_STEP_ID"} & found.keys()
+    assert not {"HF_TOKEN", "PRIMEHPC_BUS", "PRIMEHPC_INFERENCE_API_KEY", "SLURM_STEP_ID"} & found.keys()
     for secret in (KEY, BUS, "hf_of_the_user"):
         assert secret not in out + err
     code, out, _ = shell(*at, said="pwd; exit 5\n")  # no command: a shell

@@ -101,7 +101,7 @@ def _make(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environme
         raise EnvError(
             f"environment {name!r} needs the Python module {error.name!r}: pip install {error.name}"
         ) from error
-    except Exception as error:  # other people's code: data that cannot be had, keys that are not set
+    except (Exception, SystemExit) as error:  # other people's code: data that cannot be had, keys that are not set
         raise EnvError(
             f"environment {name!r}: its load_environment() failed: {type(error).__name__}: {error}"
         ) from error

@@ -1,0 +1,76 @@
+"""A package that a user wrote last night: what it raises, and what it does to the process, wherever it does."""
+
+import asyncio
+
+import pytest
+from loguru import logger
+
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import leave_out_trained
+from prime_hpc.evals.play import task_id
+from prime_hpc.observe.logs import setup_logger
+from tests.support.env_world import World
+
+pytestmark = pytest.mark.slow
+
+ODD = "tests.support.odd_package"
+
+
+def odd(kind: str, **options: int) -> EnvConfig:
+    return EnvConfig(id=ODD, name="odd", args={"kind": kind}, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("exits", "environment 'odd' cannot be loaded: SystemExit: set THE_KEY"),
+        ("start_raises", "environment 'odd' cannot be started: KeyError: 'THE_KEY'"),
+        ("start_exits", "environment 'odd' cannot be started: SystemExit: set THE_KEY"),
+    ],
+)
+def test_what_it_raises_before_it_plays_is_told_with_its_name(world: World, kind: str, words: str) -> None:
+    with pytest.raises(EnvError, match=words):
+        world.play(odd(kind))
+
+
+def test_a_worker_s_environment_that_ends_its_process_as_it_starts_is_told_too(world: World) -> None:
+    """Once: no worker is started again for it."""
+    with pytest.raises(EnvError, match="environment 'odd' cannot be started: SystemExit: set THE_KEY"):
+        world.play(odd("start_exits", workers=1))
+
+
+def test_an_endless_one_that_ends_the_process_fails_the_episode_of_that_task(world: World) -> None:
+    results = world.play(odd("exits_later"), 3)
+    assert [result.usable for result in results] == [True, True, False]
+    assert "task 2 cannot be made: SystemExit: set THE_KEY" in results[2].reason
+
+
+def test_data_that_is_no_json_is_told_where_tasks_must_be_told_apart(world: World) -> None:
+    async def run() -> None:
+        async with world.pool(odd("bytes")) as pool:
+            for ask in (
+                lambda: leave_out_trained(pool.sources, pool.sources, 4),
+                lambda: task_id(pool.sources[0].task(3)),
+            ):
+                with pytest.raises(EnvError, match=r"OddData of task \d: its fields cannot be written as JSON"):
+                    ask()
+
+    asyncio.run(run())
+
+
+def test_one_that_takes_the_logger_over_leaves_it_to_the_role(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        async with world.pool(odd("logs")):
+            logger.info("still here")
+
+    setup_logger("role")
+    try:
+        asyncio.run(run())
+        said = capsys.readouterr()
+        assert [line.split(maxsplit=1)[1] for line in said.out.splitlines() if "here" in line] == [
+            "INFO    role still here"
+        ]
+        assert "theirs" not in said.err
+    finally:
+        logger.remove()

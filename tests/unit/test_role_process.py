@@ -1,0 +1,49 @@
+"""The frame of a role whose work is a coroutine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from prime_hpc.client.keys import KEY_VARIABLES
+from prime_hpc.config import load_experiment
+from prime_hpc.config.snapshot import write_snapshot
+from prime_hpc.runtime.role_context import role_environment
+from prime_hpc.store.messaging.bus import BusServer
+
+ROLE = """
+import asyncio, sys
+from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
+from prime_hpc.store.role_process import run_role
+
+async def work(experiment, context, bus, status):
+    while not bus.connected:
+        await asyncio.sleep(0.01)
+    runtime = SubprocessRuntime(SubprocessConfig())
+    await runtime.start()
+    print((await runtime.run(["env"], {})).stdout)
+    await runtime.stop()
+
+sys.exit(run_role("eval", work, ()))
+"""
+
+
+def test_programs_of_episodes_are_not_told_the_run_s_messages_nor_its_servers_keys(tmp_path: Path) -> None:
+    """A model that looks at its environment would have them in what it says, and in every file that keeps it."""
+    argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name", "e"]
+    experiment = load_experiment(argv, "eval", {}).experiment
+    write_snapshot(experiment, experiment.run_dir, ["test"])
+    hub = BusServer(secret="the-secret-of-the-hub")
+    facts = role_environment(bus_address=hub.address, attempt=1, incarnation=0, resume_step=None, inference_urls=[])
+    keys = dict.fromkeys(KEY_VARIABLES.values(), "the-key-of-the-servers")
+    done = subprocess.run(
+        [sys.executable, "-c", ROLE, str(experiment.run_dir)],
+        env={**os.environ, **facts, **keys, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    hub.close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PRIMEHPC_INCARNATION=0" in done.stdout
+    assert "the-secret" not in done.stdout and "the-key" not in done.stdout
