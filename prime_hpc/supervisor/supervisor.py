@@ -396,9 +396,9 @@ class Supervisor:
             self._begin(role)
             return
         self._kill_and_log(role, cause)
-        if self._ready_at is not None and self._children is None:
-            needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
-            self._save_first.ask(self._led.roles, role, needs_s, left_s, self._led.pulse, self._is_over)
+        if self._ready_at is not None:
+            needs_s, left_s, many = self._console.needs_s(), self._controls.time_left_s, self._children is not None
+            self._save_first.ask(self._led.roles, role, needs_s, left_s, self._led.pulse, self._is_over, many=many)
         raise Ended(1, cause, permanent=permanent)
 
     def _is_done_with(self, role: Role) -> bool:

@@ -31,10 +31,11 @@ def role(name: str, run_dir: Path, *actions: str, **options: object) -> RoleSpec
     return RoleSpec(name, command, **{"start_timeout_s": 120.0, **options})  # type: ignore[arg-type]
 
 
-def supervise(run_dir: Path, specs: list[RoleSpec], *, read: bool = True, **settings: object) -> tuple[int, dict]:
-    experiment = Experiment.model_validate(
-        {"output_dir": str(run_dir.parent), "name": run_dir.name, "supervisor": {"grace_s": 2, **settings}}
-    )
+def supervise(
+    run_dir: Path, specs: list[RoleSpec], *, read: bool = True, tree: dict[str, Any] | None = None, **settings: object
+) -> tuple[int, dict]:
+    own = {"output_dir": str(run_dir.parent), "name": run_dir.name, "supervisor": {"grace_s": 2, **settings}}
+    experiment = Experiment.model_validate(own | (tree or {}))
     attempts = run_dir / "attempts.jsonl"
     (run_dir / "incarnation").mkdir(exist_ok=True)
     (run_dir / "incarnation" / "000001").touch()  # the attempt's claim
@@ -249,6 +250,17 @@ def test_a_trainer_that_is_well_saves_before_another_crash_ends_the_attempt(run_
     code, attempt = supervise(run_dir, [trainer, role("orchestrator", run_dir, "ready", f"await:{go}", "fail:a bug")])
     assert (code, attempt["outcome"], attempt["cause"]) == (1, "failed", "orchestrator: a bug")
     assert (run_dir / "saved").read_text() == "19999"
+
+
+def test_a_trainer_of_many_runs_saves_them_before_a_crash_ends_the_attempt(run_dir: Path) -> None:
+    go, port = run_dir / "go", free_port()
+    trainer = role("trainer", run_dir, f"ends:{run_dir / 'saved'}", "ready", "sleep:1", f"touch:{go}", "sleep:300")
+    url = f"http://127.0.0.1:{port}"
+    server = role("inference", run_dir, f"serve:{port}", f"await:{go}", "exit:3", health_url=url)
+    tree = {"trainer": {"max_concurrent_runs": 2}, "model": {"lora": {}}, "inference": {}}
+    code, attempt = supervise(run_dir, [server, trainer], tree=tree)
+    assert (code, attempt["cause"]) == (1, "inference[0] ended with exit code 3")
+    assert (run_dir / "saved").read_text() == "inference[0] has crashed"
 
 
 def test_one_that_crashed_itself_or_does_not_answer_is_not_waited_for(

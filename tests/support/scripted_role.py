@@ -7,7 +7,8 @@ beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is ther
 write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it), step:N (a beat at that step),
 train:COUNT (so many steps, with their rows of metrics), doing:PHASE:WHOM (its word: what it does, and for whom it
 waits), stop (SIGSTOP itself), hold:VERSION:FIRST:LAST (an orchestrator that outlives its attempt: what it answers; it
-moves when it is told where to), saves:FILE (a trainer that saves when it is asked to)
+moves when it is told where to), saves:FILE (a trainer that saves when it is asked to), ends:FILE (a trainer of many
+runs, which saves as it ends when it is asked to)
 """
 
 import http.server
@@ -51,6 +52,13 @@ def save(bus: BusClient, path: Path, request: int) -> None:
     bus.publish("saved", step=7, path="", ids=[request])
 
 
+def end(status: RoleStatus, path: Path, message: dict[str, Any]) -> None:
+    if message["save"]:
+        path.write_text(message["reason"])
+        status.done()
+        os._exit(0)
+
+
 def train(status: RoleStatus, run_dir: Path, count: int) -> None:
     """A run's steps as the console sees them: rows of both sides, and a beat."""
     rows = {name: MetricsWriter(run_dir / "metrics" / f"{name}.jsonl") for name in ("orchestrator", "trainer")}
@@ -82,6 +90,8 @@ def act(action: str, status: RoleStatus, bus: BusClient) -> None:
         time.sleep(float(value))
     elif name == "saves":
         bus.subscribe("save", lambda message: save(bus, Path(value), message["id"]))
+    elif name == "ends":
+        bus.subscribe("stop", lambda message: end(status, Path(value), message))
     elif name == "hold":
         hold(bus, [int(number) for number in value.split(":")])
     elif name == "ready":

@@ -117,7 +117,9 @@ def benchmarks_of(experiment: Experiment) -> list[Need]:
 
 def _benchmark(key: str, env: EnvConfig) -> Need | None:
     data, benchmark = env.args.get("data"), find_benchmark(env.id)
-    return benchmark and Need("benchmark", key_of_id(key), benchmark.name, data=str(data) if data else None)
+    if benchmark is None:
+        return None
+    return Need("benchmark", key_of_id(key), benchmark.name, data=str(data) if data else None)
 
 
 def _sources(identifier: str) -> list[Path]:

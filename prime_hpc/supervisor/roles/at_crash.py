@@ -1,6 +1,7 @@
 """Questions to the roles that are well, before an attempt ends because another one crashed.
 
-To a trainer: to save. The steps since its checkpoint would be taken again, with rollouts that were sampled again.
+To a trainer: to save. The steps since its checkpoint would be taken again, with rollouts that were sampled again. One
+of many runs saves each of them as it ends, which it is told to.
 
 To an orchestrator whose trainer has crashed: does it write nothing until the next attempt begins? It is asked before
 the run directory goes back to a checkpoint. One that does not answer in time, or cannot, ends with its attempt, and the
@@ -46,6 +47,8 @@ class SaveFirst:
         left_s: float | None,
         pulse: Pulse,
         is_over: Callable[[], bool],
+        *,
+        many: bool = False,
     ) -> None:
         """Have the trainer save, where it can.
 
@@ -56,6 +59,7 @@ class SaveFirst:
             left_s: to the job's end; None: unknown.
             pulse: of the supervisor.
             is_over: whether somebody wants the attempt to end at once.
+            many: it trains many runs.
         """
         found = [role for role in roles if role.spec.name == "trainer" and role is not crashed]
         if len(found) != 1 or found[0].state != "ready":
@@ -65,12 +69,19 @@ class SaveFirst:
         if left_s is not None:
             budget_s = min(budget_s, left_s - needs_s)
         logger.info(f"the trainer saves before the attempt ends (at most {max(0.0, budget_s):.0f} s)")
-        self._publish("save", id=self._request)
+        if many:
+            self._publish("stop", reason=f"{crashed.spec.label} has crashed", save=True)
+        else:
+            self._publish("save", id=self._request)
+
+        def is_saved() -> bool:
+            return trainer.has_reported("done") if many else self._is_saved
+
         end = time.monotonic() + budget_s
-        while not self._is_saved and trainer.running and time.monotonic() < end and not is_over():
+        while not is_saved() and trainer.running and time.monotonic() < end and not is_over():
             pulse.tick()
             time.sleep(TICK_S)
-        if not self._is_saved:
+        if not is_saved():
             logger.warning("the trainer did not save in time: the run goes on from its last checkpoint")
 
 
