@@ -88,6 +88,20 @@ def test_trainer_metrics_are_found(sweep: Sweep) -> None:
     assert results(sweep, Metric("loss", "min", 1))[0].value == 1.0
 
 
+def test_a_point_of_many_runs_has_the_mean_of_theirs(sweep: Sweep) -> None:
+    """Its own rows are of one run after the other."""
+    rows = [{"step": step, "run": f"run_{'ab'[step % 2]}", "loss": float(step), "ours": 1.0} for step in (1, 2, 3)]
+    add(sweep, "point", rows, "trainer")
+    of = Sweep(sweep.dir / "point")
+    add(of, "run_a", [{"step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 4.0), (3, 2.0))], "trainer")
+    add(of, "run_b", [{"step": 1, "loss": 5.0}], "trainer")
+    add(of, "run_c")
+    (found,) = results(sweep, Metric("loss", "min", 2))
+    assert (found.value, found.step, found.num_values) == (4.0, 3, 3)
+    assert (found.steps, found.series) == ([1, 2, 3], [7.0, 4.0, 2.0])
+    assert results(sweep, Metric("ours", "max", 2))[0].value == 1.0, "which the point alone has"
+
+
 def test_a_long_file_is_read_from_its_end(sweep: Sweep) -> None:
     rows = [{**row, "text": "x" * 1000} for row in rewards(*(i / 1000 for i in range(1000)))]
     add(sweep, "a", [{"step": 0, "eval/x/mean_reward": 0.25}, *rows])

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +21,7 @@ from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import STEP_KEYS
+from prime_hpc.store.child_runs import list_children
 
 _FILES = ("orchestrator", "trainer", *ALONE)
 """Metrics files, in the order in which a metric is looked for."""
@@ -55,7 +57,7 @@ class Result:
     step: int | None = None
     """The step of the newest value."""
     num_values: int = 0
-    """Values that the mean is over."""
+    """Values that the mean is over; of a point that trains many runs, which count alike, of all of them."""
     steps: list[int] = field(default_factory=list)
     series: list[float] = field(default_factory=list)
     """Value by step; of the file's end only, unless asked for whole."""
@@ -150,11 +152,26 @@ def _refuse_unknown(name: str, seen: set[str]) -> None:
 
 
 def _result(view: PointView, run_dir: Path, metric: Metric, whole: bool, seen: set[str]) -> Result:
-    steps, values = read_series(run_dir, metric.name, None if whole else _TAIL_BYTES, seen)
-    if not values:
+    num_bytes = None if whole else _TAIL_BYTES
+    of_all = [read_series(place, metric.name, num_bytes, seen) for place in _places(run_dir)]
+    found = [dict(zip(*series, strict=True)) for series in of_all if series[0]]
+    if not found:
+        found = [dict(zip(*read_series(run_dir, metric.name, num_bytes, seen), strict=True))]
+    if not found[0]:
         return Result(view, step=view.status.step)
-    used = values[-1:] if metric.is_evaluation else values[-metric.last :]
-    return Result(view, statistics.fmean(used), steps[-1], len(used), steps, values)
+    last = 1 if metric.is_evaluation else metric.last
+    used = [list(values.values())[-last:] for values in found]
+    steps = sorted(set().union(*found))
+    series = [statistics.fmean(values[step] for values in found if step in values) for step in steps]
+    value = statistics.fmean(map(statistics.fmean, used))
+    return Result(view, value, steps[-1], sum(map(len, used)), steps, series)
+
+
+def _places(run_dir: Path) -> list[Path]:
+    """Return the runs that a point trains, where it trains many: its own rows are of any of them, in turn."""
+    with suppress(OSError):
+        return [run_dir / name for name in list_children(run_dir)]
+    return []
 
 
 def read_series(
