@@ -41,7 +41,7 @@ FILE = re.compile(
 OTHER_NAMES = {name for several, _ in other_names.rows() for name in several}
 """Keys of other suites, of which one page tells."""
 MADE = re.compile(
-    r"outputs/|(?:run|site|sweep|exp|many|fast|slow|other|gspo|mine)\.yaml|(?:infer|train|orch)\.toml|sweeps/lr|NEW|test_X"
+    r"outputs/|(?:run|site|sweep|exp|many|fast|slow|other|gspo|mine)\.yaml|(?:infer|train|orch)\.toml|NEW|test_X"
     r"|gpu-check\.md|/(?:half|doubled|hello|mine|staged)\.py|\b(?:rewards|FILE)\.py"
 )
 """Files that a run or a reader makes."""
@@ -151,6 +151,15 @@ def test_flags_exist(name: str) -> None:
     }
     wrong = [f for f in found if not re.match(r"--(?:no-)?(?:[a-z]\b|KEY|SECTION)", f) and not is_flag(f.rstrip(".-"))]
     assert not wrong, f"{name} names flags that are not there: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_are_given_their_files_as_they_take_them(name: str) -> None:
+    """`rl @ FILE`: only verbs whose first argument is a file (`prime-hpc submit FILE`) take one without the sign."""
+    lines = "\n".join((*spans(name), *blocks(name)))
+    programs = "rl|sft|trainer|orchestrator|inference|(?:prime-hpc )?(?:eval|synthesize)"
+    wrong = re.findall(rf"^(?:.*[=&|;] *)?(?:{programs}) [\w./-]+\.(?:yaml|toml)\b.*$", lines, re.MULTILINE)
+    assert not wrong, f"{name}: a config file is named without @: {wrong}"
 
 
 @pytest.mark.parametrize("name", NAMES)
