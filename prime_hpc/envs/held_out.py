@@ -6,8 +6,8 @@ Then the tasks themselves are compared: what an evaluation would take although t
 (`leave_out_trained`), whatever the names of environments and splits say.
 """
 
-import itertools
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ CANDIDATES = 2
 """So many times the tasks that an evaluation asks for are looked at, to replace those that are left out."""
 SEEN = 2_000
 """Of an endless training environment so many tasks are compared."""
+MAKING_S = 60.0
+"""For which they may be made: one whose tasks take seconds each would keep the run from its start for an hour."""
 
 
 def content(task: Any) -> str:
@@ -95,8 +97,18 @@ def _common(tasks: Sequence[Any], trained: "EnvSource") -> set[int]:
 
 
 def _each(source: "EnvSource") -> Iterator[Any]:
-    count = SEEN if source.num_tasks is None else source.num_tasks
-    return map(source.task, itertools.islice(itertools.count(), count))
+    if source.num_tasks is not None:
+        yield from map(source.task, range(source.num_tasks))
+        return
+    deadline = time.monotonic() + MAKING_S
+    for index in range(SEEN):
+        yield source.task(index)
+        if time.monotonic() >= deadline:
+            logger.warning(
+                f"environment {source.name!r} takes long to make its tasks: what is evaluated is compared with its "
+                f"first {index + 1} alone"
+            )
+            return
 
 
 def _prompt(task: Any) -> str:

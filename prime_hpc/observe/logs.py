@@ -137,7 +137,13 @@ def setup_logger(
         out: Any = _write_out if on_terminal else sys.stdout if file is None else _PatientSink(_write_out)
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         has_colors = on_terminal and not is_plain
-        looks = {"level": level, "format": pattern, "serialize": json_lines, "colorize": has_colors, "diagnose": False}
+        looks: dict[str, Any] = {
+            "level": level,
+            "format": pattern,
+            "serialize": json_lines,
+            "colorize": has_colors,
+            "diagnose": False,
+        }
         _CONSOLE[:] = [(out, looks, role, logger.add(out, **looks))]
     if file is not None:
         file_level = asked if is_level else file_level or level

@@ -6,6 +6,7 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs import held_out
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.evals.play import task_id
@@ -57,6 +58,22 @@ def test_data_that_is_no_json_is_told_where_tasks_must_be_told_apart(world: Worl
                     ask()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("seconds", "first"), [(60.0, 3), (0.0, 1)])
+def test_an_endless_one_that_is_slow_is_compared_for_a_limited_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, seconds: float, first: int
+) -> None:
+    """Else a run would begin once 2,000 of its tasks are made, an hour later."""
+
+    async def run() -> int:
+        async with world.pool(odd("endless")) as train, world.pool(odd("none")) as pool:
+            leave_out_trained(pool.sources, train.sources, 5)
+            return pool.sources[0].number(0)
+
+    monkeypatch.setattr(held_out, "SEEN", 3)
+    monkeypatch.setattr(held_out, "MAKING_S", seconds)
+    assert asyncio.run(run()) == first
 
 
 def test_one_that_takes_the_logger_over_leaves_it_to_the_role(world: World, capsys: pytest.CaptureFixture[str]) -> None:

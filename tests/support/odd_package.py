@@ -1,5 +1,6 @@
 """A taskset as a user wrote it last night, which does in odd places what packages do. `kind` chooses what."""
 
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -28,17 +29,17 @@ class OddTask(vf.Task[OddData]):
 class OddConfig(vf.TasksetConfig):
     """Arguments."""
 
-    kind: Literal["none", "exits", "exits_later", "logs", "bytes", "start_raises", "start_exits"] = "none"
+    kind: Literal["none", "endless", "exits", "exits_later", "logs", "bytes", "start_raises", "start_exits"] = "none"
 
 
 class OddTaskset(vf.Taskset[OddTask, OddConfig]):
-    """Ten tasks, or tasks without end of which the third ends the process."""
+    """Ten tasks, or tasks without end, of which the third may end the process."""
 
     bounded: bool = True
 
     def __init__(self, config: OddConfig) -> None:
         super().__init__(config)
-        self.bounded = config.kind != "exits_later"
+        self.bounded = config.kind not in ("endless", "exits_later")
 
     def load(self) -> Iterable[OddTask]:
         """The tasks."""
@@ -47,7 +48,7 @@ class OddTaskset(vf.Taskset[OddTask, OddConfig]):
         if self.config.kind == "logs":
             logger.remove()
             logger.add(sys.stderr, format="theirs {message}")
-        for number in range(10):
+        for number in range(10) if self.bounded else itertools.count():
             if self.config.kind == "exits_later" and number == 2:
                 sys.exit("set THE_KEY")
             info = b"\xff" if self.config.kind == "bytes" else None

@@ -351,7 +351,7 @@ def test_an_orchestrator_that_comes_again_takes_the_place_of_its_broken_connecti
     monkeypatch.setattr(host_module, "_reap", dict)  # the children of this process are not its own
     host = Host(None)
     with selectors.DefaultSelector() as selector:
-        peers = []
+        peers: list[socket.socket] = []
         for _ in range(2):
             for peer in peers:
                 peer.close()  # seen in the same turn
