@@ -15,7 +15,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child, is_parent
-from prime_hpc.config.run_files import RUN_YAML, STOP
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
@@ -195,6 +195,13 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
     return f"{said}; its directory is deleted"
 
 
+def when_taken_up(path: Path) -> str:
+    """Say when a child that was added, or is to go on, is trained."""
+    if (path.parent / ATTEMPTS_JSONL).exists() and _is_away(path.parent):
+        return f"it is taken up when its trainer is back{_back(path)}"
+    return "the trainer takes it up when a slot is free"
+
+
 def _back(path: Path) -> str:
     return f" (`prime-hpc resume {shlex.quote(str(path.parent))}`, if the job does not come back itself)"
 
@@ -222,7 +229,7 @@ def resume_child(path: Path) -> str:
         at_rest = state is not None and _is_away(path.parent)
         if at_rest and (path / STOP).exists():
             (path / STOP).unlink(missing_ok=True)
-            return f"it was to end when its trainer is back{_back(path)}"
+            return "it was to end"
         phase = "new" if state is None else state.phase
         words = f", but its trainer does not run{_back(path)}" if at_rest else ""
         raise ConfigError(f"{path.name} has not ended: it is {phase}{words}")

@@ -141,9 +141,12 @@ def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: p
     assert main(["runs", "list", str(parent)]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("its trainer does not run, and ends it when it is back")
     assert main(["runs", "resume", str(parent), "c"]) == 0 and not (many / "run_c" / "STOP").exists()
+    assert capsys.readouterr().out == f"run_c: it was to end; it is taken up when its trainer is back {back}\n"
     assert main(["runs", "list", str(parent)]) == 0
     assert capsys.readouterr().out.endswith("its trainer does not run, and goes on with it when it is back\n")
-    assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == []
+    assert main(["runs", "add", str(parent), str(child), "--id", "late"]) == 0
+    assert capsys.readouterr().out == f"added {many}/run_late; it is taken up when its trainer is back {back}\n"
+    assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == ["run_late"]
 
 
 def test_another_machine_may_do_the_same_under_the_same_process_id(

@@ -16,6 +16,7 @@ from prime_hpc.launch.child_commands import (
     load_child,
     remove_child,
     resume_child,
+    when_taken_up,
 )
 from prime_hpc.observe.table import align
 
@@ -45,7 +46,7 @@ def run(argv: list[str], program: str) -> int:
     if action == "remove":
         said = remove_child(path, delete="--delete" in given, timeout_s=given.positive("--timeout") or TIMEOUT_S)
     else:
-        said = resume_child(path) + "; the trainer takes it up when a slot is free"
+        said = f"{resume_child(path)}; {when_taken_up(path)}"
     print_json({"name": path.name, "path": str(path), "said": said}) if as_json else print(f"{path.name}: {said}")
     return 0
 
@@ -55,7 +56,7 @@ def _add(parent: Parent, arguments: list[str], identifier: str | None, as_json: 
     if as_json:
         print_json({"name": path.name, "path": str(path)})
     else:
-        print(f"added {path}; the trainer takes it up when a slot is free")
+        print(f"added {path}; {when_taken_up(path)}")
     return 0
 
 
