@@ -120,7 +120,7 @@ def test_a_script_that_is_sent_by_hand_again_is_no_job_of_a_submission_that_is_o
     fake.behave("squeue")
     forget_submission_that_is_over(run_dir(config), inside)
     assert read_record(run_dir(config)) is None
-    for outcome in ("failed", "stopped"):  # Slurm is not done with it yet: `cancel` waits, and nothing is sent beside it
+    for outcome in ("failed", "stopped"):  # Slurm is not done with it: `cancel` waits, nothing is sent beside it
         ended(config, outcome, job_id=job)
         assert [info.job_id for info in jobs_of(run_dir(config))] == [job]
     fake.change(job, state="COMPLETED")

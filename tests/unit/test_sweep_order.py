@@ -67,7 +67,7 @@ def test_a_roles_own_dependency_is_kept_too(slurm: FakeSlurm, folder: Path) -> N
 def test_a_point_that_has_begun_waits_no_more_for_what_it_waited_for(
     slurm: FakeSlurm, folder: Path, whose: str
 ) -> None:
-    """Slurm 26.05 refuses `afterok` of a job that it has forgotten."""
+    """Slurm 24.11 and 26.05 refuse `afterok` of a job that they have forgotten."""
     path = write_sweep(folder, f"seeds: 2\noverrides: {{{whose}.dependency: 'afterok:5'}}")
 
     def again(*flags: str) -> list[tuple[str, str | None]]:
