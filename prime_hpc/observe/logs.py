@@ -156,7 +156,7 @@ def setup_logger(
 
 
 _CONSOLE: list[tuple[Any, dict[str, Any], str, int]] = []
-"""Where `setup_logger` last had the console's lines go, in which form, of which role, and loguru's number of that."""
+"""The console's sink as `setup_logger` last set it up, its form, the role, and loguru's number of it."""
 
 
 @contextlib.contextmanager
