@@ -75,6 +75,10 @@ class FencedError(StoreError):
     """A newer attempt of this run has begun: this process must write nothing more and end."""
 
 
+class OtherRunError(StoreError, ValueError):
+    """A checkpoint is of another model, optimizer or kind of run than the config names: so it is at every attempt."""
+
+
 def failed_read(error: OSError, path: Path, expected: str) -> ArtifactError | Unreadable:
     """Return what a failed read proves: something only where the file system answered."""
     if error.errno in PROOFS:

@@ -12,6 +12,7 @@ import torch
 
 from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
+from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
@@ -277,8 +278,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(group: None, model: Path, 
     with pytest.raises(StoreError, match=r"of another model: it lacks model.hf.lm_head.weight \(1 tensors differ\)"):
         blind.checkpointer.load(info)
     sign = TrainerConfig.model_validate({"optim": {"type": "signsgd", "lr": 1e-2}})
-    with pytest.raises(StoreError, match="another optimizer's state.*resume with the optimizer"):
+    with pytest.raises(StoreError, match="another optimizer's state.*resume with the optimizer") as caught:
         Trainer(model, tmp_path / "other", sign).checkpointer.load(info)
+    assert is_permanent(caught.value), "no attempt that the queue gives it would end otherwise"
     sft = Trainer(model, tmp_path / "other")
     sft.checkpointer._meta = {"kind": "sft"}
     with pytest.raises(StoreError, match="of a rl run, this is sft"):

@@ -72,7 +72,7 @@ def test_the_fields_of_tasks_are_those_of_their_data(name: str) -> None:
 
     importlib.import_module(resolve_taskset(name).ident)
     module = sys.modules[BUNDLED.get(name) or BENCHMARK_TASKSETS[BENCHMARKS[name].kind]]
-    named = [one for one in vars(module).values() if isinstance(one, type)]
+    named: list[Any] = [one for one in vars(module).values() if isinstance(one, type)]
     fields = {name for one in named if issubclass(one, TaskData) for name in one.model_fields}
     known = task_fields(name)
     assert known is not None

@@ -21,6 +21,7 @@ import torch
 from prime_hpc.config.sections.common import CkptConfig
 from prime_hpc.store.artifact import FileEntry, StoreError, if_removable, prepare_stage, stage_dir
 from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
+from prime_hpc.store.errors import OtherRunError
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
@@ -349,7 +350,7 @@ class Checkpointer:
             the `progress` that was saved.
 
         Raises:
-            StoreError: it is a checkpoint of another model, tokenizer, optimizer or kind of run.
+            OtherRunError: it is a checkpoint of another model, tokenizer, optimizer or kind of run.
             Unreadable: a file is not what the manifest says, or cannot be read. Either on all ranks.
         """
         verify_parts(info, self._paths, patience_s)
@@ -363,7 +364,7 @@ class Checkpointer:
         state = dcp_state.named_state(self._policy, self._optimizer, self._slot)
         problems = problems or dcp_state.differences(metadata, state)
         if problems or progress is None:
-            raise StoreError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
+            raise OtherRunError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
         randoms = {k: v for k, v in random_state(self._ranks.rank).items() if k in metadata.state_dict_metadata}
         dcp_state.load_state(info.trainer_dir, state | randoms)
         set_random_state(randoms)
