@@ -23,6 +23,7 @@ from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors, free_bytes
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.io.tree import list_tree
 
 FORMAT = 1
 Say = Callable[[str], None]
@@ -179,7 +180,7 @@ def read_packed(path: Path, name: str) -> dict[str, Content]:
 def read_folder(folder: Path) -> dict[str, Content]:
     """Read a folder from the disk; returns its files and links."""
     found: dict[str, Content] = {}
-    for path in folder.rglob("*"):
+    for path in list_tree(folder):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             found[name] = str(path.readlink())

@@ -13,6 +13,7 @@ from prime_hpc.launch.archive.packed_file import CHUNK
 from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import FileEntry, hash_file
+from prime_hpc.store.io.tree import list_tree
 
 
 class FolderCopy:
@@ -37,7 +38,7 @@ class FolderCopy:
         with disk_errors(self._part):
             self._part.mkdir(mode=0o700, parents=True, exist_ok=True)
             # what an earlier try copied besides goes, and links, so that nothing is written through one
-            for path in sorted(self._part.rglob("*"), reverse=True):
+            for path in reversed(list_tree(self._part)):
                 if path.is_symlink() or (path.is_file() and path.relative_to(self._part).as_posix() not in files):
                     path.unlink()
                 elif path.is_dir() and not any(path.iterdir()):

@@ -23,6 +23,7 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.io.tree import list_tree
 from prime_hpc.store.run_dirs import is_run
 from prime_hpc.store.run_paths import RunPaths
 
@@ -141,7 +142,7 @@ def _refuse_outside(info: tarfile.TarInfo, archive: Path) -> None:
 def _copy_folder(archive: Path, part: Path) -> dict[str, str]:
     """Copy it; returns what `_unpack` does."""
     shutil.copytree(archive, part, symlinks=True, dirs_exist_ok=True)
-    leading_out = [path for path in part.rglob("*") if path.is_symlink() and not stays_within(path, part)]
+    leading_out = [path for path in list_tree(part) if path.is_symlink() and not stays_within(path, part)]
     skipped = {path.relative_to(part).as_posix(): str(path.readlink()) for path in leading_out}
     for path in leading_out:
         path.unlink()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
 from prime_hpc.store.dataset.media_columns import ParquetMedia
+from prime_hpc.store.io.tree import list_tree
 from prime_hpc.store.manifest import MANIFEST
 
 Kind = Literal["jsonl", "parquet", "hub", "fake"]
@@ -47,7 +48,7 @@ def find_data(source: SFTSourceConfig) -> DataFiles:
 
     Raises:
         NothingThereError: nothing is there; names the path.
-        ValueError: the kind cannot be told; names the path and what to do.
+        ValueError: the kind cannot be told, or a folder cannot be read; names the path and what to do.
     """
     if source.type == "fake":
         return DataFiles("fake", [])
@@ -94,7 +95,10 @@ def _expand(path: str) -> list[Path]:
     here = Path(path)
     if not here.is_dir() or is_saved(here):
         return [here] if here.exists() else []
-    return sorted(p for p in here.rglob("*") if p.is_file() and _holds_rows(p.relative_to(here)))
+    try:
+        return [p for p in list_tree(here) if p.is_file() and _holds_rows(p.relative_to(here))]
+    except OSError as error:  # rows that are not seen would not be trained on, and nothing would say so
+        raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from error
 
 
 def _why_nothing(path: str) -> str:

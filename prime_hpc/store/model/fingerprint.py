@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from prime_hpc.store.io.files import list_dir
 from prime_hpc.store.model.files import read_config, weight_files
 
 _SHAPE = (
@@ -54,7 +55,8 @@ def weights_fingerprint(folder: Path) -> str:
     files: list[Path] = []
     with contextlib.suppress(ValueError):  # an index that is none: who loads the model says so
         files = [path for path in weight_files(folder) if path.is_file()]
-    files = files or sorted(folder.glob("*.safetensors"))  # of an adapter
+    if not files:  # of an adapter
+        files = [folder / name for name in sorted(list_dir(folder)) if name.endswith(".safetensors")]
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

@@ -22,6 +22,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.store.io.files import list_dir
 from prime_hpc.store.run_dirs import AttemptRow
 
 DAY_S = 86400.0
@@ -196,7 +197,7 @@ def _is_row(row: Any) -> bool:
 
 
 def _list_aside(path: Path) -> list[Path]:
-    return sorted(path.parent.glob(f"{path.name}{_ASIDE}*"))
+    return [path.with_name(name) for name in sorted(list_dir(path.parent)) if name.startswith(path.name + _ASIDE)]
 
 
 def _aside_since(path: Path) -> float:
