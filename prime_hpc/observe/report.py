@@ -102,12 +102,20 @@ def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list
 
 
 def _eval_lines(run_dir: Path) -> list[str]:
-    """Return the first and the last held-out reward of every environment."""
-    return [
-        f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
-        f"{values[-1]:.3f} (version {versions[-1]}), gain {values[-1] - values[0]:+.3f}"
-        for env, (versions, values) in eval_series(run_dir).items()
-    ]
+    """Return the first and the last held-out reward of every environment, with what failed of them."""
+    rows = read_metrics(metrics_file(run_dir, "orchestrator"))
+    lines = []
+    for env, (versions, values) in eval_series(run_dir).items():
+        lines.append(
+            f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
+            f"{values[-1]:.3f} (version {versions[-1]}), gain {values[-1] - values[0]:+.3f}"
+        )
+        failed = {row["step"]: row for row in rows if row.get(f"eval/{env}/num_failed")}
+        for version in dict.fromkeys((versions[0], versions[-1])):
+            if row := failed.get(version):
+                share = f"{row[f'eval/{env}/num_failed']} of {row[f'eval/{env}/num_episodes']}"
+                lines.append(f"  version {version}: {share} episodes failed or timed out, and count as 0")
+    return lines
 
 
 def _samples(run_dir: Path) -> list[str]:

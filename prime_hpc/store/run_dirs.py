@@ -270,7 +270,8 @@ def _not_found(word: str, names: list[str], folder: Path) -> str:
     if near:
         hint = f"did you mean {', '.join(list(dict.fromkeys(near))[:5])}?"
     elif names:
-        hint = f"{folder} holds {len(names)} others (`prime-hpc status {shlex.quote(str(folder))}` lists them)"
+        others = "1 other" if len(names) == 1 else f"{len(names)} others"
+        hint = f"{folder} holds {others} (`prime-hpc status {shlex.quote(str(folder))}` lists them)"
     else:
         hint = f"there is no run under {folder}; give a directory, or name another folder with {OUTPUTS_VARIABLE}"
     if _JOB_ID.fullmatch(word):

@@ -374,7 +374,7 @@ def test_what_one_more_step_needs_counts_the_whole_of_a_background_save(tmp_path
 def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(s) for s in (1, 2)])
     rows = [
-        {"step": 0, "eval/rev/mean_reward": 0.4},
+        {"step": 0, "eval/rev/mean_reward": 0.4, "eval/rev/num_failed": 59, "eval/rev/num_episodes": 128},
         {"step": 1, "reward/mean": 0.4, "lag/mean": 0.0},
         {"step": 2, "reward/mean": 0.6, "lag/mean": 1.0},
         {"step": 2, "eval/rev/mean_reward": 0.9},
@@ -387,7 +387,8 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "metrics" / "samples.jsonl", samples)
     text = "\n".join(write_report(tmp_path, "x", "rl"))
-    assert "held-out mean reward of rev: 0.400 (version 0) -> 0.900 (version 2), gain +0.500" in text
+    assert "held-out mean reward of rev: 0.400 (version 0) -> 0.900 (version 2), gain +0.500\n  version 0" in text
+    assert text.count("59 of 128 episodes failed or timed out, and count as 0\n") == text.count("count as 0") == 1
     for name, reward in (("lab/one", "0.100"), ("lab/two", "0.200")):  # an environment may be named as on a hub
         assert f"held-out mean reward of {name}: {reward} (version 2)" in text
     assert "before (reward 0.50): 'ab'" in text

@@ -86,7 +86,7 @@ def test_a_run_directory_that_is_gone_is_not_made_again(paths, tmp_path):
 
 
 def test_a_run_directory_whose_attempt_is_listed_is_not_gone(paths, monkeypatch):
-    """From Python 3.13 on `is_dir` says no for a stale handle and an I/O error too."""
+    """From Python 3.14 on `is_dir` says no for a stale handle and an I/O error too."""
     number, is_dir = claim_incarnation(paths), Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda self: self != paths.root and is_dir(self))
     assert prepare_stage(paths.checkpoint_step(3), number).exists()
