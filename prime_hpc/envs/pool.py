@@ -32,7 +32,7 @@ from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.host_link import HostLink, LocalHost, RemoteHost, remote_hosts
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_to_plain
 from prime_hpc.observe.logs import kept_logger
-from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.runtime.event_loops import idle_loop, loop_time
 
 
 @runtime_checkable
@@ -282,7 +282,8 @@ class EnvPool:
                 asked.chat_template,
                 asked.vision,
             )
-        self.sources = [EnvSource(config, asked.split, asked.seed, beside=asked.beside) for config in asked.envs]
+        with idle_loop():
+            self.sources = [EnvSource(config, asked.split, asked.seed, beside=asked.beside) for config in asked.envs]
         self._held = [s.env.taskset for s in self.sources if isinstance(s.env.taskset, Held)]
         for taskset in self._held:
             taskset.hold()

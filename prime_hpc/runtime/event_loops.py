@@ -3,7 +3,8 @@
 import asyncio
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prime_hpc.runtime.clock import AwakeClock
@@ -29,6 +30,19 @@ def new_event_loop(raw: Callable[[], float] = time.monotonic) -> asyncio.Abstrac
 
     wake()
     return loop
+
+
+@contextmanager
+def idle_loop() -> Iterator[None]:
+    """Give this thread a loop, as a program's first one has: what packages ask for as they are imported
+    (`asyncio.get_event_loop()`), to run something at once."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def living_loops() -> list[asyncio.AbstractEventLoop]:

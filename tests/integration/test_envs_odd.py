@@ -41,6 +41,12 @@ def test_a_worker_s_environment_that_ends_its_process_as_it_starts_is_told_too(w
         world.play(odd("start_exits", workers=1))
 
 
+def test_one_that_runs_something_at_once_as_it_is_loaded(world: World) -> None:
+    """On the loop that a program's first thread has."""
+    (result,) = world.play(odd("loop"))
+    assert result.usable, result.reason
+
+
 def test_an_endless_one_that_ends_the_process_fails_the_episode_of_that_task(world: World) -> None:
     results = world.play(odd("exits_later"), 3)
     assert [result.usable for result in results] == [True, True, False]

@@ -1,5 +1,6 @@
 """A taskset as a user wrote it last night, which does in odd places what packages do. `kind` chooses what."""
 
+import asyncio
 import itertools
 import sys
 from collections.abc import Iterable
@@ -29,7 +30,9 @@ class OddTask(vf.Task[OddData]):
 class OddConfig(vf.TasksetConfig):
     """Arguments."""
 
-    kind: Literal["none", "endless", "exits", "exits_later", "logs", "bytes", "start_raises", "start_exits"] = "none"
+    kind: Literal["none", "endless", "exits", "exits_later", "logs", "bytes", "loop", "start_raises", "start_exits"] = (
+        "none"
+    )
 
 
 class OddTaskset(vf.Taskset[OddTask, OddConfig]):
@@ -48,6 +51,8 @@ class OddTaskset(vf.Taskset[OddTask, OddConfig]):
         if self.config.kind == "logs":
             logger.remove()
             logger.add(sys.stderr, format="theirs {message}")
+        if self.config.kind == "loop":
+            asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
         for number in range(10) if self.bounded else itertools.count():
             if self.config.kind == "exits_later" and number == 2:
                 sys.exit("set THE_KEY")
