@@ -1,6 +1,7 @@
 """A package that a user wrote last night: what it raises, and what it does to the process, wherever it does."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from loguru import logger
@@ -35,8 +36,11 @@ def test_what_it_raises_before_it_plays_is_told_with_its_name(world: World, kind
         world.play(odd(kind))
 
 
-def test_a_worker_s_environment_that_ends_its_process_as_it_starts_is_told_too(world: World) -> None:
+def test_a_worker_s_environment_that_ends_its_process_as_it_starts_is_told_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once: no worker is started again for it."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
     with pytest.raises(EnvError, match="environment 'odd' cannot be started: SystemExit: set THE_KEY"):
         world.play(odd("start_exits", workers=1))
 

@@ -42,6 +42,22 @@ def test_those_that_are_evaluated_are_looked_for_too() -> None:
     ]
 
 
+def test_benchmarks_that_nobody_fetches_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The role that plays one fetches it, but not into a place that is stated, and not where it is kept off the hub."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def said(launch: str, **args: str) -> list[str]:
+        tree = {"orchestrator": {"env": [{"id": "gsm8k", "args": args}]}, "launch": launch}
+        found = lint(Experiment.model_validate({"name": "x", "model": MODEL, **tree}), SiteConfig(name="x"))
+        return [f.message for f in found if f.code == "PH207"]
+
+    for offline in ("0", "1"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        assert bool(said("local")) is (offline == "1") and said("slurm") == []
+        (message,) = said("slurm", data=str(tmp_path / "own.jsonl"))
+        assert f"is not in {tmp_path}/own.jsonl, and no role fetches it" in message
+
+
 def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
     trained = {"id": "reverse_text", "args": {"max_char": 9, "seed": 3, "num_tasks": 8}}
     tree = {"env": [trained], "eval": {"env": [{"id": "aime24", "args": {"instruction": "x"}}]}}

@@ -128,14 +128,16 @@ def rows(subject: Subject) -> Iterator[Finding]:
 
 @rule(*EVERY)
 def benchmarks(subject: Subject) -> Iterator[Finding]:
-    """Report benchmarks whose data is not on disk: no role fetches it, with a network or without."""
+    """Report benchmarks whose data is neither on disk nor fetched by the role that plays them: it is of a package, or
+    is to be in a place that is stated, or the environment here keeps roles off the hub (of a job's that is PH329)."""
     experiment = subject.experiment
     if not experiment.samples or is_parent(experiment):
         return
     environ = job_environ(experiment, subject.site) if subject.is_slurm else os.environ
+    is_offline = not subject.is_slurm and environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
     for need in benchmarks_of(experiment):
         found = look(need, environ)
-        if found.is_there:
+        if found.is_there or (found.can_fetch and not need.data and not is_offline):
             continue
         where = f"not in {found.path}" if found.path is not None else "not there"
         fetched = "`prime-hpc fetch FILE` brings it" if found.can_fetch else ""

@@ -16,8 +16,7 @@ _ON = ("1", "on", "yes", "true")
 
 @rule(*EVERY, slurm=True)
 def without_internet(subject: Subject) -> Iterator[Finding]:
-    """Models and data sets of the hub that are not on disk, where the nodes cannot fetch them; benchmarks, which no
-    role fetches, are `env_rules.benchmarks`.
+    """Models, data sets and benchmarks of the hub that are not on disk, where the nodes cannot fetch them.
 
     No error: the job can wait in the queue while they are fetched, and who lints need not be on the cluster.
     """
@@ -29,7 +28,7 @@ def without_internet(subject: Subject) -> Iterator[Finding]:
     else:
         return
     for one in missing_of(subject.experiment, job_environ(subject.experiment, subject.site)):
-        if one.can_fetch and one.need.kind != "benchmark":
+        if one.can_fetch and not one.need.data:  # those are `env_rules.benchmarks`
             yield Finding(
                 "PH329",
                 "warning" if subject.site.internet is False else "info",
