@@ -12,6 +12,7 @@ from typing import Any
 
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, fetch_command, file_of
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.store.model.config import is_on
 
 Row = dict[str, Any]
 
@@ -45,8 +46,7 @@ def read_rows(name: str, data: str | None = None) -> list[Row]:
 
 def _hub_is_wanted(benchmark: Benchmark) -> bool:
     """Return whether the data may be fetched by the run itself."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
-    return not offline and not benchmark.source.startswith("package:")
+    return not is_on(os.environ, "HF_HUB_OFFLINE") and not benchmark.source.startswith("package:")
 
 
 def _file_of_package(benchmark: Benchmark) -> Path | None:

@@ -13,6 +13,7 @@ from prime_hpc.launch.checks import missing_environments, missing_rows, starts_e
 from prime_hpc.launch.fetch.needs import benchmarks_of
 from prime_hpc.launch.fetch.presence import job_environ, look
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
+from prime_hpc.store.model.config import is_on
 
 _OF_EVERY_TASK = ("idx", "name", "description", "prompt", "system_prompt")
 """Fields of verifiers' own `TaskData` that could be shown."""
@@ -134,7 +135,7 @@ def benchmarks(subject: Subject) -> Iterator[Finding]:
     if not experiment.samples or is_parent(experiment):
         return
     environ = job_environ(experiment, subject.site) if subject.is_slurm else os.environ
-    is_offline = not subject.is_slurm and environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+    is_offline = not subject.is_slurm and is_on(environ, "HF_HUB_OFFLINE")
     for need in benchmarks_of(experiment):
         found = look(need, environ)
         if found.is_there or (found.can_fetch and not need.data and not is_offline):

@@ -10,8 +10,7 @@ from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.launch.purge import first_purge, warn_s
 from prime_hpc.slurm.containers import stated_paths
 from prime_hpc.slurm.times import parse_duration
-
-_ON = ("1", "on", "yes", "true")
+from prime_hpc.store.model.config import is_on
 
 
 @rule(*EVERY, slurm=True)
@@ -23,7 +22,7 @@ def without_internet(subject: Subject) -> Iterator[Finding]:
     stated = {**subject.site.env, **subject.experiment.slurm.env}
     if subject.site.internet is False:
         why = f"the nodes of the site profile {subject.site.name!r} reach no internet"
-    elif str(stated.get("HF_HUB_OFFLINE", "")).lower() in _ON:
+    elif is_on(stated, "HF_HUB_OFFLINE"):
         why = "the job's environment keeps the nodes off the hub (HF_HUB_OFFLINE)"
     else:
         return

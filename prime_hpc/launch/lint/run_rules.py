@@ -15,6 +15,7 @@ from prime_hpc.launch.fetch.presence import missing_of
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.observe.metric_names import is_known, near, split_metric
 from prime_hpc.store.child_runs import list_children
+from prime_hpc.store.model.config import is_on
 
 
 @rule("rl")
@@ -368,7 +369,7 @@ def alarms(subject: Subject) -> Iterator[Finding]:
 @rule(*EVERY)
 def offline(subject: Subject) -> Iterator[Finding]:
     """Find models that are not on disk, where the environment of this machine keeps its roles off the hub."""
-    said = next((name for name in OFFLINE[:2] if os.environ.get(name, "").lower() in ("1", "on", "yes", "true")), None)
+    said = next((name for name in OFFLINE[:2] if is_on(os.environ, name)), None)
     for one in missing_of(subject.experiment, os.environ) if said and not subject.is_slurm else ():
         if one.need.kind == "model" and one.can_fetch:
             lacks = f"{one.need.name} is not all in {one.path} ({', '.join(one.lacks)})"

@@ -15,6 +15,11 @@ def is_local_path(name: str) -> bool:
     return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+def is_on(environ: Mapping[str, Any], name: str) -> bool:
+    """Return whether a switch of the hub's libraries (HF_HUB_OFFLINE) is on, as they read it."""
+    return str(environ.get(name, "")).lower() in ("1", "on", "yes", "true")
+
+
 def hub_home(environ: Mapping[str, str]) -> Path:
     """Return the directory of all that the hub's clients keep (HF_HOME)."""
     default = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
