@@ -29,9 +29,8 @@ def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[f
     return steps, [values[s] for s in steps]
 
 
-def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Held-out mean reward of each environment by policy version."""
-    rows = read_metrics(metrics_file(run_dir, "orchestrator"))
+def eval_series(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Held-out mean reward of each environment by policy version, from the orchestrator's metrics."""
     keys = sorted({key for row in rows for key in row if evaluated(key)})
     return {evaluated(key): _series(rows, key) for key in keys}
 
@@ -59,7 +58,7 @@ def write_report(
             lines.append(f"held-out loss {held_out[0]:.4f} (version {of[0]}) -> {held_out[-1]:.4f} (version {of[-1]})")
         if words := left_out(trainer[-1]):
             lines.append(words)
-        lines += _eval_lines(run_dir)
+        lines += _eval_lines(orchestrator)
     try:
         lines.append(f"picture: {draw(run_dir, name, kind, trainer, orchestrator)}")
     except (ImportError, OSError, ValueError, RuntimeError) as error:
@@ -92,7 +91,7 @@ def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list
     steps, rewards = _series(orchestrator, "reward/mean")
     if rewards:
         lines.append(f"training reward {rewards[0]:.3f} at step {steps[0]} -> {rewards[-1]:.3f} at step {steps[-1]}")
-    lines += _eval_lines(run_dir)
+    lines += _eval_lines(orchestrator)
     _, lags = _series(orchestrator, "lag/mean")
     _, ratios = _series(trainer, "ratio")
     if lags and ratios:
@@ -101,11 +100,10 @@ def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list
     return lines + _samples(run_dir)
 
 
-def _eval_lines(run_dir: Path) -> list[str]:
+def _eval_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Return the first and the last held-out reward of every environment, with what failed of them."""
-    rows = read_metrics(metrics_file(run_dir, "orchestrator"))
     lines = []
-    for env, (versions, values) in eval_series(run_dir).items():
+    for env, (versions, values) in eval_series(rows).items():
         lines.append(
             f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
             f"{values[-1]:.3f} (version {versions[-1]}), gain {values[-1] - values[0]:+.3f}"
@@ -169,7 +167,7 @@ def draw(
     axes = figure.add_subplot()
     if kind == "rl":
         axes.plot(*_series(orchestrator, "reward/mean"), color="#9bb7d4", label="training reward (mean of a batch)")
-        for env, (versions, values) in eval_series(run_dir).items():
+        for env, (versions, values) in eval_series(orchestrator).items():
             axes.plot(versions, values, "o-", label=f"held-out reward: {env}")
         axes.set_ylabel("reward")
     else:
