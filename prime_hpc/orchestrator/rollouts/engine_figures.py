@@ -43,7 +43,7 @@ class _Sums:
 
     kv_uses: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
-    preempted: float = 0.0
+    preempted: list[float] = field(default_factory=list)
 
 
 class EngineFigures:
@@ -94,7 +94,7 @@ class EngineFigures:
         watch.skip = max(0, watch.skip - 1)
         self._sums.kv_uses += [figures[KV_USE]] if KV_USE in figures else []
         self._sums.waiting.append(figures["waiting"])
-        self._sums.preempted += preempted
+        self._sums.preempted += [preempted] if "preempted" in figures else []
         return figures, preempted
 
     def drain(self) -> dict[str, float]:
@@ -106,7 +106,8 @@ class EngineFigures:
         sums, self._sums = self._sums, _Sums()
         if not sums.waiting:
             return {}
-        row = {"engines/waiting": sum(sums.waiting) / len(sums.waiting), "engines/preempted": sums.preempted}
+        row = {"engines/waiting": sum(sums.waiting) / len(sums.waiting)}
+        row |= {"engines/preempted": sum(sums.preempted)} if sums.preempted else {}
         return row | ({"engines/kv_use": max(sums.kv_uses)} if sums.kv_uses else {})
 
     def _is_sampling(self, index: int) -> bool:
