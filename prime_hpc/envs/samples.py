@@ -8,7 +8,7 @@ engine saw, in order. A sampled message that several branches share is trained o
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -113,7 +113,8 @@ class EpisodeResult:
     reward: float = 0.0
     """Mean over the trained traces (there is one in single-agent environments)."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The environment's finite metrics, each named reward as `reward/<name>`, and `num_turns`."""
+    """The environment's finite metrics, each named reward as `reward/<name>`, and `num_turns`; where several agents
+    train, also of each, with its `reward`, behind its name and a slash."""
     truncated: bool = False
     """A limit cut it short; it still counts as completed and is scored."""
     prompt_text: str = ""
@@ -425,12 +426,17 @@ def _find_sample_problem(samples: Sequence[Sample]) -> Problem | None:
     return None
 
 
-def _metrics(traces: Iterable[Any]) -> dict[str, float]:
-    """Finite metrics and named rewards, averaged over the traces that have them."""
+def _metrics(traces: Sequence[Any]) -> dict[str, float]:
+    """Finite metrics and named rewards, averaged over the traces that have them; where several agents train, those of
+    each by itself too, with its reward, as `<agent>/<name>`."""
+    has_agents = len({trace.agent.name for trace in traces}) > 1
     values: dict[str, list[float]] = {}
     for trace in traces:
         named = {f"reward/{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
-        for name, value in {**trace.metrics, **named, "num_turns": trace.num_turns}.items():
+        found = {**trace.metrics, **named, "num_turns": trace.num_turns}
+        if has_agents:
+            found |= {f"{trace.agent.name}/{name}": value for name, value in (found | {"reward": trace.reward}).items()}
+        for name, value in found.items():
             if value is not None and math.isfinite(value):
                 values.setdefault(name, []).append(float(value))
     return {name: sum(items) / len(items) for name, items in values.items()}

@@ -1,7 +1,6 @@
 """Scores of an evaluation and their uncertainty. numpy alone.
 
 Sources:
-    pass@k      Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1
     intervals   percentile bootstrap: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13
     paired test sign-flip permutation test: Fisher 1935, "The Design of Experiments", section 21; p with the observed
                 arrangement counted: Phipson and Smyth 2010, "Permutation P-values Should Never Be Zero"
@@ -18,28 +17,6 @@ CHUNK = 1 << 22
 """Random numbers held at once."""
 EXACT_UP_TO = 14
 """Pairs up to which the permutation test goes through all sign patterns."""
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that at least one of k samples, drawn without replacement from those of a task, is correct.
-
-    Unbiased for 1 - (1 - p)^k: 1 - C(n - c, k) / C(n, k), as the product 1 - prod_{i = n-c+1}^{n} (1 - k / i).
-
-    Args:
-        num_samples: n, of one task.
-        num_correct: c of them.
-        k: at most n.
-
-    Raises:
-        ValueError: k is not in 1..n, or c is not in 0..n.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples of a task, there are {num_samples}")
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"{num_correct} of {num_samples} samples cannot be correct")
-    if num_samples - num_correct < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))
 
 
 def _resampled_means(values: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:

@@ -15,15 +15,14 @@ import numpy as np
 
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.evals.episodes import FAILED, RESULTS, TIMEOUT, Key, Record
-from prime_hpc.evals.statistics import bootstrap_interval, estimate, pass_at_k
+from prime_hpc.evals.statistics import bootstrap_interval, estimate
 from prime_hpc.evals.versions import Version
+from prime_hpc.observe.pass_at_k import task_pass
 from prime_hpc.observe.table import align
 from prime_hpc.store.io.files import write_atomic
 
 SUMMARY, TABLE, PICTURE = "summary.json", "table.txt", "scores.png"
 SCHEMA = 1
-_ROUNDING = 1e-9
-"""A reward of 0.1 + 0.2 has passed 0.3."""
 _MOST_CHARACTERS = 300
 """Of an episode's reason for failing."""
 
@@ -61,7 +60,7 @@ def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfi
     found["avg"] = estimate([float(np.mean(by_task[task])) for task in tasks], interval)
     found["pass"] = {}
     for k in ks:
-        values = [_task_pass(by_task[task], k, config.pass_threshold) for task in tasks if len(by_task[task]) >= k]
+        values = [task_pass(by_task[task], k, config.pass_threshold) for task in tasks if len(by_task[task]) >= k]
         if values:
             found["pass"][str(k)] = estimate(values, interval) | {"num_tasks": len(values)}
     found["completion_tokens"] = _lengths([record.completion_tokens for record in scored])
@@ -70,10 +69,6 @@ def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfi
     names = sorted({name for record in scored for name in record.metrics})
     found["metrics"] = {n: float(np.mean([r.metrics[n] for r in scored if n in r.metrics])) for n in names}
     return found
-
-
-def _task_pass(rewards: Sequence[float], k: int, threshold: float) -> float:
-    return pass_at_k(len(rewards), sum(reward >= threshold - _ROUNDING for reward in rewards), k)
 
 
 def failures_of(records: Sequence[Record]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metric_names import evaluated
+from prime_hpc.observe.pass_at_k import powers_of_two, task_pass
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner, Job, Lane
 
 
@@ -181,7 +182,8 @@ class Evaluator:
         versions = [run.version]
         for source, results in ((self._sources[i], found) for i, found in run.results.items()):
             row |= {f"eval/{source.name}/{k}": v for k, v in summarize([r for _, r in results]).items()}
-            row |= {f"eval/{source.name}/{k}": v for k, v in standard_error(results).items()}
+            of_tasks = standard_error(results) | passes(results, self._config.pass_threshold)
+            row |= {f"eval/{source.name}/{k}": v for k, v in of_tasks.items()}
             versions += [version for _, result in results for version in result.versions]
         return row | {"eval/version_min": min(versions), "eval/version_max": max(versions)}
 
@@ -223,7 +225,7 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
     row["truncated_share"] = sum(r.truncated for r in good) / len(good)
     for name in sorted({name for r in good for name in r.metrics}):
         values = [r.metrics[name] for r in good if name in r.metrics]
-        is_taken = name in row or name == "mean_reward_se" or name.endswith("/mean_reward")
+        is_taken = name in row or name == "mean_reward_se" or name.startswith("pass@") or name.endswith("/mean_reward")
         row[f"{name}_own" if is_taken else name] = sum(values) / len(values)
     return row
 
@@ -233,12 +235,28 @@ def standard_error(results: Sequence[tuple[int, EpisodeResult]]) -> dict[str, fl
 
     s / sqrt(n) of the n tasks' means, with s their sample standard deviation; nothing of a single task.
     """
+    means = list(map(statistics.fmean, _rewards_by_task(results, 0.0)))
+    return {"mean_reward_se": statistics.stdev(means) / math.sqrt(len(means))} if len(means) > 1 else {}
+
+
+def passes(results: Sequence[tuple[int, EpisodeResult]], threshold: float) -> dict[str, float]:
+    """Return pass@k for k = 1, 2, 4, ..., the mean over tasks; nothing of one rollout a task.
+
+    An episode that failed or timed out has not passed, whatever the threshold.
+    """
+    by_task = _rewards_by_task(results, -math.inf)
+    most = min(map(len, by_task), default=0)
+    ks = powers_of_two(most) if most > 1 else []
+    return {f"pass@{k}": statistics.fmean(task_pass(rewards, k, threshold) for rewards in by_task) for k in ks}
+
+
+def _rewards_by_task(results: Sequence[tuple[int, EpisodeResult]], without: float) -> list[list[float]]:
+    """Rewards of each task's rollouts; `without`: of those that have none."""
     by_task: defaultdict[int, list[float]] = defaultdict(list)
     for task, result in results:
         is_good = result.state is EpisodeState.COMPLETED and math.isfinite(result.reward)
-        by_task[task].append(result.reward if is_good else 0.0)
-    means = [statistics.fmean(rewards) for rewards in by_task.values()]
-    return {"mean_reward_se": statistics.stdev(means) / math.sqrt(len(means))} if len(means) > 1 else {}
+        by_task[task].append(result.reward if is_good else without)
+    return list(by_task.values())
 
 
 def rewards_text(row: Mapping[str, Any]) -> str:

@@ -52,6 +52,7 @@ from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
 from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.engine_figures import EngineFigures
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.failures import FailureWindow
 from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
@@ -137,11 +138,10 @@ class Orchestrator:
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
         self.writer = BatchWriter(parts.paths, parts.bus, parts.handover, parts.incarnation, start_step)
         self.next_attempt = NextAttempt(parts, self.weights, self.writer, self.carrier, self.fail)
-        self.concurrency: AdaptiveConcurrency | None = None
+        figures = EngineFigures(self.table, parts.clients, self.weights.is_loading)
+        self.engines: EngineFigures | AdaptiveConcurrency = figures
         if (limits := config.adaptive_concurrency) is not None:
-            self.concurrency = AdaptiveConcurrency(
-                limits, self.dispatcher, self.table, parts.clients, self.weights.is_loading
-            )
+            self.engines = AdaptiveConcurrency(limits, self.dispatcher, self.table, figures)
         self.deadlines = Deadlines(exp, parts.ready_timeout_s, self.table, self.dispatcher, self.weights)
         self.evaluator = self._make_evaluator()
 
@@ -175,9 +175,10 @@ class Orchestrator:
 
     async def _work_and_watch(self) -> None:
         work = asyncio.create_task(self._work(), name="work")
-        beside = [asyncio.create_task(self.weights.run(), name="weights")]
-        if self.concurrency is not None:
-            beside.append(asyncio.create_task(self.concurrency.run(), name="concurrency"))
+        beside = [
+            asyncio.create_task(self.weights.run(), name="weights"),
+            asyncio.create_task(self.engines.run(), name="engines"),
+        ]
         try:
             with self._groups_kept():
                 await asyncio.wait([*beside, work], return_when=asyncio.FIRST_COMPLETED)
@@ -362,7 +363,7 @@ class Orchestrator:
         """One metrics row, one status beat, one console line, the sample rollouts."""
         scored, row = written[0], self.stats.drain(loop_time(), self.weights.drain_updates()) | written[1]
         row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
-        row |= self.dispatcher.drain_load() | (self.concurrency.drain() if self.concurrency is not None else {})
+        row |= self.dispatcher.drain_load() | self.engines.drain()
         row |= {
             **{f"batch/{name}": manifest.meta[f"num_{name}"] for name in COUNTED},
             "queue/in_flight": self.dispatcher.num_running,

@@ -14,6 +14,7 @@ import numpy as np
 from prime_hpc.config.sections.common import WandbConfig
 from prime_hpc.envs.samples import EpisodeState
 from prime_hpc.observe.line_file import LineFile
+from prime_hpc.orchestrator.algorithms.base import all_equal
 from prime_hpc.orchestrator.batching.batch_builder import ScoredGroup
 from prime_hpc.orchestrator.evaluation import texts
 from prime_hpc.orchestrator.rollouts.episodes import Episode
@@ -141,14 +142,15 @@ def _num_masked(entry: ScoredGroup) -> int:
 
 def _spread(episodes: Sequence[Episode]) -> float:
     """Largest difference between rewards that are compared: the rollouts', or where these have several traces, those
-    of one role."""
+    of one role; 0 where it is rounding."""
     by_role: defaultdict[str, list[float]] = defaultdict(list)
     if any(sample.trace for e in episodes for sample in e.result.samples):
         for episode in episodes:
             traces = {sample.trace: sample for sample in episode.result.samples}
             for sample in traces.values():
                 by_role[sample.agent].append(sample.reward)
-    return max(np.ptp(r) for r in (list(by_role.values()) or [[e.result.reward for e in episodes]]))
+    compared = map(np.array, by_role.values() or [[e.result.reward for e in episodes]])
+    return max(0.0 if all_equal(rewards) else float(np.ptp(rewards)) for rewards in compared)
 
 
 def _reverse_kl(scored: Sequence[ScoredGroup]) -> float:

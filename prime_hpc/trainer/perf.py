@@ -3,19 +3,23 @@
 FLOPs are those the model needs (recomputation does not count): 6 per matrix parameter and token
 for forward and backward (4 where the parameter is frozen and only passes gradients on, as under an adapter), the LM
 head only where there are targets, plus causal attention's 6 x layers x heads x head_dim x length^2 of every sequence
-(12 x length^2 without the causal half).
+(12 x length^2 without the causal half), of which a layer with a window or chunks has a part, and one that does not
+attend nothing. What such a layer does instead (a convolution, a state) is not counted beyond its matrices.
 """
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from prime_hpc.config.families import count_experts, experts_per_token
 from prime_hpc.runtime import activity
+from prime_hpc.trainer.ops.reach import Reach, layer_reach
 
 PEAK_BF16_FLOPS = {
     # Dense tensor-core peaks of the makers' data sheets, by the words of torch's device name; first match wins.
@@ -64,8 +68,8 @@ class FlopsModel:
     """FLOPs per token of the matrices that every token passes (experts counted by their active share)."""
     head_flops: float
     """FLOPs per target of the LM head."""
-    attention_factor: float
-    """FLOPs per squared sequence length."""
+    attention: Mapping[Reach, float]
+    """FLOPs per squared sequence length of the layers that attend so far."""
 
     @classmethod
     def of(cls, hf: Any, num_adapter_params: int = 0) -> "FlopsModel":
@@ -85,18 +89,31 @@ class FlopsModel:
                 continue
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head:
                 flops += _flops_of(parameter) * (active if ".experts." in name else 1.0)
-        return cls(flops, _flops_of(head), 6.0 * sum(map(_attention_width, config.per_layer_config)))
+        attention: dict[Reach, float] = {}
+        for number, layer in enumerate(config.per_layer_config):
+            if (reach := layer_reach(config, number)) is not None:
+                attention[reach] = attention.get(reach, 0.0) + 6.0 * _attention_width(layer)
+        return cls(flops, _flops_of(head), attention)
 
-    def step_flops(self, num_tokens: float, num_targets: float, squared_lengths: float) -> float:
+    def attention_flops(self, lengths: NDArray[np.int64]) -> float:
+        """FLOPs of attention in sequences of these lengths."""
+        return sum(flops * reach.squared_lengths(lengths) for reach, flops in self.attention.items())
+
+    def step_flops(self, num_tokens: float, num_targets: float, attention_flops: float) -> float:
         """FLOPs of a forward and backward pass over packed sequences."""
-        dense = self.block_flops * num_tokens + self.head_flops * num_targets
-        return dense + self.attention_factor * squared_lengths
+        return self.block_flops * num_tokens + self.head_flops * num_targets + attention_flops
 
 
-def _attention_width(layer: Any) -> int:
-    """Heads times their size by a layer's config (Gemma 4's layers differ); 0 where nothing attends (Mamba)."""
+def _attention_width(layer: Any) -> float:
+    """Heads times the mean size of their keys and values by a layer's config (Gemma 4's layers differ, and so do keys
+    and values of latent attention); 0 where it has no heads (Mamba)."""
     heads = getattr(layer, "num_attention_heads", None) or 0
-    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads) if heads else 0
+    if not heads:
+        return 0.0
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    latent, rotary = (getattr(layer, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+    keys = latent + rotary if latent and rotary else size
+    return heads * (keys + (getattr(layer, "v_head_dim", None) or size)) / 2
 
 
 def _flops_of(parameter: torch.Tensor) -> float:

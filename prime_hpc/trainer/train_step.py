@@ -41,7 +41,7 @@ from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, 
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 from prime_hpc.trainer.token_log import Watch
 
-_SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
+_SUMS = ("num_tokens", "num_sequences", "num_targets", "reward_sum", "lag_sum", "num_sampled")
 
 
 class StepRefused(RuntimeError):
@@ -302,8 +302,9 @@ class TrainStep:
         Ranks that work on one part of the batch all have that part's sums: the first one's count.
         """
         sums, maxima = stats.sums | stats.totals, stats.maxima
-        names = [*_SUMS, "lag_max", "shared_tokens", *sums, *maxima, "squared_grad_norm"]
+        names = [*_SUMS, "lag_max", "shared_tokens", "attention_flops", *sums, *maxima, "squared_grad_norm"]
         known = [*(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
+        known.append(self._flops.attention_flops(facts.lengths))
         counted = torch.tensor(known, dtype=torch.float64, device=self._device)
         measured = [v.double() for v in (*sums.values(), *maxima.values())]
         row = torch.cat([counted, torch.stack([*measured, squared_norm(self._parameters, self._device)])])
@@ -330,7 +331,7 @@ class TrainStep:
             **top,
             "lag_mean": total["lag_sum"] / max(total["num_sampled"], 1.0),
             **counts,
-            "step_flops": self._flops.step_flops(computed, total["num_targets"], total["squared_lengths"]),
+            "step_flops": self._flops.step_flops(computed, total["num_targets"], total["attention_flops"]),
         }
 
     def _check_finite(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:

@@ -68,6 +68,7 @@ def test_two_perfect_players_draw_and_both_are_trained(world: World) -> None:
     for result in world.play(EnvConfig(id="tic-tac-toe", args={"max_opening": 1}), 4):
         rewards = {sample.agent: sample.reward for sample in result.samples}
         assert rewards["o"] == 0.0 and rewards.get("x", 1.0) == 1.0
+        assert (result.metrics["x/reward"], result.metrics["o/reward"]) == (1.0, 0.0), "their mean is always 0.5"
 
 
 def test_against_one_that_moves_anywhere_perfect_play_does_not_lose(world: World) -> None:

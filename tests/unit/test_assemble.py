@@ -319,6 +319,13 @@ def test_batch_metrics_say_lag_reward_and_signal() -> None:
     assert (row["groups/trained"], row["groups/zero_signal"]) == (1, 1)
 
 
+def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
+    """As sums of weighted rewards do: 0.1 + 0.2 is not 0.3. The advantages are exact zeros."""
+    group = make_group(0, [make_result([3], reward=0.1 + 0.2), make_result([3], reward=0.3)])
+    row = batch_metrics(score([group], AdvantageConfig()), ["a"], step=4)
+    assert (row["groups/zero_signal"], row["groups/reward_spread"]) == (1, 0.0)
+
+
 def test_tokens_that_are_too_old_do_not_train_and_change_nothing_else() -> None:
     """Rewards, advantages, lengths and the other tokens are those of the batch without a floor."""
     rng = np.random.default_rng(1)

@@ -13,9 +13,10 @@ from loguru import logger
 from prime_hpc.client.figures import parse_figures
 from prime_hpc.client.inference import InferenceError
 from prime_hpc.config.sections.orchestrator import AdaptiveConcurrencyConfig
-from prime_hpc.orchestrator.rollouts import concurrency
+from prime_hpc.orchestrator.rollouts import concurrency, engine_figures
 from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency, ServerLimit
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
+from prime_hpc.orchestrator.rollouts.engine_figures import EngineFigures
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 
 WINDOW_S = 5.0
@@ -238,7 +239,8 @@ class World:
         self.loading: set[int] = set()
         self.dispatcher = Dispatcher(self.table, start, refill=lambda: False, on_server_error=lambda _: None)
         config = AdaptiveConcurrencyConfig(least=least, most=most)
-        self.adaptive = AdaptiveConcurrency(config, self.dispatcher, self.table, servers, self.loading.__contains__)
+        self.engines = EngineFigures(self.table, servers, self.loading.__contains__)
+        self.adaptive = AdaptiveConcurrency(config, self.dispatcher, self.table, self.engines)
 
     @property
     def room(self) -> int:
@@ -248,6 +250,7 @@ class World:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "EVERY_S", 0.0)
+    monkeypatch.setattr(engine_figures, "EVERY_S", 0.0)
     monkeypatch.setattr(concurrency, "WINDOW_S", (0.0, 0.0))
 
 
@@ -346,6 +349,30 @@ def test_what_taking_an_episode_raises_ends_the_run() -> None:
         world.dispatcher.broken = KeyError("a bug")
         with pytest.raises(KeyError, match="a bug"):
             await world.adaptive.run()
+
+    run(scenario)
+
+
+def test_a_constant_number_of_episodes_has_the_engines_figures_too() -> None:
+    async def scenario() -> None:
+        busy = Server(kv_use=0.9, waiting=6.0, preempted=3.0)
+        silent, reticent = Server(), Server()
+        silent.figures, reticent.figures = {}, {"running": 8.0, "waiting": 2.0}  # as our backend over transformers
+        world = World([busy, silent, reticent], start=64)
+        assert world.engines.drain() == {}, "nobody has told anything"
+        task = asyncio.create_task(world.engines.run())
+        await busy.asked(4)
+        busy.figures["preempted"] = 5.0
+        await busy.asked(3)
+        row = world.engines.drain()
+        assert (row["engines/kv_use"], row["engines/preempted"]) == (0.9, 2.0) and 2 < row["engines/waiting"] < 6
+        busy.error = InferenceError("gone")
+        await reticent.asked(4)
+        world.engines.drain()
+        await reticent.asked(4)
+        assert world.engines.drain() == {"engines/waiting": 2.0}
+        assert not task.done() and world.room == 64
+        task.cancel()
 
     run(scenario)
 

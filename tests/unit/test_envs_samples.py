@@ -199,3 +199,21 @@ def test_result_carries_finite_scores_and_texts() -> None:
     assert result.metrics == {"exact": 0.0, "reward/r": 0.75, "num_turns": 1.0}
     assert (result.reward, result.duration_s) == (0.75, 2.5)
     assert (result.prompt_text, result.completion_text) == ("[user] hello", "hi")
+
+
+def test_of_several_agents_each_has_its_own_scores() -> None:
+    """The mean over a proposer and its solvers, or over the seats of a game, says nothing about any of them."""
+
+    def seat(name: str, reward: float, num_replies: int) -> Any:
+        turns = [prompt_node(1), *(reply_node([], [n]) for n in range(num_replies))]
+        agent, named = SimpleNamespace(trainable=True, name=name), {"r": SimpleNamespace(value=reward)}
+        return make_trace(turns, agent=agent, reward=reward, rewards=named, metrics={"exact": reward})
+
+    traces = [seat("proposer", 1.0, 1), seat("solver", 0.0, 2), seat("solver", 0.5, 4)]
+    result = episode_result(make_episode(*traces), versions_of, 1.0)
+    assert (result.reward, result.metrics["exact"], result.metrics["num_turns"]) == (0.5, 0.5, 7 / 3)
+    own = {name: value for name, value in result.metrics.items() if name.startswith(("proposer/", "solver/"))}
+    assert own == {
+        **{"proposer/exact": 1.0, "proposer/reward/r": 1.0, "proposer/num_turns": 1.0, "proposer/reward": 1.0},
+        **{"solver/exact": 0.25, "solver/reward/r": 0.25, "solver/num_turns": 3.0, "solver/reward": 0.25},
+    }

@@ -6,7 +6,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from prime_hpc.evals.statistics import bootstrap_interval, pass_at_k, sign_flip_test
+from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
+from prime_hpc.observe.pass_at_k import pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

@@ -19,6 +19,7 @@ from prime_hpc.orchestrator.evaluation import (
     first_due,
     newest_evaluated,
     next_due,
+    passes,
     rewards_text,
     summarize,
 )
@@ -393,8 +394,22 @@ def test_episodes_that_fail_or_time_out_count_as_reward_0() -> None:
     assert rewards_text({f"eval/a/b/{k}": v for k, v in row.items()}) == "a/b 0.000 (1 of 1 failed or timed out)"
 
 
+def test_pass_at_k_of_several_rollouts_a_task() -> None:
+    def of(task: int, *rewards: float | None) -> list[tuple[int, EpisodeResult]]:
+        return [(task, failed_result() if r is None else make_result([0], reward=r)) for r in rewards]
+
+    results = of(3, 1.0, 0.0, 0.0, 0.0) + of(5, 0.1 + 0.2, 0.3, None, 0.29)
+    assert passes(results, 0.3) == pytest.approx(
+        {"pass@1": (1 / 4 + 2 / 4) / 2, "pass@2": (2 / 4 + 5 / 6) / 2, "pass@4": 1.0}
+    )
+    assert passes(results, 1.0)["pass@4"] == 0.5
+    assert passes(of(1, None, None) + of(2, 0.0, 0.0), 0.0)["pass@2"] == 0.5, "what failed has not passed"
+    assert passes(of(1, 1.0) + of(2, 1.0), 1.0) == {}, "one rollout a task: the mean reward says it"
+
+
 def test_an_environments_metric_takes_the_place_of_no_figure_of_an_evaluation() -> None:
     own = {"mean_reward": 0.25, "mean_reward_se": 0.1, "num_failed": 3.0, "solved": 1.0, "judge/mean_reward": 0.2}
+    own["pass@2"] = 0.3
     row = summarize([replace(make_result([0], reward=1.0), metrics=own), failed_result()])
     assert (row["mean_reward"], row["num_failed"], row["solved"]) == (0.5, 1, 1.0) and "mean_reward_se" not in row
     assert {k: v for k, v in row.items() if k.endswith("_own")} == {

@@ -1,7 +1,9 @@
 """What MFU is made of: a device's peak by its name, and seconds that a GPU has worked."""
 
+import numpy as np
 import pytest
 
+from prime_hpc.trainer.ops.reach import Reach
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer, known_peak
 from tests.support.every_family import tiny_config, tiny_model
 
@@ -50,24 +52,42 @@ def test_other_devices_are_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "width", "active"),
+    ("family", "changes", "widths", "active"),
     [
-        ("qwen3", {}, 4 * 4 * 8, 1.0),
-        ("gemma4_text", {}, 2 * 4 * 8 + 2 * 4 * 512, 1.0),  # layers of two head sizes
-        ("gemma4_text", {"enable_moe_block": True}, 2 * 4 * 8 + 2 * 4 * 512, 0.5),
-        ("mamba", {}, 0, 1.0),  # nothing attends
-        ("hunyuan_v1_moe", {}, 4 * 4 * 8, 0.5),
-        ("aria_text", {}, 4 * 4 * 8, 0.5),
+        ("qwen3", {"use_sliding_window": False, "layer_types": None}, {Reach(): 4 * 32}, 1.0),
+        ("gemma4_text", {}, {Reach(window=8): 2 * 32, Reach(): 2 * 4 * 512}, 1.0),  # layers of two head sizes
+        ("gemma4_text", {"enable_moe_block": True}, {Reach(window=8): 2 * 32, Reach(): 2 * 4 * 512}, 0.5),
+        ("mistral", {}, {Reach(window=8): 4 * 32}, 1.0),  # which has no `layer_types`
+        ("mamba", {}, {}, 1.0),  # nothing attends
+        ("lfm2", {}, {Reach(): 32}, 1.0),  # one layer of four does
+        ("qwen3_5_text", {}, {Reach(): 2 * 32}, 1.0),  # two of four do
+        ("deepseek_v3", {}, {Reach(): 4 * 4 * (16 + 12) / 2}, 0.5),  # keys and values differ
+        ("hunyuan_v1_moe", {}, {Reach(): 4 * 32}, 0.5),
+        ("aria_text", {}, {Reach(): 4 * 32}, 0.5),
     ],
 )
-def test_flops_of_a_family_by_its_config(family: str, changes: dict[str, bool], width: int, active: float) -> None:
+def test_flops_of_a_family_by_its_config(
+    family: str, changes: dict[str, bool], widths: dict[Reach, float], active: float
+) -> None:
     hf = tiny_model(tiny_config(family, **changes))
     found = FlopsModel.of(hf)
-    assert found.attention_factor == 6 * width
+    assert found.attention == {reach: 6 * width for reach, width in widths.items()}
     tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
     matrices = {n: p.numel() for n, p in hf.named_parameters() if p.ndim >= 2 and id(p) not in tables}
     experts = sum(size for name, size in matrices.items() if ".experts." in name)
     assert bool(experts) == (active < 1) and found.block_flops == 6 * (sum(matrices.values()) - (1 - active) * experts)
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(chunk=4)])
+def test_pairs_that_attend_are_those_of_a_causal_mask(reach: Reach) -> None:
+    lengths = np.array([1, 3, 4, 9, 0])
+    squares = 0.0
+    for length in lengths.tolist():
+        q, k = np.indices((length, length))
+        window, chunk = reach.window or length + 1, reach.chunk or length + 1
+        seen = (q - k < window) & (q // chunk == k // chunk)
+        squares += (seen & (k <= q)).sum() + (seen & (k < q)).sum()
+    assert reach.squared_lengths(lengths) == squares
 
 
 def test_a_device_s_phases_are_timed_by_its_events_and_read_at_the_end() -> None:

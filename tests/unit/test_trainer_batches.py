@@ -48,7 +48,7 @@ def test_lag_counts_sampled_targets_only() -> None:
     # step 4 trains version 3; targets were sampled by 3, 3, 1, (not sampled), 2
     assert (facts.lag_sum, facts.num_sampled, facts.lag_max) == (3.0, 4, 2)
     assert (facts.num_targets, facts.num_trained_sequences, facts.num_sequences) == (5, 2, 2)
-    assert facts.squared_lengths == 32.0
+    assert facts.lengths.tolist() == [4, 4]
 
 
 def test_an_empty_micro_batch_is_one_dummy_token_without_targets() -> None:

@@ -222,7 +222,9 @@ class EvalConfig(Section):
     num_examples: int = Field(128, ge=1)
     """Tasks of each environment."""
     rollouts_per_example: int = Field(1, ge=1)
-    """Completions of each task."""
+    """Completions of each task; of several, `eval/<env>/pass@k` is the chance that one of k is good."""
+    pass_threshold: float = 1.0
+    """A completion is good from this reward on."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """Greedy and as long as in training, where it does not say otherwise."""
     prefer: Literal["eval", "train"] = "eval"

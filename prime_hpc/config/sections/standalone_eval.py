@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from prime_hpc.config.sections.base import Section, from_here
 from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig, check_labels
 from prime_hpc.config.sections.sampling import SamplingConfig, SamplingOverride, SamplingSection
+from prime_hpc.observe.pass_at_k import powers_of_two
 
 
 class StandaloneClientConfig(ClientConfig):
@@ -149,4 +150,4 @@ class StandaloneEvalConfig(EpisodesConfig):
         """k of pass@k for an environment with so many completions of each task."""
         if self.pass_k:
             return sorted(set(self.pass_k))
-        return [2**i for i in range(num_rollouts.bit_length())]
+        return powers_of_two(num_rollouts)

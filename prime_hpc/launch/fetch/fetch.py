@@ -16,9 +16,9 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.fetch.needs import Need, needs_of
-from prime_hpc.launch.fetch.presence import Presence, benchmark_file, datasets_cache, job_environ, look, snapshot_of
+from prime_hpc.launch.fetch.presence import Presence, benchmark_file, datasets_cache, job_environ, look
 from prime_hpc.launch.for_slurm import is_for_slurm
-from prime_hpc.store.model.config import hub_cache
+from prime_hpc.store.model.config import hub_cache, hub_snapshot
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Variables that keep the hub's clients off the network."""
@@ -103,7 +103,7 @@ def _download(need: Need, environ: Mapping[str, str]) -> str:
     """Fetch in a process of its own; returns what went wrong."""
     order: dict[str, Any] = asdict(need)
     if need.kind == "model":
-        snapshot = snapshot_of(need.name, hub_cache(environ))
+        snapshot = hub_snapshot(need.name, hub_cache(environ))
         order |= {"cache": str(hub_cache(environ)), "revision": snapshot.name if snapshot is not None else None}
     elif need.kind == "benchmark":
         order["to"] = str(benchmark_file(need, environ).parent)

@@ -20,7 +20,7 @@ from prime_hpc.launch.checks import taskset_module
 from prime_hpc.launch.fetch.download import is_loaded
 from prime_hpc.launch.fetch.needs import Need, needs_of
 from prime_hpc.store.dataset.files import find_data
-from prime_hpc.store.model.config import hub_cache, hub_folder, hub_home
+from prime_hpc.store.model.config import hub_cache, hub_folder, hub_home, hub_snapshot
 from prime_hpc.store.model.files import INDEX
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -105,17 +105,6 @@ def datasets_cache(environ: Mapping[str, str]) -> Path:
     return Path(stated).expanduser() if stated else hub_home(environ) / "datasets"
 
 
-def snapshot_of(name: str, cache: Path) -> Path | None:
-    """Return the directory of the version that a node without a network would load; None where there is none."""
-    folder = hub_folder(name, cache)
-    try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = folder / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
-
-
 def _model(need: Need, cache: Path) -> Presence:
     local = local_directory(need.name)
     if local is not None or need.name.count("/") > 1:
@@ -124,7 +113,7 @@ def _model(need: Need, cache: Path) -> Presence:
         if not path.is_dir():
             return Presence(need, path, ["the directory"], can_fetch=False, remedy=remedy)
         return Presence(need, path, list(_lacks(path)), folder_bytes(path), can_fetch=False, remedy=remedy)
-    path_of = snapshot_of(need.name, cache)
+    path_of = hub_snapshot(need.name, cache)
     if path_of is None:
         return Presence(need, hub_folder(need.name, cache), ["all of it"])
     return Presence(need, path_of, list(_lacks(path_of)), folder_bytes(path_of))

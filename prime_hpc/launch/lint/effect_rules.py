@@ -88,6 +88,10 @@ def _of_environments(experiment: Experiment) -> Iterator[Row]:
     for key, envs in experiment.environment_lists.items():
         for index in range(len(envs)):
             yield f"{key}.{index}.ratio", key == "orchestrator.env", "environments that are trained on"
+    if (held_out := experiment.orchestrator.eval) is not None:
+        most = max((env.rollouts_per_example or 0 for env in held_out.env), default=0)
+        several = max(most, held_out.rollouts_per_example) > 1
+        yield "orchestrator.eval.pass_threshold", several, "orchestrator.eval.rollouts_per_example of 2 and more"
 
 
 @rule(*EVERY)

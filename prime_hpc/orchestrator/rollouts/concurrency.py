@@ -11,9 +11,8 @@ lie two episodes' length, since the cache shows an episode's need at its end.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from loguru import logger
 
@@ -21,7 +20,8 @@ from prime_hpc.client.figures import KV_USE
 from prime_hpc.client.inference import InferenceError
 from prime_hpc.config.sections.orchestrator import AdaptiveConcurrencyConfig
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
-from prime_hpc.orchestrator.rollouts.servers import Server, ServerTable
+from prime_hpc.orchestrator.rollouts.engine_figures import EngineFigures
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 
 EVERY_S = 1.0
@@ -45,17 +45,6 @@ RESERVE = 0.1
 """Requests that may wait in a server's queue, beside those that run: the next to run is there already."""
 NEARLY = 0.9
 """A limit binds where so much of it is in flight: others are held back by the batch or the versions."""
-LOOKS_AFTER_UPDATE = 2
-"""In which preemptions count for nothing: an update of the weights throws all requests out by itself, and their count
-comes with the engine's next step."""
-
-
-class LoadClient(Protocol):
-    """The part of `client.InferenceClient` that is needed here."""
-
-    async def load(self) -> dict[str, float]:
-        """Return the server's figures of the moment."""
-        ...
 
 
 @dataclass
@@ -142,35 +131,11 @@ class ServerLimit:
         self._running_peak, self._flight_peak, self._preempted = 0.0, 0, 0.0
 
 
-@dataclass
-class _Watch:
-    """One server between two looks."""
-
-    version: int = -1
-    skip: int = 0
-    preempted: float | None = None
-    warned: bool = False
-
-
-@dataclass
-class _Sums:
-    """Of all servers, since the last row of metrics."""
-
-    kv_use: float = 0.0
-    waiting: list[float] = field(default_factory=list)
-    preempted: float = 0.0
-
-
 class AdaptiveConcurrency:
     """Asks every server for its figures and sets the dispatcher's room by them, from `run` on."""
 
     def __init__(
-        self,
-        config: AdaptiveConcurrencyConfig,
-        dispatcher: Dispatcher,
-        table: ServerTable,
-        clients: Sequence[LoadClient],
-        is_loading: Callable[[int], bool],
+        self, config: AdaptiveConcurrencyConfig, dispatcher: Dispatcher, table: ServerTable, engines: EngineFigures
     ) -> None:
         """Nothing is asked yet.
 
@@ -178,24 +143,21 @@ class AdaptiveConcurrency:
             config: bounds, over all servers.
             dispatcher: begins with the room that it has.
             table: the servers; each one's limit is kept there, where the next group's server is chosen.
-            clients: of the servers, in the table's order.
-            is_loading: whether a server loads weights now.
+            engines: asks them.
         """
-        self._dispatcher, self._table, self._clients = dispatcher, table, clients
-        self._most, self._is_loading = config.most, is_loading
+        self._dispatcher, self._table, self._engines, self._most = dispatcher, table, engines, config.most
         dispatcher.max_concurrent = min(max(dispatcher.max_concurrent, config.least), config.most)
-        count, now = len(clients), loop_time()
+        count, now = len(table.servers), loop_time()
         numbers = (dispatcher.max_concurrent, config.least, config.most)
         start, lowest, highest = (max(1.0, number / count) for number in numbers)
-        self._limits = [ServerLimit(start, lowest, highest, now) for _ in clients]
-        self._watches = [_Watch() for _ in clients]
-        self._sums = _Sums()
+        self._limits = [ServerLimit(start, lowest, highest, now) for _ in table.servers]
+        self._warned: set[int] = set()
 
     async def run(self) -> None:
         """Look every second, until cancelled. Raises what the dispatcher's `pump` does."""
         while True:
             await asyncio.sleep(EVERY_S)
-            await asyncio.gather(*(self._look(index) for index in range(len(self._clients))))
+            await asyncio.gather(*(self._look(index) for index in range(len(self._limits))))
             servers = self._table.servers
             for server, limit in zip(servers, self._limits, strict=True):
                 server.limit = limit.limit
@@ -205,53 +167,23 @@ class AdaptiveConcurrency:
                 self._dispatcher.pump()
 
     def drain(self) -> dict[str, float]:
-        """Return the figures since the last call.
-
-        `queue/limit`: episodes that may be in flight now. `engines/kv_use`: the fullest KV cache, 0 to 1.
-        `engines/waiting`: requests in the servers' queues, mean over looks and servers. `engines/preempted`: requests
-        that were thrown out for want of room.
-        """
-        sums, self._sums = self._sums, _Sums()
-        waiting = sum(sums.waiting) / len(sums.waiting) if sums.waiting else 0.0
-        return {
-            "queue/limit": self._dispatcher.max_concurrent,
-            "engines/kv_use": sums.kv_use,
-            "engines/waiting": waiting,
-            "engines/preempted": sums.preempted,
-        }
+        """Return the engines' figures since the last call, and `queue/limit`: episodes that may be in flight now."""
+        return {"queue/limit": self._dispatcher.max_concurrent} | self._engines.drain()
 
     async def _look(self, index: int) -> None:
-        server, watch, limit = self._table.servers[index], self._watches[index], self._limits[index]
-        if not self._is_sampling(index, server):
-            watch.skip = LOOKS_AFTER_UPDATE
-            return
-        version = server.version
+        server = self._table.servers[index]
         try:
-            figures = await self._clients[index].load()
+            found = await self._engines.look(index)
         except InferenceError as error:
-            self._warn(watch, server, str(error))
+            self._warn(index, server.url, error)
             return
-        if not {"running", "waiting"} <= figures.keys():
-            self._warn(watch, server, "its /metrics names neither requests that run nor any that wait")
-            return
-        count = figures.get("preempted", 0.0)
-        before, watch.preempted = watch.preempted, count
-        if version != watch.version or not self._is_sampling(index, server) or server.version != version:
-            watch.version, watch.skip = server.version, LOOKS_AFTER_UPDATE
-        preempted = 0.0 if before is None or watch.skip > 0 else max(0.0, count - before)
-        watch.skip = max(0, watch.skip - 1)
-        sums = self._sums
-        sums.kv_use = max(sums.kv_use, figures.get(KV_USE, 0.0))
-        sums.waiting.append(figures["waiting"])
-        sums.preempted += preempted
-        shortest, longest = WINDOW_S
-        window_s = min(longest, max(shortest, 2 * self._dispatcher.load.episode_s))
-        limit.look(figures, preempted, server.in_flight, window_s, loop_time())
+        if found is not None:
+            figures, preempted = found
+            shortest, longest = WINDOW_S
+            window_s = min(longest, max(shortest, 2 * self._dispatcher.load.episode_s))
+            self._limits[index].look(figures, preempted, server.in_flight, window_s, loop_time())
 
-    def _is_sampling(self, index: int, server: Server) -> bool:
-        return server.ready and not self._is_loading(index)
-
-    def _warn(self, watch: _Watch, server: Server, why: str) -> None:
-        if not watch.warned:
-            watch.warned = True
-            logger.warning(f"{server.url} does not tell how busy it is, so that its share of episodes stays: {why}")
+    def _warn(self, index: int, url: str, why: InferenceError) -> None:
+        if index not in self._warned:
+            self._warned.add(index)
+            logger.warning(f"{url} does not tell how busy it is, so that its share of episodes stays: {why}")

@@ -37,6 +37,17 @@ def hub_folder(name: str, cache: Path) -> Path:
     return cache / f"models--{name.replace('/', '--')}"
 
 
+def hub_snapshot(name: str, cache: Path) -> Path | None:
+    """Return the directory of the version that a model's name loads, that of its main branch; None: it is not there."""
+    folder = hub_folder(name, cache)
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
 def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the model's config.json: in its directory, else in the hub's cache; None where neither is there."""
     local = Path(name).expanduser() / "config.json"
@@ -44,7 +55,11 @@ def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
         return local
     if is_local_path(name):
         return None
-    found = sorted((hub_folder(name, hub_cache(environ)) / "snapshots").glob("*/config.json"))
+    cache = hub_cache(environ)
+    main = hub_snapshot(name, cache)
+    if main is not None and (main / "config.json").is_file():
+        return main / "config.json"
+    found = sorted((hub_folder(name, cache) / "snapshots").glob("*/config.json"))  # of pinned versions alone
     return max(found, key=lambda path: path.stat().st_mtime) if found else None
 
 

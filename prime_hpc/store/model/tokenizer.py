@@ -17,7 +17,7 @@ from typing import Any
 
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.io.private import check_way, make_private_dir, open_private, user_cache
-from prime_hpc.store.model.config import hub_cache, hub_folder, is_local_path
+from prime_hpc.store.model.config import hub_cache, hub_snapshot, is_local_path
 
 _CHOICE = re.compile(r"(\S+) (transformers(?:\.\w+)+):(\w+)")
 """transformers' version, module and name of a class: of transformers' own, nothing else is imported by a note."""
@@ -75,10 +75,9 @@ def is_noted(name: str, *, trust_remote_code: bool = False, environ: Mapping[str
 def _note_of(name: str, trust_remote_code: bool, environ: Mapping[str, str]) -> Path | None:
     """Return the file that tells the class of such a tokenizer; None where its files are not here."""
     with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):  # RuntimeError: no home
-        folder = Path(name)
-        if not is_local_path(name):
-            kept = hub_folder(name, hub_cache(environ))
-            folder = kept / "snapshots" / (kept / "refs" / "main").read_text(encoding="utf-8").strip()
+        folder = Path(name) if is_local_path(name) else hub_snapshot(name, hub_cache(environ))
+        if folder is None:
+            return None
         # By their names some of the hub's models are treated otherwise than their files say.
         facts = ["" if Path(name).is_absolute() else name, trust_remote_code]
         facts += [find_spec(package) is not None for package in _OPTIONAL]

@@ -254,8 +254,8 @@ class BatchFacts:
     num_targets: int
     num_trained_sequences: int
     """Sequences that hold at least one target."""
-    squared_lengths: float
-    """Sum over sequences of length squared: attention's share of the FLOPs."""
+    lengths: NDArray[np.int64]
+    """Of the sequences."""
     reward_sum: float
     lag_sum: float
     """Sum over sampled targets of (step - 1 - version)."""
@@ -277,7 +277,7 @@ def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
         num_sequences=batch.num_sequences,
         num_targets=int(mask.sum()),
         num_trained_sequences=int(np.count_nonzero((per_sequence > 0) & (lengths > 0))),
-        squared_lengths=float(np.square(lengths.astype(np.float64)).sum()),
+        lengths=lengths,
         reward_sum=float(batch.rewards.sum()),
         lag_sum=float(lags.sum()),
         num_sampled=len(lags),

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from prime_hpc.trainer.ops.context_parallel import scatter_heads
 from prime_hpc.trainer.ops.flash import activate_flash_attn_3, fits_flash, flash_attn_2
 from prime_hpc.trainer.ops.prefix_attention import Spread
+from prime_hpc.trainer.ops.reach import layer_reach
 from prime_hpc.trainer.ops.transfer import to_device
 
 IMPLEMENTATION = "prime_hpc_packed"
@@ -408,12 +409,8 @@ def _reach(module: torch.nn.Module, passed: int | _NotPassed | None) -> tuple[in
     """(sliding window, chunk size) of a layer: what it passes, else its config's, which other kernels see in a mask."""
     if not isinstance(passed, _NotPassed):
         return passed, None
-    config = getattr(module, "config", None)
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else "sliding_attention"
-    if kind == "chunked_attention":
-        return None, getattr(config, "attention_chunk_size", None)
-    return (getattr(config, "sliding_window", None) if kind == "sliding_attention" else None), None
+    reach = layer_reach(getattr(module, "config", None), getattr(module, "layer_idx", None))
+    return (None, None) if reach is None else (reach.window, reach.chunk)
 
 
 def _special(module: torch.nn.Module, heads: int, ranks: DeviceMesh | None, wanted: dict[str, Any]) -> dict[str, Any]:
