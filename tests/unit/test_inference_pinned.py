@@ -70,13 +70,14 @@ def test_what_does_not_fit_stays_in_its_file(files: list[TensorFile]) -> None:
     assert stage.tensor("a") is not None and stage.tensor("c") is None
 
 
-def test_a_file_that_cannot_be_read_is_left_to_who_loads_it() -> None:
-    class Broken:
-        def keys(self) -> list[str]:
+def test_a_file_that_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    class Broken(TensorFile):
+        def get_tensor(self, name: str) -> torch.Tensor:
             raise OSError("stale file handle")
 
+    save_file({"a": torch.zeros(1)}, tmp_path / "x.safetensors")
     stage = PinnedStage(4096, plain([]))
-    stage.begin([Broken()])
+    stage.begin([Broken(tmp_path / "x.safetensors")])
     stage.wait()
     assert stage.is_done and stage.tensor("a") is None
 
