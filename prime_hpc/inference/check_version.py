@@ -65,7 +65,7 @@ def read_signature(path: Path) -> Signature:
     """
     signature: Signature = {}
     for file in weight_files(path):
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name != "__metadata__":
                 signature[name] = tuple(entry["shape"])
     return signature
@@ -150,7 +150,7 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
     if ADAPTER not in verify_version(path, version).files:
         raise BadVersionError(f"{path} holds no adapter ({ADAPTER}), and this server serves adapters (model.lora)")
     with reading(path):
-        header = _read_header(path / ADAPTER)
+        header = read_header(path / ADAPTER)
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -247,7 +247,7 @@ def compare_signatures(found: Signature, expected: Signature, tied: bool, path: 
             )
 
 
-def _read_header(file: Path) -> dict:
+def read_header(file: Path) -> dict:
     """Return the JSON header of a safetensors file; checks that the file holds every byte that it promises."""
     size = file.stat().st_size
     with file.open("rb") as handle:

@@ -17,7 +17,12 @@ _LEFT_OUT = {
     "bad": "refused and skipped (sft.data.bad_rows)",
     "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
+_READ = {"step", *STEP_KEYS, "loss", "ratio", "lag/mean"}
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
+
+
+def _is_read(key: str) -> bool:
+    return key in _READ or key.startswith(("eval/", "data/"))
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
@@ -42,8 +47,8 @@ def write_report(
     the run has come to its end."""
     if kind == "eval" or kind == "synthesize":
         return _evaluation(run_dir, name, is_complete)
-    trainer = read_metrics(metrics_file(run_dir, "trainer"))
-    orchestrator = read_metrics(metrics_file(run_dir, "orchestrator"))
+    trainer = read_metrics(metrics_file(run_dir, "trainer"), _is_read)
+    orchestrator = read_metrics(metrics_file(run_dir, "orchestrator"), _is_read)
     if not trainer:
         return [f"{name}: no step was completed; logs are in {run_dir / 'logs' / 'latest'}"]
     lines = [f"{name}: {len(_series(trainer, 'time/step')[0])} steps, run directory {run_dir}"]

@@ -20,7 +20,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.metrics import iterate_metrics
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.algorithms.sources import load_scorers, make_scorers, scorers_state
@@ -428,7 +428,9 @@ class Orchestrator:
             start_version=self.start_step,
             last_version=self.last_step,
             on_report=self._report_evaluation,
-            newest=newest_evaluated(read_metrics(self.parts.paths.metrics("orchestrator")) if self.start_step else ()),
+            newest=newest_evaluated(
+                iterate_metrics(self.parts.paths.metrics("orchestrator")) if self.start_step else ()
+            ),
         )
 
     def _report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:

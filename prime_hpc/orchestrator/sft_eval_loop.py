@@ -14,7 +14,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.metrics import iterate_metrics
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, plans
 from prime_hpc.orchestrator.parts import Parts
@@ -71,7 +71,7 @@ class EvalLoop:
         assert exp.orchestrator.eval is not None
         self._exp, self._parts, self._config, self._start_step = exp, parts, exp.orchestrator.eval, start_step
         # what comes after the start is made anew, maybe otherwise than what an earlier attempt evaluated
-        rows = (row for row in read_metrics(parts.paths.metrics(ROLE)) if row["step"] <= start_step)
+        rows = (row for row in iterate_metrics(parts.paths.metrics(ROLE)) if row["step"] <= start_step)
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
         self._intervals = [plan.interval for plan in plans(self._config, len(parts.eval_pool.sources))]
         self.versions = due_versions(

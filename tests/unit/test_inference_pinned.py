@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prime_hpc.inference.tensor_file import TensorFile
 from prime_hpc.inference.vllm import pinned
 from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage
 from prime_hpc.runtime import host_memory
@@ -29,12 +29,12 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.fixture
-def handles(tmp_path: Path) -> Iterator[list[Any]]:
+def files(tmp_path: Path) -> Iterator[list[TensorFile]]:
     generator = torch.Generator().manual_seed(0)
     first = {"a": torch.randn(64, 8, generator=generator), "b": torch.randn(9, generator=generator).bfloat16()}
     save_file(first, tmp_path / "1.safetensors")
     save_file({"c": torch.randn(100, 16, generator=generator)}, tmp_path / "2.safetensors")
-    opened = [safe_open(tmp_path / f"{n}.safetensors", framework="pt") for n in (1, 2)]
+    opened = [TensorFile(tmp_path / f"{n}.safetensors") for n in (1, 2)]
     yield opened
 
 
@@ -46,46 +46,47 @@ def plain(made: list[int]) -> pinned.Allocate:
     return allocate
 
 
-def test_all_is_there_before_the_pause_in_one_buffer_for_every_version(handles: list[Any]) -> None:
+def test_all_is_there_before_the_pause_in_one_buffer_for_every_version(files: list[TensorFile]) -> None:
     made: list[int] = []
     stage = PinnedStage(1 << 20, plain(made))
     for _ in range(3):
-        stage.begin(handles)
+        stage.begin(files)
         stage.wait()
         assert stage.is_done
-        for handle in handles:
-            for name in handle.keys():  # noqa: SIM118
-                found, expected = stage.tensor(name), handle.get_tensor(name)
+        for file in files:
+            for name in file.names:
+                found, expected = stage.tensor(name), file.get_tensor(name)
                 assert found is not None and torch.equal(found, expected) and found.dtype == expected.dtype
                 assert stage.holds(found) and stage.holds(found[1:]) and not stage.holds(expected)
     assert len(made) == 1
 
 
-def test_what_does_not_fit_stays_in_its_file(handles: list[Any]) -> None:
+def test_what_does_not_fit_stays_in_its_file(files: list[TensorFile]) -> None:
     made: list[int] = []
     stage = PinnedStage(4096, plain(made))
-    stage.begin(handles)
+    stage.begin(files)
     stage.wait()
     assert made == [4096]
     assert stage.tensor("a") is not None and stage.tensor("c") is None
 
 
-def test_a_file_that_cannot_be_read_is_left_to_who_loads_it() -> None:
-    class Broken:
-        def keys(self) -> list[str]:
+def test_a_file_that_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    class Broken(TensorFile):
+        def get_tensor(self, name: str) -> torch.Tensor:
             raise OSError("stale file handle")
 
+    save_file({"a": torch.zeros(1)}, tmp_path / "x.safetensors")
     stage = PinnedStage(4096, plain([]))
-    stage.begin([Broken()])
+    stage.begin([Broken(tmp_path / "x.safetensors")])
     stage.wait()
     assert stage.is_done and stage.tensor("a") is None
 
 
-def test_only_copies_of_what_is_there_do_not_wait(handles: list[Any]) -> None:
+def test_only_copies_of_what_is_there_do_not_wait(files: list[TensorFile]) -> None:
     stage = PinnedStage(1 << 20, plain([]))
-    stage.begin(handles)
+    stage.begin(files)
     stage.wait()
-    staged, mapped = stage.tensor("a"), handles[0].get_tensor("a")
+    staged, mapped = stage.tensor("a"), files[0].get_tensor("a")
     assert staged is not None
     parameter = torch.empty(32, 8)
     with Recorded() as below, CopyWithoutWaiting(stage) as mode:

@@ -195,7 +195,7 @@ def test_an_adapter_of_another_model_and_kinds_that_do_not_fit(tmp_path: Path, m
     def fail(file: Path) -> Any:
         raise OSError(5, "Input/output error", str(file))
 
-    monkeypatch.setattr(check_version, "_read_header", fail)
+    monkeypatch.setattr(check_version, "read_header", fail)
     with pytest.raises(UnavailableError, match="cannot be had on this node: .*Input/output error"):
         check_adapter(other, 3, BASE, 8)
 

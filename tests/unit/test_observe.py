@@ -396,6 +396,21 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").stat().st_size > 5000
 
 
+def test_of_the_metrics_of_a_long_run_only_what_is_said_of_them_is_held(tmp_path: Path) -> None:
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1)])
+    write_report(tmp_path, "x", "rl")  # what drawing needs is imported
+    others = {f"phase/{i}": i / 7 for i in range(100)}
+    rows = [trainer_row(step) | others | {"reward/mean": 0.5, "lag/mean": 1.0} for step in range(1, 2001)]
+    for role in ("trainer", "orchestrator"):
+        write_rows(tmp_path / "metrics" / f"{role}.jsonl", rows)
+    del rows
+    tracemalloc.start()
+    lines = write_report(tmp_path, "x", "rl")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lines[0].startswith("x: 2000 steps") and most < 12e6  # all values of either file are 20 MB
+
+
 def test_the_samples_of_a_long_run_are_not_held_all_at_once(tmp_path: Path) -> None:
     task = {"kind": "eval", "task": 5, "prompt": "ab", "reward": 0.5}
     samples = [{**task, "step": step, "completion": f"{step} {'x' * 10_000}"} for step in range(1000)]

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from prime_hpc.inference.check_version import BadVersionError, Signature
+from prime_hpc.inference.tensor_file import TensorFile
 from prime_hpc.inference.transformers.cache import LayerShape, RowCache, Window, layer_shapes
 from prime_hpc.inference.transformers.limits import model_problem, step_bytes
 from prime_hpc.moe.replay import install, replaying
@@ -203,8 +203,8 @@ class BatchModel:
         tensors: dict[str, torch.Tensor] = {}
         try:
             for file in files:
-                with safe_open(file, framework="pt", device="cpu") as handle:
-                    tensors |= {name: handle.get_tensor(name) for name in handle.keys() if name in names}  # noqa: SIM118
+                opened = TensorFile(file)
+                tensors |= {name: opened.get_tensor(name) for name in opened.names if name in names}
         except Exception as error:
             raise BadVersionError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
         return tensors

@@ -15,6 +15,7 @@ import torch
 from loguru import logger
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prime_hpc.inference.tensor_file import TensorFile
 from prime_hpc.inference.vllm.args import NUM_WORKERS
 from prime_hpc.runtime.gpus import num_device_files
 from prime_hpc.runtime.host_memory import available_bytes
@@ -72,15 +73,15 @@ class PinnedStage:
         self._found: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
 
-    def begin(self, handles: Sequence[Any]) -> None:
+    def begin(self, files: Sequence[TensorFile]) -> None:
         """Copy what fits, in a thread.
 
         Args:
-            handles: open safetensors files, in the order in which they will be loaded.
+            files: of a version, in the order in which they will be loaded.
         """
         self.wait()
         self._found = {}
-        self._thread = threading.Thread(target=self._fill, args=(list(handles),), name="pin-weights", daemon=True)
+        self._thread = threading.Thread(target=self._fill, args=(list(files),), name="pin-weights", daemon=True)
         self._thread.start()
 
     @property
@@ -103,13 +104,13 @@ class PinnedStage:
         buffer = self._buffer
         return buffer is not None and tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
-    def _fill(self, handles: Sequence[Any]) -> None:
+    def _fill(self, files: Sequence[TensorFile]) -> None:
         found: dict[str, torch.Tensor] = {}
         try:
             begin = 0
-            for name, tensor in _tensors(handles):
+            for name, tensor in _tensors(files):
                 if self._buffer is None:
-                    total = sum(part.nbytes + _ALIGNMENT for _, part in _tensors(handles))
+                    total = sum(part.nbytes + _ALIGNMENT for _, part in _tensors(files))
                     self._buffer = self._allocate(min(total, self._limit))
                 end = begin + tensor.nbytes
                 if end > len(self._buffer):
@@ -123,10 +124,10 @@ class PinnedStage:
         self._found = found
 
 
-def _tensors(handles: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for handle in handles:
-        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-            yield name, handle.get_tensor(name)
+def _tensors(files: Sequence[TensorFile]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        for name in file.names:
+            yield name, file.get_tensor(name)
 
 
 class CopyWithoutWaiting(TorchDispatchMode):

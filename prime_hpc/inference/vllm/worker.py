@@ -6,7 +6,6 @@ Called through `collective_rpc` by `weight_updates`. Method names must not colli
 (`update_weights`, `reload_weights`, ... exist there).
 """
 
-import contextlib
 import logging
 import os
 import time
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from prime_hpc.inference.check_version import says_nothing, server_scratch, weight_files
+from prime_hpc.inference.tensor_file import TensorFile
 from prime_hpc.inference.vllm import cpu_lora, routing
 from prime_hpc.inference.vllm.pinned import (
     CopyWithoutWaiting,
@@ -45,8 +44,8 @@ class PolicyWorker:
     """Mixed into vLLM's Worker; `self` is that worker."""
 
     # Class attributes: vLLM never calls a mixin's __init__.
-    _policy_stack: contextlib.ExitStack | None = None
-    _policy_handles: Sequence[Any] = ()
+    _policy_files: Sequence[TensorFile] | None = None
+    """Of the version that is open."""
     _policy_reader: VersionReader | None = None
     _policy_stage: PinnedStage | None = None
 
@@ -102,22 +101,19 @@ class PolicyWorker:
             maybe only for now. Never raises for a bad file: the engine must survive it.
         """
         self._policy_close()
-        stack = contextlib.ExitStack()
-        num_tensors = 0
         if self._policy_reader is None:
             self._policy_reader = VersionReader(server_scratch())
         try:
             files = weight_files(self._policy_reader.fetch(Path(folder), transport))
-            handles = [stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files]
-            num_tensors = sum(len(handle.keys()) for handle in handles)
+            opened = [TensorFile(file) for file in files]
         except Exception as error:  # noqa: BLE001 - safetensors raises its own type, which pickles badly across processes
-            stack.close()
             told = f"{type(error).__name__}: {error}"
             return {"rank": self.policy_rank(), "error": told, "may_pass": says_nothing(error)}
-        self._policy_stack, self._policy_handles = stack, handles
+        self._policy_files = opened
         stage = self._policy_stage = self._policy_stage or self._new_stage()
         if stage is not None:
-            stage.begin(handles)
+            stage.begin(opened)
+        num_tensors = sum(len(file.names) for file in opened)
         return {"rank": self.policy_rank(), "num_tensors": num_tensors, "is_staged": stage is None}
 
     def _new_stage(self) -> PinnedStage | None:
@@ -144,7 +140,7 @@ class PolicyWorker:
             RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined.
         """
         start = time.perf_counter()
-        if self._policy_stack is None:
+        if self._policy_files is None:
             raise RuntimeError("policy_apply without policy_open")
         try:
             model = self.model_runner.get_model()
@@ -163,19 +159,16 @@ class PolicyWorker:
 
     def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
-        for handle in self._policy_handles:
-            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+        for file in self._policy_files or ():
+            for name in file.names:
                 if not (tied and name == "lm_head.weight"):
                     staged = None if self._policy_stage is None else self._policy_stage.tensor(name)
-                    yield name, handle.get_tensor(name) if staged is None else staged
+                    yield name, file.get_tensor(name) if staged is None else staged
 
     def _policy_close(self) -> None:
-        stack = self._policy_stack
-        self._policy_stack, self._policy_handles = None, []
         if self._policy_stage is not None:
             self._policy_stage.wait()  # it reads the files
-        if stack is not None:
-            stack.close()
+        self._policy_files = None
 
     def policy_rank(self) -> str:
         """Name this worker among those of all engines."""

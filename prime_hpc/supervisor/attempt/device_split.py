@@ -25,6 +25,16 @@ MIN_GAIN = 0.02
 """Of the step: less is not worth a change."""
 TOLD_TAIL = 0.05
 """Of the time: a smaller tail is not worth a word."""
+_READ = {
+    "time",
+    "time/step",
+    "time/wait",
+    "time/wait_weights",
+    "time/wait_servers",
+    "time/weight_pause",
+    "queue/empty_seats",
+    "queue/empty_tail",
+}
 
 
 def split_choices(trainer: int, engines: int, unit: int, most: int) -> list[tuple[int, int]]:
@@ -119,6 +129,10 @@ def engines_idle_s(row: Mapping[str, Any]) -> float:
     return _value(row, "time/wait_weights") + _value(row, "time/wait_servers") + pause
 
 
+def _is_read(key: str) -> bool:
+    return key in _READ
+
+
 def _value(row: Mapping[str, Any], key: str) -> float:
     return float(row.get(key) or 0)
 
@@ -140,10 +154,8 @@ def split_line(experiment: Experiment, run_dir: Path, ready: float) -> str | Non
         return None
     if gpus_in_common(experiment):
         return None  # what both have in common is not split
-    rows = [
-        [row for row in read_metrics(metrics_file(run_dir, role)) if float(row.get("time") or 0) >= ready]
-        for role in ("trainer", "orchestrator")
-    ]
+    files = [metrics_file(run_dir, role) for role in ("trainer", "orchestrator")]
+    rows = [[row for row in read_metrics(file, _is_read) if _value(row, "time") >= ready] for file in files]
     idle = idle_shares(*rows)
     if idle is None:
         return None
