@@ -137,16 +137,18 @@ class Row:
 def list_rows(parent_dir: Path) -> list[Row]:
     """All children of a run directory."""
     states = {name: read_state(parent_dir / name) for name in list_children(parent_dir)}
-    live = [name for name, state in states.items() if state is not None and not state.has_ended]
-    at_rest = live if live and _is_away(parent_dir) else []
-    to_stop = [name for name in live if (parent_dir / name / STOP).exists()]
+    going = [name for name, state in states.items() if state is None or not state.has_ended]
+    at_rest = going if going and _is_away(parent_dir) else []
+    to_stop = [name for name in going if states[name] is not None and (parent_dir / name / STOP).exists()]
     return [
         Row(name, str(parent_dir / name), state, name in at_rest, name in to_stop) for name, state in states.items()
     ]
 
 
 def _is_away(parent_dir: Path) -> bool:
-    """Return whether a parent's trainer is known not to run: it waits in the queue, or is over."""
+    """Return whether a parent's trainer has run and is known not to now: it waits in the queue, or is over."""
+    if not (parent_dir / ATTEMPTS_JSONL).exists():
+        return False
     status = status_of(parent_dir, details=False)
     return status.is_final or status.state in ("submitting", "pending", "requeued")
 
@@ -197,7 +199,7 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
 
 def when_taken_up(path: Path) -> str:
     """Say when a child that was added, or is to go on, is trained."""
-    if (path.parent / ATTEMPTS_JSONL).exists() and _is_away(path.parent):
+    if _is_away(path.parent):
         return f"it is taken up when its trainer is back{_back(path)}"
     return "the trainer takes it up when a slot is free"
 

@@ -341,6 +341,7 @@ def test_folders_in_which_slurm_cannot_live_are_refused(cluster: Cluster, name: 
 def test_help_names_every_command_and_option() -> None:
     done = devcluster("--help")
     assert done.returncode == 0
+    assert devcluster("up", "--help").stdout == done.stdout != "", "also behind the command"
     source = "".join(path.read_text() for path in (DEVCLUSTER.parent / "devcluster.d").glob("*.sh"))
     source += DEVCLUSTER.read_text()
     words = {word for line in re.findall(r"^ *([a-z-]+(?: \| [a-z-]+)*)\)", source, re.M) for word in line.split(" | ")}

@@ -177,6 +177,16 @@ def test_preemption_never_counts_as_a_crash() -> None:
     assert not decide([row("requeued", None)] * 3, policy, "requeue").again
 
 
+def test_jobs_that_are_too_short_to_begin_are_told_so() -> None:
+    policy, seconds = RestartConfig(max_crashes=1), {"start": 70.0, "run": 0.0}
+    limit = {**row("requeued", None), "seconds": seconds, "cause": "warned by SIGUSR1, 142 s before the time limit"}
+    assert "a longer slurm.time" in decide([limit] * 2, policy, "requeue").why
+    put_back = {**limit, "cause": "put back into the queue by scontrol requeue"}
+    for other in (row("requeued", None), put_back, {**limit, "seconds": {"run": 2.0}}):
+        decision = decide([limit, other], policy, "requeue")
+        assert not decision.again and "slurm.time" not in decision.why
+
+
 def test_a_service_comes_back_from_its_time_limit_whether_or_not_anybody_saved() -> None:
     policy = RestartConfig(max_crashes=1)
     limits = [row("requeued", None)] * 20

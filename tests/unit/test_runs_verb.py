@@ -146,6 +146,8 @@ def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: p
     assert capsys.readouterr().out.endswith("its trainer does not run, and goes on with it when it is back\n")
     assert main(["runs", "add", str(parent), str(child), "--id", "late"]) == 0
     assert capsys.readouterr().out == f"added {many}/run_late; it is taken up when its trainer is back {back}\n"
+    assert main(["runs", "list", str(parent)]) == 0
+    assert capsys.readouterr().out.endswith("its trainer does not run, and takes it up when it is back\n")
     assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == ["run_late"]
 
 

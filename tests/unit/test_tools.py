@@ -43,6 +43,8 @@ def test_a_tool_says_how_it_is_used(tool: str) -> None:
     done = subprocess.run(command, env=os.environ | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"usage: tools/{tool}" in done.stdout
+    code = [line for line in done.stdout.splitlines() if line.startswith(("#", "set -", "cd "))]
+    assert not code, "the head of the file, no line less or more"
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,14 @@ def attempts_without_progress(rows: Sequence[Mapping[str, Any]], *, is_service: 
     return count
 
 
+def _too_short(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what to do where the time of each attempt was over before its roles were ready."""
+    for row in rows:
+        if "time limit" not in (row.get("cause") or "") or (row.get("seconds") or {}).get("run", 1.0):
+            return ""
+    return "; their time was over while they started: a longer slurm.time, or a shorter slurm.restart.signal_lead_s"
+
+
 def _repeats_itself(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the last two attempts saved nothing and ended with one error, word for word, of which the role
     that failed says that it would come again; versions before said nothing of it."""
@@ -121,9 +129,8 @@ def decide(
         return Decision(False, f"slurm.restart.max_attempts = {config.max_attempts} attempts were made")
     idle = attempts_without_progress(rows, is_service=is_service)
     if idle > config.max_crashes:
-        return Decision(
-            False, f"{idle} attempts in a row saved nothing new (slurm.restart.max_crashes = {config.max_crashes})"
-        )
+        why = f"{idle} attempts in a row saved nothing new (slurm.restart.max_crashes = {config.max_crashes})"
+        return Decision(False, why + _too_short(rows[-idle:]))
     return Decision(True, f"attempt {num_attempts + 1} follows" + (f", {idle} without progress so far" if idle else ""))
 
 

@@ -20,7 +20,7 @@ from prime_hpc.launch.child_commands import (
 )
 from prime_hpc.observe.table import align
 
-NO_TRAINER = "its trainer does not run, and {} it when it is back"
+NO_TRAINER = "its trainer does not run, and {} when it is back"
 TIMEOUT_S = 600.0
 """Wait for the save of a run that is removed."""
 
@@ -68,13 +68,14 @@ def render(rows: list[Row]) -> str:
     for row in rows:
         state = row.state
         if state is None:
-            table.append((row.name, "new", "-", "-", "-", "not seen by a trainer yet"))
+            note = NO_TRAINER.format("takes it up") if row.is_at_rest else "not seen by a trainer yet"
+            table.append((row.name, "new", "-", "-", "-", note))
             continue
         slot = "-" if state.slot is None or row.is_at_rest else str(state.slot)
         phase = "at rest" if row.is_at_rest else state.phase
         note = "is saved and ended" if row.is_to_stop else state.reason or ""
         if row.is_at_rest:
-            note = NO_TRAINER.format("ends" if row.is_to_stop else "goes on with")
+            note = NO_TRAINER.format("ends it" if row.is_to_stop else "goes on with it")
         step = f"{state.step}/{state.max_steps}" if state.max_steps else "-"
         table.append((row.name, phase, step, slot, f"{state.num_tokens:,}", note))
     return "\n".join(align(table)) + "\n"
