@@ -125,5 +125,7 @@ class TraceLog:
             self._file.write(b"\n")
         self._room -= path.stat().st_size
         if self._config.keep_steps is not None:
-            for old in sorted(self._folder.glob("step_*.jsonl"))[: -self._config.keep_steps]:
+            # What an earlier attempt left of later steps is not newer: an attempt that resumes comes to them yet.
+            begun = sorted(other for other in self._folder.glob("step_*.jsonl") if other <= path)
+            for old in begun[: -self._config.keep_steps]:
                 old.unlink(missing_ok=True)

@@ -34,6 +34,18 @@ def test_fates_are_told_and_files_rotated(tmp_path: Path) -> None:
     assert good["versions"] == [0, 1] and good["incarnation"] == 7 and "samples" not in good
 
 
+def test_an_attempt_that_resumes_below_the_newest_files_keeps_what_it_writes(tmp_path: Path) -> None:
+    """The file of its own step was the oldest one, and removed as soon as it was opened."""
+    for life, steps in ((1, (5, 6, 7)), (2, (4, 5))):
+        log = TraceLog(TracesConfig(keep_steps=2), RunPaths(tmp_path), ["a"], life)
+        for step in steps:
+            log.group(step, make_group(step), "stale")
+        log.close()
+    files = sorted((tmp_path / "traces").iterdir())
+    assert [file.name for file in files] == [f"step_00000{step}.jsonl" for step in (4, 5, 6, 7)]
+    assert [[row["incarnation"] for row in rows_of(file)] for file in files] == [[2], [2], [1], [1]]
+
+
 def test_a_step_s_file_is_bounded_also_over_lives(tmp_path: Path) -> None:
     config = TracesConfig(max_mib_per_step=0.002)
     for life in (1, 2):
