@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ T = TypeVar("T")
 POLL_S = 0.02
 AT_ONCE = 64
 """Jobs that begin in one turn of the loop."""
+TICK_S, MAX_TICKS = 1.0, 60
+BEHIND_S = 5.0
+"""A thread whose callbacks come later than that has more to do than it can."""
 
 _LEFT_BEHIND: list[asyncio.Task[Any]] = []
 """Tasks that ignored their cancellation until their loop was gone. Kept, because collecting a half-run coroutine runs
@@ -35,6 +39,16 @@ its clean-up code on whatever thread the collector happens to be on."""
 
 class LoopInterrupt(BaseException):
     """Raised inside a blocked environment to get the loop back. No `except Exception` stops it."""
+
+
+@dataclass(frozen=True)
+class ThreadLoad:
+    """How a thread's loop has fared over the last minute."""
+
+    busy: float
+    """Share of a core that the thread used."""
+    late_s: float
+    """The longest that a callback came too late."""
 
 
 class Job:
@@ -58,6 +72,10 @@ class LoopThread:
         self._stopping = False
         self._begun: deque[Job] = deque()
         self._ended: deque[Job] = deque()
+        self._ticks: tuple[tuple[float, float, float], ...] = ()
+        """When, how late, and the thread's CPU seconds until then."""
+        self._next_tick = time.monotonic()
+        self.loop.call_soon(self._tick)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -145,6 +163,21 @@ class LoopThread:
         while not answered.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         return answered.is_set()
+
+    def _tick(self) -> None:
+        now = time.monotonic()  # the loop's own clock forgives what is looked for here
+        tick = (now, now - self._next_tick, time.thread_time())
+        self._next_tick = now + TICK_S
+        self.loop.call_later(TICK_S, self._tick)
+        self._ticks = (*self._ticks[1 - MAX_TICKS :], tick)
+
+    def load(self) -> ThreadLoad:
+        """Return how busy the thread has been, and how late; from any thread."""
+        ticks = self._ticks
+        late_s = max((late for _, late, _ in ticks), default=0.0)
+        seconds = ticks[-1][0] - ticks[0][0] if ticks else 0.0
+        busy = (ticks[-1][2] - ticks[0][2]) / seconds if seconds else 0.0
+        return ThreadLoad(busy, max(late_s, time.monotonic() - self._next_tick, 0.0))
 
     def busy_with(self) -> str:
         """Return the episode that the loop is busy with and the innermost line of its own code, for messages."""

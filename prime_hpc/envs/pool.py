@@ -21,7 +21,7 @@ from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.loop_thread import Job, LoopThread
+from prime_hpc.envs.loop_thread import BEHIND_S, Job, LoopThread, ThreadLoad
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
@@ -143,15 +143,19 @@ class EnvPool:
         for fleet in self._fleets.values():
             fleet.move_server(index, url)
 
-    def worker_metrics(self) -> dict[str, float]:
-        """Return figures of the environments' processes: `env_workers/<environment>/<figure>`, of evaluated ones
-        `env_workers/eval/...`."""
-        where = "env_workers/eval" if self._settings.split == "eval" else "env_workers"
-        return {
-            f"{where}/{fleet.name}/{key}": value
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the environments' processes, `env_workers/<environment>/<figure>`, and of the thread of
+        those without, `env_thread/<figure>`; of evaluated ones `env_workers/eval/...`, `env_thread/eval/...`."""
+        part = "eval/" if self._settings.split == "eval" else ""
+        found = {
+            f"env_workers/{part}{fleet.name}/{key}": value
             for fleet in self._fleets.values()
             for key, value in fleet.metrics().items()
         }
+        if self._worker is not None:
+            load = self._worker.load()
+            found |= {f"env_thread/{part}busy": load.busy, f"env_thread/{part}late_s": load.late_s}
+        return found
 
     def demonstration(self, source_index: int, task_index: int, field: str, text: str) -> list[int]:
         """Tokens of a system message that shows a field of a task's data; `text` holds `{demonstration}`.
@@ -219,7 +223,8 @@ class EnvPool:
                 return _unfinished(EpisodeState.FAILED, lost.result(), "BlockedLoop", started)
             self._look_after(worker)
             kind = UNANSWERED if runner.is_unanswered(url_index, traces) else "Timeout"
-            return _unfinished(EpisodeState.TIMEOUT, f"no end after {timeout_s:g} s", kind, started)
+            reason = f"no end after {timeout_s:g} s{_overload(worker.load())}"
+            return _unfinished(EpisodeState.TIMEOUT, reason, kind, started)
         finally:
             self._awaited.discard(job)
             if not job.ended.done() or job.ended.cancelled():
@@ -370,6 +375,16 @@ def _unfinished(state: EpisodeState, reason: str, error_type: str, started: floa
     """Return a result without a trace."""
     return EpisodeResult(
         state=state, usable=False, reason=reason, error_type=error_type, duration_s=loop_time() - started
+    )
+
+
+def _overload(load: ThreadLoad) -> str:
+    """Say that an episode may have been late for the thread's sake."""
+    if load.late_s < BEHIND_S:
+        return ""
+    return (
+        f"; the one thread of all environments without workers was {load.late_s:.0f} s late, busy for {load.busy:.0%} "
+        "of the time: env_servers.workers gives them processes, a lower max_concurrent gives it less to do"
     )
 
 

@@ -225,6 +225,16 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_run_tokens": gauge("Tokens of the whole run, over all attempts.", of="total/tokens"),
     "orchestrator_other": gauge("What else the orchestrator writes into its rows, by its name there.", "name"),
     "env_reward": gauge("Reward of an environment's rollouts in the last batch.", "env", "stat"),
+    "env_thread_busy_ratio": gauge(
+        "Share of a core that the thread of all environments without processes used in the last minute.",
+        "pool",
+        of={"env_thread/busy": "train", "env_thread/eval/busy": "eval"},
+    ),
+    "env_thread_late_seconds": gauge(
+        "By how much that thread was late at most in the last minute.",
+        "pool",
+        of={"env_thread/late_s": "train", "env_thread/eval/late_s": "eval"},
+    ),
     "env_metric": gauge("Mean of an environment's own metric in the last batch.", "env", "metric"),
     "env_eval": gauge("Result of the last evaluation of an environment.", "env", "metric"),
     "env_workers": gauge("Processes of an environment that play episodes.", "env"),

@@ -377,7 +377,7 @@ class Orchestrator:
             "total/tokens": self.totals["tokens"],
         }
         for pool in (self.parts.train_pool, self.parts.eval_pool):
-            row |= pool.worker_metrics() if pool is not None else {}
+            row |= pool.metrics() if pool is not None else {}
         if self.exp.orchestrator.bench:
             self.rows.append(row)
         self.parts.metrics.log(step, **row)

@@ -49,7 +49,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def figure(pool: EnvPool, name: str) -> float:
-    return pool.worker_metrics()[f"env_workers/{name}"]
+    return pool.metrics()[f"env_workers/{name}"]
 
 
 def same(one: EpisodeResult, other: EpisodeResult) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
+from prime_hpc.envs import pool
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import content, leave_out_trained
 from prime_hpc.envs.pool_settings import ChatOptions
@@ -363,6 +364,12 @@ def test_an_environment_that_never_returns_times_out_alone(world: World, kind: s
     assert 1.4 < took < 20, "the episode did not end at its deadline"
     assert gap < 15, "the caller's own loop was blocked"
     assert later.usable and later.reward == 1.0
+
+
+def test_a_timeout_says_that_the_environments_thread_was_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "BEHIND_S", 0.0)
+    (result,) = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "blocks_in_python"}, timeout_s=1.5))
+    assert re.match("no end after 1.5 s; the one thread .* s late, busy for .*env_servers.workers", result.reason)
 
 
 def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> None:

@@ -164,3 +164,40 @@ def test_jobs_that_begin_together_have_each_its_callers_context() -> None:
             assert await asyncio.gather(*(call(own) for own in range(1, 50))) == list(range(1, 50))
 
     asyncio.run(_on(LoopThread("test"), act))
+
+
+def test_how_late_the_thread_is_shows_while_it_is_blocked_and_afterwards() -> None:
+    async def act(thread: LoopThread) -> None:
+        blocked = threading.Event()
+
+        async def block() -> None:
+            blocked.wait(T)
+
+        async with asyncio.timeout(T):
+            job = thread.start(block(), "job")
+            while thread.load().late_s < 0.5:
+                await asyncio.sleep(0.01)
+            blocked.set()
+            await job.ended
+            while len(thread._ticks) < 3:
+                await asyncio.sleep(0.01)
+        assert thread.load().late_s >= 0.5
+
+    asyncio.run(_on(LoopThread("test"), act))
+
+
+def test_how_busy_the_thread_is() -> None:
+    async def act(thread: LoopThread) -> None:
+        async def compute() -> None:
+            while True:
+                sum(range(1000))
+                await asyncio.sleep(0)
+
+        assert thread.load().busy == 0.0
+        async with asyncio.timeout(T):
+            thread.start(compute(), "job")
+            while len(thread._ticks) < 3:
+                await asyncio.sleep(0.01)
+        assert 0.0 < thread.load().busy < 1.1
+
+    asyncio.run(_on(LoopThread("test"), act))

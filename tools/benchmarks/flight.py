@@ -52,6 +52,7 @@ SEQ_LEN = 1024
 WARM = 1
 """Batches that are not counted."""
 RUN_S = 1500.0
+"""Least time that a run gets; a longer one gets twice what its replies take."""
 MODES = {"in_process": 0, "workers": 2}
 
 
@@ -145,7 +146,7 @@ def play(folder: Path, model: Path, workers: int, steps: int) -> dict[str, Any]:
 
 def stop_after(world: Any, steps: int) -> int:
     """End the orchestrator once it has reported so many batches; returns its exit code."""
-    world.wait_for_batch(steps, RUN_S)
+    world.wait_for_batch(steps, max(RUN_S, 2 * steps * BATCH * DELAY_S / IN_FLIGHT))
     while world.process.poll() is None and not (world.metrics() and world.metrics()[-1]["step"] >= steps):
         time.sleep(0.5)
     time.sleep(1.0)
