@@ -15,7 +15,7 @@ from prime_hpc.config.site import parse_site
 from tests.support.slurm import DEVCLUSTER, DONE, Cluster, ClusterError
 
 
-def devcluster(*argv: str | Path, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
+def devcluster(*argv: str | Path, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([DEVCLUSTER, *argv], capture_output=True, text=True, timeout=timeout)
 
 
