@@ -28,7 +28,7 @@ from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
 from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.frames import Unpacker, pack
 from prime_hpc.envs.workers.host import Host, Session
-from prime_hpc.envs.workers.host_link import HostLink
+from prime_hpc.envs.workers.host_link import Connection, HostLink
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_from_plain, settings_to_plain
 from tests.support.scripted_workers import CODE, CutOff, Peer, Scripted, fails_once, settings_of, with_fleet
 
@@ -277,6 +277,48 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
 
     with pytest.raises(EnvError, match="exit code 7"):
         asyncio.run(with_fleet(behave, use, max_restarts=0))
+
+
+class Away(Scripted):
+    """A host that is not there for a while, once its first worker has ended."""
+
+    refusals = 20
+
+    async def connect(self, label: str, memory_bytes: int, loads: dict[str, Any]) -> Connection:
+        if self.peers and self.refusals:
+            self.refusals -= 1
+            raise ConnectionRefusedError("nobody listens")
+        return await super().connect(label, memory_bytes, loads)
+
+
+def test_a_host_that_was_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is started again takes longer than a worker's few starts in a row."""
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(fleet_module, "LONGEST_PAUSE_S", 0.01)
+
+    async def fail(peer: Peer) -> None:
+        peer.end(-9)
+
+    async def use(fleet: Fleet) -> None:
+        assert (await fleet.run(0, 0)).reward == 5.0
+
+    fleet = asyncio.run(with_fleet(fails_once(fail), use, host=Away, max_restarts=1))
+    assert fleet.metrics()["restarts"] == 21
+
+
+def test_a_host_that_does_not_come_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(fleet_module, "AWAY_S", 0.1)
+    monkeypatch.setattr(Away, "refusals", 10**9)
+
+    async def fail(peer: Peer) -> None:
+        peer.end(-9)
+
+    async def use(fleet: Fleet) -> None:
+        result = await fleet.run(0, 0)
+        assert result.state is EpisodeState.FAILED and "nobody listens" in result.reason
+
+    asyncio.run(with_fleet(fails_once(fail), use, host=Away, max_restarts=1))
 
 
 @pytest.mark.parametrize(

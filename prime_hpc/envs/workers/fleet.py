@@ -35,6 +35,8 @@ STOP_TIMEOUT_S = 5.0
 WATCH_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between the deaths of a worker and its next start."""
+AWAY_S = 600.0
+"""For so long a host that has started workers is waited for: it is started again, or its machine is."""
 BUSY = 0.7
 """Of a core: workers that are busier get company where their number is `auto`."""
 GROW_EVERY_S = 5.0
@@ -261,6 +263,7 @@ class Fleet:
     async def _keep(self, slot: int) -> None:
         """Have a worker in a slot for as long as the fleet lives, or until it has died too often for nothing."""
         deaths, pause = 0, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        reached = -AWAY_S
         while not self._closing:
             label = f"{self.name}[{slot}]"
             worker: _Worker | None = None
@@ -270,6 +273,7 @@ class Fleet:
                 worker = _Worker(slot, connection, loop_time())
                 self._workers.append(worker)
                 why = await self._serve(worker)
+                reached = loop_time()
             except OSError as error:
                 why = f"it could not be started: {error}"
             except Exception as error:  # noqa: BLE001 - a fault of ours, which the next start would meet again
@@ -285,7 +289,8 @@ class Fleet:
                 continue
             if worker is not None and worker.num_ended:
                 deaths, pause = 0, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-            deaths += 1
+            if worker is not None or loop_time() - reached > AWAY_S:
+                deaths += 1
             if deaths > self._config.max_restarts:
                 logger.error("worker {}: {}; it was started {} times in vain and is given up", label, why, deaths)
                 self._give_up(slot, f"worker {label}: {why}")
