@@ -113,7 +113,7 @@ class Orchestrator:
         """What a callback failed with (a sampler or gate of the user's own, or a bug); the loop raises it."""
         now = loop_time()
         self.table = ServerTable(parts.urls, now)
-        self.failures = FailureWindow(config.max_failed_share)
+        self.failures = FailureWindow(config.max_failed_share, config.most_in_flight)
         self.stats = StepStats(now)
         self.changed = asyncio.Event()
         self.dispatcher = Dispatcher(

@@ -88,6 +88,23 @@ def test_a_third_of_failures_goes_on_and_so_does_a_bad_start() -> None:
     assert window.share == pytest.approx(2 / 3, abs=0.01)
 
 
+def test_what_many_in_flight_meet_in_a_second_ends_no_run() -> None:
+    window = FailureWindow(0.9, most_in_flight=2000)
+    for _ in range(5000):
+        window.add("")
+    for number in range(1800):
+        window.check()
+        window.add(f"the judge is away {number}")
+    window.check()
+    window.add("the judge is away 1800")
+    assert window.share == 1801 / 2000
+    with pytest.raises(OrchestratorError, match=r"1801 of the last 2000 .* 1801 times: the judge is away 1800"):
+        window.check()
+    for _ in range(2000):
+        window.add("")
+    assert window.share == 0
+
+
 def test_rollouts_that_train_though_a_deadline_cut_them_off_are_no_failures() -> None:
     cut_off = EpisodeResult(EpisodeState.TIMEOUT, usable=False, reason="no end after 120 s", error_type="Timeout")
     loop: Any = Mock(failures=FailureWindow(0.9), stats=StepStats(0.0))
