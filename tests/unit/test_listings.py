@@ -64,6 +64,18 @@ def test_rows_that_cannot_be_seen_are_not_left_out(open_folder: Path) -> None:
         find_data(source)
 
 
+@pytest.mark.parametrize("name", [".snapshot", ".Trash-0", "lost+found"])
+def test_a_folder_of_the_file_system_s_own_holds_no_rows(open_folder: Path, name: str) -> None:
+    """At the top of a mount, where root alone may list it."""
+    for folder in (open_folder, open_folder / name):
+        folder.mkdir(exist_ok=True)
+        (folder / "rows.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    source = SFTSourceConfig(path=[str(open_folder)])
+    with unlisted(open_folder / name):
+        assert find_data(source).files == [open_folder / "rows.jsonl"]
+    assert find_data(source).files == [open_folder / "rows.jsonl"]
+
+
 def test_an_archive_of_which_a_folder_cannot_be_listed_is_not_taken_for_damaged(open_folder: Path) -> None:
     (open_folder / "logs").mkdir()
     (open_folder / "logs" / "a.log").write_text("1")

@@ -96,7 +96,7 @@ def _expand(path: str) -> list[Path]:
     if not here.is_dir() or is_saved(here):
         return [here] if here.exists() else []
     try:
-        return [p for p in list_tree(here) if p.is_file() and _holds_rows(p.relative_to(here))]
+        return [p for p in list_tree(here, _may_hold_rows) if p.is_file() and _holds_rows(p.relative_to(here))]
     except OSError as error:  # rows that are not seen would not be trained on, and nothing would say so
         raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from error
 
@@ -105,6 +105,11 @@ def _why_nothing(path: str) -> str:
     if Path(path).is_dir():
         return f"is a directory without data files ({', '.join((*_JSONL, *_PARQUET))}, or compressed)"
     return "matches no file" if glob.has_magic(path) else "does not exist"
+
+
+def _may_hold_rows(folder: str) -> bool:
+    """Tell data's folders from the file system's own (snapshots, a recycle bin), which are large, or closed."""
+    return not folder.startswith(".") and folder != "lost+found"
 
 
 def _holds_rows(path: Path) -> bool:

@@ -5,11 +5,16 @@ be (an I/O error, a stale handle): what lies in it looks as if it were not there
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
-def list_tree(folder: Path) -> list[Path]:
+def list_tree(folder: Path, enters: Callable[[str], bool] = lambda name: True) -> list[Path]:
     """Return everything below a folder, sorted; links to folders are not followed.
+
+    Args:
+        folder: where.
+        enters: by a folder's name, whether what is below it is listed, too.
 
     Raises:
         OSError: a folder in it cannot be listed.
@@ -18,5 +23,8 @@ def list_tree(folder: Path) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    levels = os.walk(folder, onerror=fail)
-    return sorted(Path(above, name) for above, folders, files in levels for name in (*folders, *files))
+    found: list[Path] = []
+    for above, folders, files in os.walk(folder, onerror=fail):
+        found += [Path(above, name) for name in (*folders, *files)]
+        folders[:] = filter(enters, folders)
+    return sorted(found)
