@@ -199,7 +199,8 @@ def test_a_stop_keeps_groups_before_it_waits_for_episodes_to_end() -> None:
         async def close() -> None:
             order.append("closed")
 
-        loop: Any = Mock(exp=make_exp(), concurrency=None, weights=Mock(run=asyncio.Event().wait), _work=work)
+        loop: Any = Mock(exp=make_exp(), _work=work)
+        loop.weights.run = loop.engines.run = asyncio.Event().wait
         loop.carrier.save, loop.dispatcher.close = lambda groups: order.append("saved"), close
         loop._groups_kept = partial(Orchestrator._groups_kept, loop)
         running = asyncio.create_task(Orchestrator._work_and_watch(loop))
