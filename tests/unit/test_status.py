@@ -339,8 +339,8 @@ def test_without_slurm_a_killed_process_is_lost(run: Run) -> None:
     assert status.state == "lost" and f"process {child.pid} is gone" in status.note
     assert status.roles == {}, "they were ready when it was last heard of"
     words = [sys.executable, "-c", "input(1)", "submitit", str(run.path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(words, **pipes) as controller:  # of its resume, which has not begun yet
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as controller:  # of its resume, which has not begun yet
         assert controller.stdout is not None and controller.stdout.read(1), "its words are there a moment after it is"
         run.sent(str(controller.pid), "local", host=socket.gethostname(), age=-600)
         assert run.status().state == "starting"
