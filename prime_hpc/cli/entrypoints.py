@@ -149,11 +149,21 @@ def _of_this_machine(error: Exception) -> str:
             f"{around!r} holds bytes that are no text in this locale ({sys.getfilesystemencoding()}): "
             "export LC_ALL=C.UTF-8, or rename the file or folder"
         )
+    if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
+        return "the directory in which this was typed is gone: change to one that is there"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.errno in _OF_MACHINE else ""
     from prime_hpc.runtime.failures import missing_home
 
     return missing_home(error)
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - asked, not used
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _launch(verb: str, argv: list[str], program: str) -> int:

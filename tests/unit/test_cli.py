@@ -252,6 +252,19 @@ def test_a_folder_whose_name_is_no_text(
     assert "fr\\udcfch/model' holds bytes that are no text in this locale (utf-8)" in capsys.readouterr().err
 
 
+def test_a_directory_that_was_deleted_under_the_shell(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = config.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["render", str(config)]) == 2
+    assert capsys.readouterr().err == (
+        "prime-hpc render: error: the directory in which this was typed is gone: change to one that is there\n"
+    )
+
+
 @pytest.mark.parametrize("verb", ["eval", "synthesize"])
 def test_json_is_what_this_command_found(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
