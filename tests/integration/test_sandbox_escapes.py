@@ -52,7 +52,7 @@ def nothing_done(ended: Ended, num: int) -> None:
 
 async def _gone(namespace: str) -> None:
     async with asyncio.timeout(60):
-        while members(namespace):
+        while members(namespace, living=True):
             await asyncio.sleep(0.02)
 
 

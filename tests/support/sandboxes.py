@@ -82,16 +82,16 @@ def hold(pid: int) -> None:
     _HELD.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC))
 
 
-def members(namespace: str) -> list[int]:
+def members(namespace: str, *, living: bool = False) -> list[int]:
     """Return the processes of this machine that are in a process namespace.
 
-    One that has ended is none, though nobody has asked for its end yet: orphans are this process's, where a test before
-    had it look after them.
+    `living`: not those that have ended and of whose end nobody has asked yet; orphans are this process's, where a test
+    before had it look after them.
     """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if str((folder / "ns" / "pid").readlink()) == namespace and not _has_ended(folder):
+            if str((folder / "ns" / "pid").readlink()) == namespace and not (living and _has_ended(folder)):
                 found.append(int(folder.name))
     return found
 
