@@ -8,6 +8,7 @@ with a server started fresh on the version.
 import asyncio
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,6 +346,9 @@ def test_sigterm_with_requests_in_flight_ends_everything(server: ServerProcess) 
     assert any(isinstance(r, Generation) for r in results), results[0]
     psutil.wait_procs(server.members(), timeout=280)
     assert server.members() == []
+    deadline = time.monotonic() + 60
+    while list(server.temporary.iterdir()) and time.monotonic() < deadline:  # who clears up waits for their end as well
+        time.sleep(0.1)
     assert list(server.temporary.iterdir()) == []
 
 
