@@ -17,7 +17,8 @@ import numpy as np
 from prime_hpc.report.series import Faults, number_of, read_lines, short
 from prime_hpc.report.token_text import TokenText
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import PastBatch, list_batches, read_rank_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch
+from prime_hpc.store.batches import PastBatch, list_batches
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths

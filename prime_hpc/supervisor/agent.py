@@ -53,7 +53,13 @@ from prime_hpc.runtime.tied_process import tied
 from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.messaging.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, network_environment
+from prime_hpc.store.messaging.network import (
+    ENGINES_PORT,
+    NUM_ENGINE_PORTS,
+    SERVER_PORTS,
+    Network,
+    network_environment,
+)
 from prime_hpc.store.messaging.sockets import ALL
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.supervisor.attempt.lost_batch_host import requeue_orphaned_job
@@ -66,8 +72,7 @@ BEAT_S = 2.0
 FENCE_LOOK_S = 10.0
 TICK_S = 0.1
 PORTS = {"trainer": 1, "orchestrator": 0}
-"""Ports that the first agent of each node finds for its role; a server's: HTTP, and its data-parallel head."""
-SERVER_PORTS = 2
+"""Ports that the first agent of each node finds for its role; for others, a server's."""
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
 FLUSH_TIMEOUT_S = 2.0

@@ -162,7 +162,7 @@ SHARED = share(["test"])
 
 def _make_batch(paths: RunPaths, step: int) -> None:
     from prime_hpc.store.batch.rank_batch import RankBatch
-    from prime_hpc.store.batches import write_batch
+    from prime_hpc.store.batch.rank_files import write_batch
 
     write_batch(paths, step, [RankBatch.empty(1)], state={"step": step}, incarnation=1)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.store.batches import read_rank_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions
 from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE

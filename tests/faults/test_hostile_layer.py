@@ -28,7 +28,8 @@ from prime_hpc.store.artifact import (
     verify_artifact,
     wait_for_artifact,
 )
-from prime_hpc.store.batches import prune_batches, read_rank_batch, remove_batches_after, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
+from prime_hpc.store.batches import prune_batches, remove_batches_after
 from prime_hpc.store.checkpoint.checkpoints import (
     commit_checkpoint,
     move_checkpoints_aside,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact, wait_for_artifact
-from prime_hpc.store.batches import read_rank_batches, read_state, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
+from prime_hpc.store.batches import read_state
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.store.io.files import make_dir
 from prime_hpc.store.leases import min_floor, set_floor

@@ -13,7 +13,8 @@ from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.batch.images import image_runs
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import read_rank_batch, read_state
+from prime_hpc.store.batch.rank_files import read_rank_batch
+from prime_hpc.store.batches import read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.weight_transport.delta_image import restore

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from prime_hpc.config import load_run
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.run_paths import RunPaths, list_steps

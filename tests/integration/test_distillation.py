@@ -10,7 +10,7 @@ import pytest
 
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from tests.integration.test_orchestrator import log_of
 from tests.integration.test_trainer import assert_done, run_trainer, write_run
 from tests.support.orchestrator_world import World, make_experiment, varied_reply

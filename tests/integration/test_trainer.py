@@ -19,7 +19,7 @@ from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions

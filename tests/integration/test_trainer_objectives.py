@@ -12,7 +12,7 @@ import torch
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batching.micro_batches import redistribute

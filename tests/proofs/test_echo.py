@@ -12,7 +12,7 @@ from prime_hpc.envs.samples import TOOL, USER, Sample, trace_samples
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.store.batch.rank_batch import RankBatch, encode_rank
-from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.run_paths import RunPaths
 from tests.proofs import objective_cases, prove_echo
 from tests.support.tiny_model import random_rank_batch

@@ -8,7 +8,7 @@ import numpy as np
 
 from prime_hpc.store.artifact import ArtifactWriter, hash_files, prepare_stage
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import commit_checkpoint
 from prime_hpc.store.run_paths import RunPaths
 

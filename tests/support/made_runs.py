@@ -13,7 +13,7 @@ import torch
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.objectives import LossStats
 from prime_hpc.trainer.token_log import TokenLog

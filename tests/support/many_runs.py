@@ -15,7 +15,7 @@ from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.config.child_config import as_child
 from prime_hpc.config.snapshot import Shared, share
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.child_runs import list_children, read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths

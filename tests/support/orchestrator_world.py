@@ -25,7 +25,8 @@ from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, ArtifactWriter, wait_for_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import list_batches, read_rank_batch, read_state, remove_batches_after
+from prime_hpc.store.batch.rank_files import read_rank_batch
+from prime_hpc.store.batches import list_batches, read_state, remove_batches_after
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import prune_weights

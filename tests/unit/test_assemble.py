@@ -36,7 +36,7 @@ from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_s
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.run_paths import RunPaths
 from tests.support.episodes import failed_episode, failed_result, make_episode, make_result, make_sample
 

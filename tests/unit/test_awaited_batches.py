@@ -8,7 +8,7 @@ import pytest
 from loguru import logger
 
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, StoreError, Unreadable
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer import rl

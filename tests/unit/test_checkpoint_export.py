@@ -14,7 +14,7 @@ from prime_hpc.cli.common import step_range
 from prime_hpc.cli.verbs.run import export, replay
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.run_paths import RunPaths
 from tests.support.tiny_model import random_rank_batch
 

@@ -14,7 +14,7 @@ from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
 from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.store.artifact import StoreError
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.bus import BusClient, BusServer

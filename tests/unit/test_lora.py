@@ -19,7 +19,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig, select_modules
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.store.artifact import StoreError
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors

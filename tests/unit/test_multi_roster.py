@@ -13,7 +13,8 @@ from prime_hpc.config.child_config import as_child, check_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import list_batches, write_batch
+from prime_hpc.store.batch.rank_files import write_batch
+from prime_hpc.store.batches import list_batches
 from prime_hpc.store.checkpoint.newest import Choice
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
 from prime_hpc.store.errors import FencedError, Unreadable

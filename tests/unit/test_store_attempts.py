@@ -11,7 +11,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, discard, prepare_stage, verify_artifact
 from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import Saved, note_saved, prune_checkpoints, read_saved
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.newest import choose_newest, expected_step

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from prime_hpc.store.artifact import ArtifactError, ArtifactExists, FencedError, read_manifest
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
-from prime_hpc.store.batches import list_batches, read_rank_batch, read_state, remove_batches_after, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
+from prime_hpc.store.batches import list_batches, read_state, remove_batches_after
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation

@@ -10,7 +10,7 @@ import pytest
 
 from prime_hpc.store.artifact import MANIFEST, wait_for_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import read_rank_batch, read_rank_batches, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, read_rank_batches, write_batch
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging import file_transfer
 from prime_hpc.store.messaging.auth import prove

@@ -14,17 +14,9 @@ from prime_hpc.report import rollouts
 from prime_hpc.store import export
 from prime_hpc.store.artifact import ArtifactError, StoreError, clean_stale_stages, verify_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.batch_archive import LEFT_PLAIN, RolloutArchiver, archive_batch
-from prime_hpc.store.batches import (
-    PastBatch,
-    find_batch,
-    list_batches,
-    prune_batches,
-    read_rank_batch,
-    read_state,
-    remove_batches_after,
-    write_batch,
-)
+from prime_hpc.store.batches import PastBatch, find_batch, list_batches, prune_batches, read_state, remove_batches_after
 from prime_hpc.store.io import files, zstd
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from tests.support.tiny_model import random_rank_batch

@@ -13,7 +13,8 @@ import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, hash_files, prepare_stage
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import STATE, write_batch
+from prime_hpc.store.batch.rank_files import write_batch
+from prime_hpc.store.batches import STATE
 from prime_hpc.store.checkpoint.checkpoints import (
     commit_checkpoint,
     list_checkpoints,

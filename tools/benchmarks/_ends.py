@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import read_rank_batches, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "vllm", "verifiers")
+HEAVY = ("torch", "transformers", "vllm", "verifiers", "numpy")
 ROUNDS = 11
 
 _CONFIG = """\

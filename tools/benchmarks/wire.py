@@ -25,7 +25,7 @@ import xxhash
 from _ends import make_rank_of
 
 from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank
-from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.run_paths import RunPaths
 
 NUM_TOKENS = 8_600_000

@@ -10,7 +10,12 @@ class Section(BaseModel):
     """A part of the experiment tree: unknown keys are errors, values are checked, nothing mutates."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), hide_input_in_errors=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+        defer_build=True,  # a validator is made at first use, of the whole tree at once
     )
 
 

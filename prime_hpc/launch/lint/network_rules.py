@@ -9,9 +9,8 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.slurm.placement import Placement, stated_port
-from prime_hpc.store.messaging.network import NUM_ENGINE_PORTS
+from prime_hpc.store.messaging.network import NUM_ENGINE_PORTS, SERVER_PORTS
 from prime_hpc.store.messaging.sockets import PortRange
-from prime_hpc.supervisor.agent import SERVER_PORTS
 from prime_hpc.supervisor.preflight.node import ephemeral_range
 
 _OF_THE_BATCH_HOST = 3

@@ -13,7 +13,7 @@ from typing import Any
 from prime_hpc.runtime.role_context import LED
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.run_paths import RunPaths

@@ -21,6 +21,8 @@ KEY = "network"
 GLOO = "GLOO_SOCKET_IFNAME"
 ENGINES_PORT = "VLLM_PORT"
 """From which vLLM's engines count up to find ports for themselves."""
+SERVER_PORTS = 2
+"""Of a server: HTTP, and its data-parallel head."""
 NUM_ENGINE_PORTS = 8
 """As many are kept for the engines of a server, where a range is stated; else the kernel gives them some."""
 Traffic = Literal["control", "serving", "collectives"]

@@ -23,6 +23,7 @@ _FILE_CODE = (
     "(io/",
     "store/artifact",
     "store/batches",
+    "batch/rank_files",
     "store/weights",
     "observe/metrics",
     "atomic_write",

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.images import ImageTable
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
+from prime_hpc.store.batch.rank_files import read_rank_batches
 from prime_hpc.store.batch.shared_prefixes import token_keys
-from prime_hpc.store.batches import read_rank_batches
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.trainer.batching.image_inputs import ImageError, ImageInputs, MicroBatchImages

@@ -8,7 +8,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.load_policy import compute_dtype
