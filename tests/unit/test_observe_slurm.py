@@ -260,6 +260,7 @@ def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: py
         ("slurm_load_jobs error: Connection reset by peer", True, "controller is down"),
         ("Unexpected message received for job 19", True, "controller is down"),  # scontrol requeue, its answer cut off
         ("Message receive failure", True, "controller is down"),
+        ("scontrol: error: Unable to establish control machine address\nslurm_load_jobs error: No error", True, "again"),
         ("Slurm backup controller in standby mode", True, "about to take over"),
         ("Rate limit exceeded, please retry later", True, "controller is busy"),
         ("Job can not be altered now, try again later", True, "controller is busy"),
