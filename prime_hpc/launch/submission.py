@@ -38,11 +38,6 @@ from prime_hpc.store.run_dirs import SubmissionRecord, read_json, read_record
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
-_NEVER = (
-    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"),
-    *("AccountNotAllowed", "QOSNotAllowed", "InvalidAccount", "InvalidQOS"),
-)
-"""Reasons of waiting jobs that time does not mend."""
 _LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "squashfs")
 
 
@@ -229,10 +224,11 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
         print(f"follow it with `prime-hpc logs -f {name}`, look at it with `prime-hpc status {name}`", flush=True)
     if trouble:
         print(f"warning: its state is not known: {trouble}", file=sys.stderr)
-    if info is not None and info.reason in _NEVER:
+    if info is not None and info.cannot_start:
         print(
-            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): it asks for more than its "
-            f"partition has or allows. End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for less",
+            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): its partition, account or QOS "
+            "does not have or allow what it asks for. "
+            f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for less",
             file=sys.stderr,
         )
     return follow_job(job_id, log) if follow else 0
