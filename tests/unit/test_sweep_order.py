@@ -98,7 +98,7 @@ def test_a_point_that_was_resumed_alone_waits_no_more_either(slurm: FakeSlurm, f
 
     def end() -> None:
         slurm.change(slurm.jobs()[-1]["id"], state="FAILED")
-        ended(point, "failed", (read_record(point) or {})["job_id"])
+        ended(point, "failed", str((read_record(point) or {})["job_id"]))
 
     end()
     make_checkpoint(RunPaths(point), 2)
