@@ -177,7 +177,7 @@ def _attempts(rest: list[str], environ: Mapping[str, str]) -> list[int]:
     for word in rest:
         try:
             return attempts_with_logs(find_run(word, environ))
-        except ConfigError:  # not the run: another word of the line
+        except (ConfigError, OSError):  # not the run: another word of the line; or not ours to read
             continue
     return []
 

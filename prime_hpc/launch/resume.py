@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -56,19 +55,26 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         key, word = "sft.data.num_epochs", (read_json(run_dir / STATUS_JSON) or {}).get("max_steps")
         last = word if isinstance(word, int) and experiment.sft.data == before.sft.data else None
     _check_checkpoint(experiment, run_dir, last, key)
-    return replace(loaded, experiment=without_dependency(experiment, before, run_dir))
+    return loaded
 
 
-def without_dependency(experiment: Experiment, before: Experiment, run_dir: Path) -> Experiment:
-    """Return the experiment without what the run waited for if it has begun: that is over, and Slurm may know it no
-    more. What it is told to wait for now stays.
+def without_dependency(experiment: Experiment, run_dir: Path) -> Experiment:
+    """Return the experiment as its job is sent: without what the run waited for if it has begun, which is over, and
+    Slurm may know it no more. What it is told to wait for now stays.
+
+    Its `run.yaml` keeps what was waited for, so that another submit tells it from what is stated anew.
 
     Args:
         experiment: as it is to go on.
-        before: as it was sent.
-        run_dir: its run directory.
+        run_dir: its run directory, whose `run.yaml` says what it was told before.
     """
-    if not (run_dir / ATTEMPTS_JSONL).exists():
+    from prime_hpc.config.snapshot import load_run
+
+    if not experiment.slurm.waits or not (run_dir / ATTEMPTS_JSONL).exists():
+        return experiment
+    try:
+        before = load_run(run_dir)
+    except ConfigError:  # damaged: nothing says that it is the same
         return experiment
     slurm = experiment.slurm
     for role in get_args(SlurmRole):

@@ -20,6 +20,7 @@ from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.monitor.logs import copy_new
 from prime_hpc.launch.prepare import claim_directory, for_evaluation, refuse_anothers, write
+from prime_hpc.launch.resume import without_dependency
 from prime_hpc.launch.storage import homes
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
@@ -38,11 +39,6 @@ from prime_hpc.store.run_dirs import SubmissionRecord, read_json, read_record
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
-_NEVER = (
-    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"),
-    *("AccountNotAllowed", "QOSNotAllowed", "InvalidAccount", "InvalidQOS"),
-)
-"""Reasons of waiting jobs that time does not mend."""
 _LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "squashfs")
 
 
@@ -74,6 +70,9 @@ def submit(
         from prime_hpc.launch.local import submit_local
 
         return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
+    stated, run_dir = loaded.experiment.slurm, loaded.experiment.run_dir.resolve()
+    if not loaded.experiment.clean:
+        loaded = replace(loaded, experiment=without_dependency(loaded.experiment, run_dir))
     waits = loaded.experiment.slurm.waits
     loaded = for_evaluation(loaded, waits=waits)
     made = render_submission(loaded, as_rendered=dry_run)
@@ -89,7 +88,8 @@ def submit(
     check(loaded, by_slurm=True, starts_elsewhere=elsewhere, waits=waits)
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
-    run_dir, job, adopted = _queue(loaded, made, ranking)
+    kept = replace(loaded, experiment=loaded.experiment.model_copy(update={"slurm": stated}))
+    job, adopted = _queue(kept, made, ranking)
     with on_cluster(cluster_of(run_dir)):
         return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)
 
@@ -160,16 +160,16 @@ def unseen_by_others(
     return f"{folder} is on {best} ({kind}), a file system of this host alone, and the job has {num_nodes} nodes"
 
 
-def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:
-    """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
+def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[str, bool]:
+    """Make the run directory and send the job; returns the job id, whether it was there already."""
     run_dir = made.experiment.run_dir.resolve()
     refuse_anothers(run_dir)
     with submitting(run_dir):
         found = resolve_pending_submission(run_dir)
         if found is not None:
-            return run_dir, found.job_id, True
+            return found.job_id, True
         claim_directory(made.experiment, run_dir)
-        write(replace(loaded, experiment=with_micro_batch(made.experiment, made.site)[0]), run_dir)
+        write(replace(loaded, experiment=with_micro_batch(loaded.experiment, made.site)[0]), run_dir)
         write_site(made.site, run_dir)
         if ranking is not None:
             write_atomic(run_dir / SHAPES_JSON, json.dumps(ranking, indent=1) + "\n")
@@ -193,7 +193,7 @@ def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> 
                 add_to_record(run_dir, no_successor=why)
                 words = "the job asks again when it begins, and every few minutes while it runs"
                 print(f"warning: no successor could be queued ({error}); {words}", file=sys.stderr)
-    return run_dir, job_id, False
+    return job_id, False
 
 
 def _warn_of_variables() -> None:
@@ -229,10 +229,11 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
         print(f"follow it with `prime-hpc logs -f {name}`, look at it with `prime-hpc status {name}`", flush=True)
     if trouble:
         print(f"warning: its state is not known: {trouble}", file=sys.stderr)
-    if info is not None and info.reason in _NEVER:
+    if info is not None and info.cannot_start:
         print(
-            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): it asks for more than its "
-            f"partition has or allows. End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for less",
+            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): its partition, account or QOS "
+            "does not have or allow what it asks for. "
+            f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for less",
             file=sys.stderr,
         )
     return follow_job(job_id, log) if follow else 0

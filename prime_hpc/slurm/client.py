@@ -105,6 +105,7 @@ _UNREACHABLE = (
     (r"zero bytes were transmitted|(socket|connection) timed out|timed out on send/recv", _CONTROLLER),
     (r"communication (connection|shutdown) failure|message (send|receive) failure", _CONTROLLER),
     (r"unexpected message received|insane message|connection (reset|rejected|forced)|shutting down and", _CONTROLLER),
+    (r"unable to (resolve|establish control machine address)", _CONTROLLER),  # then any word: of an errno left over
     (r"standby mode", "the backup controller is about to take over; try again in some minutes"),
     (r"rate limit exceeded|altered now, try again|job record, try again", "the controller is busy; try again later"),
     (r"munge|authentication", "munge does not answer on this host; tell the site's staff, or try another login node"),

@@ -35,6 +35,11 @@ _SINGLE_QUESTIONS = 4
 """Up to so many jobs that are not this user's (or forgotten) are asked for one by one."""
 _VAGUE = ("Priority", "Resources", "Dependency")
 """Reasons that another component's outweighs."""
+_NEVER = re.compile(
+    "(Partition(Config|NodeLimit|TimeLimit)|BadConstraints|(Account|QOS)NotAllowed|Invalid(Account|QOS)"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+)"
+)
+"""Reasons of waiting jobs that time does not mend."""
 _FIELDS = (
     *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
     *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),
@@ -76,6 +81,11 @@ class JobInfo:
     def is_pending(self) -> bool:
         """True if it holds no node yet."""
         return self.state in _PENDING
+
+    @property
+    def cannot_start(self) -> bool:
+        """True if it waits for what time alone does not bring: the job has to ask for something else."""
+        return self.is_pending and _NEVER.fullmatch(self.reason) is not None
 
     @property
     def token(self) -> str | None:

@@ -200,12 +200,13 @@ def test_an_image_that_starts_on_no_node_is_no_nodes_fault(tmp_path: Path) -> No
 
 
 def test_why_it_does_not_start_is_said_before_how_its_task_ended(tmp_path: Path) -> None:
-    """Apptainer's words name no node, and are red; srun's name it, and no reason."""
+    """Apptainer's words name no node, and are red; srun's name it, and no reason; nor do a task's on its CPUs."""
+    bound = "cpu-bind=MASK - n1, task  0  0 [26]: mask 0x1 set\\n"
     why = "\\033[31mFATAL:   could not open image /x.sif: permission denied\\033[0m\\n"
     ends = [f"srun: error: {host}: task {rank}: Exited with exit code 255\\n" for host, rank in (("n2", 1), ("n1", 0))]
     report = start_images(
         [HostCheck("n1"), HostCheck("n2")],
-        fake_node("".join([why, why, *ends])),
+        fake_node("".join([bound, why, why, *ends])),
         30.0,
         lambda: False,
         Report([], 0.0, tmp_path),

@@ -218,7 +218,9 @@ def test_folded_states(states: list[str], folded: str) -> None:
 
 def test_the_telling_reason_counts() -> None:
     parts = [JobInfo("5+0", "PENDING", "Priority"), JobInfo("5+1", "PENDING", "PartitionConfig")]
-    assert fold(parts)["5"].reason == "PartitionConfig"
+    assert fold(parts)["5"].reason == "PartitionConfig" and fold(parts)["5"].cannot_start
+    mended_by_time = ("QOSMaxJobsPerUserLimit", "QOSMaxGRESPerUser", "AssocMaxJobsLimit", "AssocGrpGRES", "Resources")
+    assert not any(JobInfo("5", "PENDING", reason).cannot_start for reason in mended_by_time)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------
@@ -260,6 +262,11 @@ def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: py
         ("slurm_load_jobs error: Connection reset by peer", True, "controller is down"),
         ("Unexpected message received for job 19", True, "controller is down"),  # scontrol requeue, its answer cut off
         ("Message receive failure", True, "controller is down"),
+        (
+            "scontrol: error: Unable to establish control machine address\nslurm_load_jobs error: No error",
+            True,
+            "again",
+        ),
         ("Slurm backup controller in standby mode", True, "about to take over"),
         ("Rate limit exceeded, please retry later", True, "controller is busy"),
         ("Job can not be altered now, try again later", True, "controller is busy"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.snapshot import load_run
 from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.submission import submit
 from tests.support.fake_slurm import FakeSlurm
@@ -73,11 +74,16 @@ def test_resume_waits_for_no_job_that_was_waited_for(fake: FakeSlurm, config: Pa
     make_checkpoint(RunPaths(run_dir(config)), 10)
     fake.change("100", state="FAILED")
     ended(config)
-    slurm = load_to_resume(run_dir(config), []).experiment.slurm
-    assert slurm.dependency == "singleton" and slurm.trainer.dependency is None
-    assert (
-        load_to_resume(run_dir(config), ["--slurm.dependency", "afterok:9"]).experiment.slurm.dependency == "afterok:9"
-    )
+
+    def again(*flags: str) -> str:
+        submit(load_to_resume(run_dir(config), list(flags)))
+        fake.change(fake.jobs()[-1]["id"], state="FAILED")
+        ended(config)
+        return str(fake.jobs()[-1]["dependency"])
+
+    assert again() == "singleton" == again()
+    assert again("--slurm.dependency", "afterok:9") == "afterok:9" and again() == "None"
+    assert load_run(run_dir(config)).slurm.dependency == "afterok:9"  # told from what is stated anew
 
 
 def test_a_run_whose_epochs_are_over_is_not_sent_again(fake: FakeSlurm, config: Path, tmp_path: Path) -> None:

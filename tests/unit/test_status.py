@@ -60,6 +60,7 @@ def test_roles_started_by_hand(tmp_path: Path) -> None:
     [
         ({}, [job("PENDING", reason="Resources")], None, "pending", "Resources"),
         ({}, [job("PENDING", reason="JobHeldUser")], None, "pending", "scontrol release"),
+        ({}, [job("PENDING", reason="AssocMaxWallDurationPerJobLimit")], None, "pending", "prime-hpc cancel"),
         ({}, [job("CONFIGURING")], None, "starting", "configuring"),
         ({}, [job("RUNNING")], None, "starting", ""),
         ({}, [job("FAILED")], None, "lost", "ended (FAILED) before an attempt began"),

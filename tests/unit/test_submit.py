@@ -280,18 +280,19 @@ def test_sites_defaults_in_the_environment_are_mentioned(
     assert "SBATCH_ACCOUNT" not in fake.environment_of("100")
 
 
+@pytest.mark.parametrize("reason", ["PartitionConfig", "QOSMaxNodePerJobLimit", "AssocMaxGRESPerJob", "QOSMinGRES"])
 def test_a_job_that_can_never_start_is_pointed_out(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str
 ) -> None:
     original = submission.jobs
 
     def late(*args: Any) -> Any:
-        fake.change("100", reason="PartitionConfig")
+        fake.change("100", reason=reason)
         return original(*args)
 
     monkeypatch.setattr(submission, "jobs", late)
     assert submit(load(config)) == 0
-    assert "cannot start it as it is (PartitionConfig)" in capsys.readouterr().err
+    assert f"cannot start it as it is ({reason})" in capsys.readouterr().err
 
 
 def test_who_reads_a_submit_through_a_pipe_does_not_wait_for_the_local_job(

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError
+from prime_hpc.launch.resume import load_to_resume
+from prime_hpc.launch.submission import submit as submit_run
 from prime_hpc.launch.sweep.state import read_sweep
 from prime_hpc.slurm.submission_record import check_in
+from prime_hpc.store.run_dirs import read_record
+from prime_hpc.store.run_paths import RunPaths
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
 from tests.unit.test_sweep_queue import ended, submit
@@ -83,6 +88,24 @@ def test_a_point_that_has_begun_waits_no_more_for_what_it_waited_for(
     assert again() == [begun, waits] == again()
     assert again(f"--{whose}.dependency", "afterok:9") == [("0-1", "afterok:9")]
     assert again(f"--{whose}.dependency", "afterok:9") == [begun, ("1", "afterok:9")]
+
+
+def test_a_point_that_was_resumed_alone_waits_no_more_either(slurm: FakeSlurm, folder: Path) -> None:
+    path = write_sweep(folder, "seeds: 1\noverrides: {slurm.dependency: 'afterok:5', ckpt.interval: 2}")
+    submit(path)
+    sweep = read_sweep(folder / "out" / "s")
+    point = sweep.run_dir(sweep.rows[0])
+
+    def end() -> None:
+        slurm.change(slurm.jobs()[-1]["id"], state="FAILED")
+        ended(point, "failed", str((read_record(point) or {})["job_id"]))
+
+    end()
+    make_checkpoint(RunPaths(point), 2)
+    submit_run(load_to_resume(point, []))
+    end()
+    submit(path)
+    assert [job["dependency"] for job in slurm.jobs()] == ["afterok:5", None, None]
 
 
 def test_one_of_several_and_the_jobs_before_is_nothing_that_slurm_can_wait_for(slurm: FakeSlurm, folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.secret import revealed
+from prime_hpc.store.io.files import list_dir
 from prime_hpc.store.run_dirs import read_json
 
 if TYPE_CHECKING:
@@ -114,9 +115,15 @@ def newest_report(run_dir: Path) -> dict[str, Any]:
     """Return the newest preflight report of a run, as plain data.
 
     Raises:
-        ConfigError: there is none (preflight was off, or no attempt came so far).
+        ConfigError: there is none (preflight was off, or no attempt came so far), or it cannot be looked for.
     """
-    read = map(read_json, run_dir.glob("logs/*/preflight/report.json"))  # None: being written, or torn by a full disk
+    logs = run_dir / "logs"
+    try:
+        folders = [logs / name / "preflight" for name in list_dir(logs)]
+        paths = [folder / "report.json" for folder in folders if "report.json" in list_dir(folder)]
+    except OSError as error:
+        raise ConfigError(f"the preflight reports of {run_dir} cannot be read: {error}") from error
+    read = map(read_json, paths)  # None: being written, or torn by a full disk
     found = [data for data in read if data is not None and "verdicts" in data]
     if not found:
         raise ConfigError(

@@ -17,11 +17,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.launch.monitor.run_progress import newest_file
+from prime_hpc.store.io.files import list_dir
 from prime_hpc.store.run_dirs import read_rows
 
 _SERVERS = ("inference", "teacher")
@@ -69,12 +71,8 @@ def parse_role(text: str, rank: int | None) -> tuple[str, int | None]:
 
 
 def attempts_with_logs(run_dir: Path) -> list[int]:
-    """Numbers of the attempts that have a log folder, ascending."""
-    try:
-        names = os.listdir(run_dir / "logs")  # noqa: PTH208 - names only
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name)))
+    """Numbers of the attempts that have a log folder, ascending. Raises OSError: `logs` cannot be listed."""
+    return sorted(int(match[1]) for name in list_dir(run_dir / "logs") if (match := _ATTEMPT.fullmatch(name)))
 
 
 def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int | None = None) -> Source | None:
@@ -100,7 +98,7 @@ def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int 
         name = f"{role}_{rank}.log" if role in _SERVERS and rank else f"{role}.log"
         if (folder / name).exists():
             return Source(folder / name, role, number, rank if role == "trainer" else None)
-        if role == "trainer" and rank is not None and any(folder.glob("rank_*.log")):
+        if role == "trainer" and rank is not None and any(fnmatch(name, "rank_*.log") for name in list_dir(folder)):
             return None  # this attempt has no such rank: an older one's would be taken for it
     return None
 
@@ -138,16 +136,20 @@ def _job_output(run_dir: Path, attempt: int | None) -> Source | None:
         )
         path = logs / f"slurm-{job}.out"
         return Source(path, "slurm", attempt) if job and path.exists() else None
-    newest = newest_file([*logs.glob("slurm-*.out"), *logs.glob("submitit/*_log.out")])
+    found = [logs / name for name in list_dir(logs) if fnmatch(name, "slurm-*.out")]
+    found += [logs / "submitit" / name for name in list_dir(logs / "submitit") if name.endswith("_log.out")]
+    newest = newest_file(found)
     return None if newest is None else Source(newest, "slurm")
 
 
 def what_there_is(run_dir: Path) -> str:
-    """Return the logs of a run for an error message: `attempt 2: orchestrator, trainer; supervisor`."""
+    """Return the logs of a run for an error message: `attempt 2: orchestrator, trainer; supervisor`. Raises OSError."""
     numbers = attempts_with_logs(run_dir)
     parts = []
     for number in numbers[-3:]:
-        files = sorted(path.stem for path in (run_dir / "logs" / f"attempt_{number}").glob("*/*.log"))
+        folder = run_dir / "logs" / f"attempt_{number}"
+        names = (name for room in list_dir(folder) for name in list_dir(folder / room))
+        files = sorted(name.removesuffix(".log") for name in names if name.endswith(".log"))
         parts.append(f"attempt {number}: {', '.join(files) or 'nothing'}")
     parts += [role for role in ("supervisor", "slurm") if find_source(run_dir, role)]
     return "; ".join(parts) or "nothing"

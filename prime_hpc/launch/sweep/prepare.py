@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
 from prime_hpc.config.run_files import SITE_YAML, STOP
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import write_site
-from prime_hpc.config.snapshot import Shared, load_run, share
+from prime_hpc.config.snapshot import Shared, share
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.for_slurm import is_for_slurm
@@ -56,19 +55,8 @@ def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[i
             loaded = dataclasses.replace(point.loaded, experiment=experiment)
             with suppress(ConfigError):  # versions that are not there: lint says so
                 loaded = for_evaluation(loaded, waits=experiment.slurm.waits)
-            jobs.append(Job(row, loaded.experiment, loaded, _sent(loaded.experiment, sweep.run_dir(row))))
+            jobs.append(Job(row, loaded.experiment, loaded, without_dependency(loaded.experiment, sweep.run_dir(row))))
     return jobs
-
-
-def _sent(experiment: Experiment, run_dir: Path) -> Experiment:
-    """Return the experiment as its job is sent; its `run.yaml` keeps what was waited for, as the sweep's file does, so
-    that another submit tells it from what is stated anew."""
-    if not experiment.slurm.waits:
-        return experiment
-    try:
-        return without_dependency(experiment, load_run(run_dir), run_dir)
-    except ConfigError:  # it was never sent
-        return experiment
 
 
 def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bool) -> tuple[list[Job], list[str]]:

@@ -25,6 +25,9 @@ KEPT_LINES = 200
 _WORD = re.compile(r"[\w.-]+")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 """Apptainer's errors are red in a file, too."""
+_BOUND = re.compile(rb"(cpu|mem|gpu)-bind[=:]")
+"""Begins a task's line on its CPUs, where a site has them told (`--cpu-bind=verbose`): it names the node, and no
+fault."""
 _EXITED = "Exited with exit code"
 """In srun's line on a task that failed."""
 
@@ -102,7 +105,7 @@ class Steps:
                 message = parse_line(line.decode(errors="replace"), arrived)
                 if message is not None:
                     found.append(message)
-                elif line.strip():
+                elif line.strip() and not _BOUND.match(line):
                     text_line = _COLOUR.sub("", line.decode(errors="replace")).strip()
                     step.noise = [*step.noise[1 - KEPT_LINES :], text_line]
                     step.words.update(_words(text_line))
