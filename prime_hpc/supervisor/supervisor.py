@@ -14,6 +14,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.run_files import TINKER_KEY
 from prime_hpc.observe.console import Console
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S
@@ -341,7 +342,11 @@ class Supervisor:
         elif role.state == "starting":
             if self._health.is_ready(role) if role.is_server else role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True
-                logger.info(f"{role.spec.label} is ready after {self._led.clock.now() - role.started:.0f} s")
+                url = next((row["info"]["url"] for row in role.statuses() if row["info"].get("url")), None)
+                where = (
+                    f", at {url}; its key is in {self._paths.root / TINKER_KEY}" if url and not role.is_server else ""
+                )
+                logger.info(f"{role.spec.label} is ready after {self._led.clock.now() - role.started:.0f} s{where}")
             elif self._led.clock.now() - role.started > role.start_timeout_s:
                 self._on_unexpected_exit(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:

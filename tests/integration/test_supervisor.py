@@ -75,6 +75,15 @@ def test_run_ends_when_the_workers_are_done_and_servers_are_ended(run_dir: Path)
     assert not strays(str(run_dir))
 
 
+def test_a_service_is_told_with_its_address_and_key(run_dir: Path) -> None:
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    code, _ = supervise(run_dir, [role("trainer", run_dir, "listens:http://n1:8780", "sleep:0.5", "done")])
+    logger.remove(sink)
+    told = f"s, at http://n1:8780; its key is in {run_dir}/tinker.key"
+    assert code == 0 and any(line.startswith("trainer is ready after") and told in line for line in lines)
+
+
 def test_roles_on_one_gpu_start_one_after_the_other(run_dir: Path) -> None:
     """Two servers and the trainer on GPU 0: each finds the files that the one before it has left when it was ready."""
     first, second, others = (run_dir / name for name in ("first", "second", "others"))

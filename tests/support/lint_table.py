@@ -369,6 +369,8 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "NO_SUCH_KEY is not set",
     ),
     ("PH234", "error", {"output_dir": f"{__file__}/below"}, {}, "is a file"),
+    ("PH237", "error", {"output_dir": "$SCRATCH/runs"}, {}, "nothing puts a value in place of $SCRATCH"),
+    ("PH237", "error", {"model": {"name": "$SCRATCH/model"}}, {}, "nothing puts a value in place of $SCRATCH"),
     (
         "PH240",
         "warning",

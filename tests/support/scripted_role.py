@@ -1,7 +1,8 @@
 """A role that follows a script, for the supervisor's tests: a real process with real status files.
 
 usage: python -m tests.support.scripted_role ROLE RUN_DIR ACTION [ACTION ...]
-actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a child in a session of its own),
+actions: ready, listens:URL (ready, and where its clients find it), done, fail:REASON, sleep:SECONDS, exit:CODE,
+child (starts a child in a session of its own),
 once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
 beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there), require:FILE (fail without),
 write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it), step:N (a beat at that step),
@@ -96,6 +97,8 @@ def act(action: str, status: RoleStatus, bus: BusClient) -> None:
         hold(bus, [int(number) for number in value.split(":")])
     elif name == "ready":
         status.ready()
+    elif name == "listens":
+        status.ready(url=value)
     elif name == "done":
         status.done()
     elif name == "fail":

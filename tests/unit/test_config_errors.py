@@ -240,6 +240,13 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "must end in" in problems(["@", str(tmp_path / "a.txt")])[0]
 
 
+def test_a_tab_is_told_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    for text in ("model:\n\tname: a\n", "# é\nmodel:\n  name: a\n\tdtype: float32\n"):
+        (problem,) = of_file(path, text)
+        assert problem == f"{path}:{text.count(chr(10))}: a tab, where YAML is indented with spaces"
+
+
 def test_a_sweep_is_told_as_one(tmp_path: Path) -> None:
     file = tmp_path / "my sweep.yaml"
     said = of_file(file, "experiment: exp.yaml\naxes: {product: {seed: [1, 2]}}\nthrottle: 2\n", "submit")

@@ -241,11 +241,20 @@ def test_a_secrets_file_may_be_named_by_a_reference(tmp_path: Path, monkeypatch:
 
 def test_a_shells_variable_is_told_from_a_reference(tmp_path: Path) -> None:
     path = file_(tmp_path, 'slurm: {setup: ["export X=${NO_SUCH}/foo"]}\n')
-    refused(path, r"exp.yaml:1: slurm.setup.0: .*\$NO_SUCH or \\\$\{NO_SUCH\} here")
+    refused(path, r"exp.yaml:1: slurm.setup.0: .*own shell has \$NO_SUCH or \\\$\{NO_SUCH\}$")
 
 
 def test_a_dry_run_is_told_where_it_is() -> None:
     refused(["--dry-run"], "submit FILE --dry-run")
+
+
+def test_a_config_as_a_flag_is_told_how_it_is_given() -> None:
+    refused(["--config", "exp.yaml"], "a config file is given as `@ FILE`")
+
+
+@pytest.mark.parametrize("entrypoint", ["rl", "submit"])
+def test_a_key_without_its_dashes_is_no_file(entrypoint: str) -> None:
+    refused(["trainer.optim.lr=1e-6"], "flags are `--key value` or `--key=value`", entrypoint)
 
 
 @pytest.mark.parametrize(

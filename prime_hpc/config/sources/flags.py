@@ -12,7 +12,7 @@ from prime_hpc.config.errors import Origin, Problem
 from prime_hpc.config.experiment import COMPONENTS
 from prime_hpc.config.schema import Node, locate, spelled
 from prime_hpc.config.sources.coerce import FALSE, NULL, TRUE, is_flag
-from prime_hpc.config.sources.files import Document
+from prime_hpc.config.sources.files import SUFFIXES, Document
 
 Segments = tuple[str, ...]
 
@@ -143,10 +143,11 @@ class _Parser:
             self._flag()
             return
         self.position += 1
-        if self.positional_files and not token.startswith("-"):
+        is_file = Path(token).suffix in SUFFIXES
+        if self.positional_files and not token.startswith("-") and (is_file or "=" not in token):
             self.parsed.files.append(FileRef(Path(token).expanduser(), (), self.scope))
             return
-        hint = f"to load a config file write `@ {token}`" if Path(token).suffix else "flags are `--key value`"
+        hint = f"to load a config file write `@ {token}`" if is_file else "flags are `--key value` or `--key=value`"
         self._problem(f"unexpected argument {token!r}: {hint}", token)
 
     def _file(self) -> None:

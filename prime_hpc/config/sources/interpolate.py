@@ -193,7 +193,6 @@ def _explain(text: str, error: Exception) -> str:
         if near and near != name and not name.isupper():
             hints.append(f"; did you mean ${{{near}}}?")
         elif name.isupper():
-            hints.append(
-                f"; a variable of the shell is ${name} or \\${{{name}}} here, one of this one ${{oc.env:{name}}}"
-            )
+            hints.append(f"; ${{oc.env:{name}}} is its value in this shell")
+            hints.append(f"; a line for the job's own shell has ${name} or \\${{{name}}}")
     return f"cannot resolve {text!r}: {reason}{''.join(hints)}"

@@ -310,6 +310,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
 
 _AS_TYPED: dict[str, str] = {
     "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `prime-hpc plan` says what would run",
+    **dict.fromkeys(("config", "config_file", "config_path"), "a config file is given as `@ FILE`"),
     "pp.rank": _STAGES,
     "pp.iroh_seed": _STAGES,
     "pp.iroh_peer_id": _STAGES,

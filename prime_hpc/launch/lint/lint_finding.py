@@ -75,6 +75,7 @@ CODES = {
     "PH234": "output directory that cannot be one",
     "PH235": "a key of servers that is not set",
     "PH236": "an argument that an environment does not have",
+    "PH237": "a variable of the shell in a path",
     "PH240": "alarms over unknown metrics",
     "PH241": "keys without an effect",
     "PH242": "a checkpoint to resume from that is not there",

@@ -1,8 +1,10 @@
 """Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints, alarms."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
@@ -14,6 +16,7 @@ from prime_hpc.launch.fetch.fetch import OFFLINE
 from prime_hpc.launch.fetch.presence import missing_of
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.observe.metric_names import is_known, near, split_metric
+from prime_hpc.slurm.containers import stated_paths
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.model.config import is_on
 
@@ -385,3 +388,15 @@ def output(subject: Subject) -> Iterator[Finding]:
     if file is not None:
         key = "name" if file == run_dir else "output_dir"
         yield Finding("PH234", "error", key, f"{file} is a file: no directory can be made there", "another directory")
+
+
+@rule(*EVERY)
+def variables(subject: Subject) -> Iterator[Finding]:
+    """Find variables of the shell in paths: nobody fills them in, and a directory of that name would be made."""
+    experiment = subject.experiment
+    paths = stated_paths(experiment, subject.site, experiment.output_dir)
+    for key, path in {**paths, "model.name": Path(experiment.model.name)}.items():
+        found = re.search(r"\$([A-Za-z_]\w*)", str(path))
+        if found and not path.exists():
+            text, name = f"{path}: nothing puts a value in place of {found[0]} here", found[1]
+            yield Finding("PH237", "error", key, text, f"${{oc.env:{name}}} is the value that it has in this shell")
