@@ -124,7 +124,8 @@ class ChatClient(Client):
             if attempt >= self.options.max_retries or loop_time() + pause > give_up:
                 text = raw[:300].decode(errors="replace")
                 raise ProviderError(
-                    f"{self.base_url} answered {status} {attempt + 1} times: {text}", status_code=status
+                    f"{self.base_url} answered {status} {attempt + 1} times{self._too_long(wait or 0.0)}: {text}",
+                    status_code=status,
                 )
             await asyncio.sleep(pause)
             attempt += 1
@@ -140,6 +141,15 @@ class ChatClient(Client):
         except NoAnswerError as error:
             return 503, str(error).encode(), None
         return answer.status, answer.body, _seconds(answer.headers.get("Retry-After"))
+
+    def _too_long(self, pause: float) -> str:
+        """Say that no deadline bears the pause that an API asks for."""
+        if pause <= self.patience_s:
+            return ""
+        return (
+            f" and asks for a pause of {pause:g} s, where the environments' shortest timeout_s has room for "
+            f"{self.patience_s:g} s (half of it)"
+        )
 
     def _heeds(self, status: int, raw: bytes, sent: Mapping[str, Any]) -> bool:
         """Newer models want the limit under another name, and say so: ask again that way, from now on."""

@@ -24,6 +24,7 @@ from verifiers.v1.types import Message, Request, SystemMessage, Tool, ToolCall, 
 
 from prime_hpc.envs.images import ImageError, inlined
 from prime_hpc.envs.interception import TurnRefused, interception_of
+from prime_hpc.envs.legacy.messages import whole_characters
 
 __all__ = ["InProcessHarness"]
 
@@ -47,7 +48,7 @@ class LocalTool:
             if not isinstance(values, dict):
                 return "error: the arguments must be a JSON object"
             result = self.function(**values)
-            return str(await result if inspect.isawaitable(result) else result)
+            return whole_characters(str(await result if inspect.isawaitable(result) else result))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return f"error: {problems}"

@@ -8,12 +8,13 @@ SDK, a thread per render).
 import asyncio
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from pydantic_core import from_json, to_json
+from renderers.base import ParsedResponse
 from verifiers.v1.clients import Client
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
@@ -178,9 +179,9 @@ class PolicyClient(Client):
         if session_id is not None:
             self._turns.setdefault(session_id, []).append(SampledTurn(reply.logprobs, reply.versions, reply.routed))
         wire_tools = [tool_to_wire(tool) for tool in tools] or None
-        parsed = self.renderer.renderer.parse_response(reply.token_ids, prompt_ids=prompt_ids, tools=wire_tools)
+        parsed = read_reply(self.renderer, reply.token_ids, prompt_ids, wire_tools)
         finish_reason = reply.finish_reason
-        if finish_reason == "stop" and any(call.status == "ok" for call in parsed.tool_calls):
+        if finish_reason == "stop" and any(call.name and call.status == "ok" for call in parsed.tool_calls):
             finish_reason = "tool_calls"  # what the engine, which sees tokens alone, cannot say
         result = {
             "request_id": choice.get("request_id") or "",
@@ -220,10 +221,19 @@ class PolicyClient(Client):
         if turn is not None and turn.prefix_node_ids and _extends_reply(turn.tail):
             previous = turn.previous_renderer_token_ids()
             if previous is not None:
-                bridged = await self.renderer.bridge(previous, _to_wire(turn.tail), wire_tools)
+                bridged = await self.renderer.bridge(previous, await self._fitting(turn.tail), wire_tools)
                 if bridged is not None:
                     return bridged, True
-        return await self.renderer.render(_to_wire(messages), wire_tools), False
+        return await self.renderer.render(await self._fitting(messages), wire_tools), False
+
+    async def _fitting(self, messages: list[Message]) -> list[dict[str, Any]]:
+        """Return messages as renderers take them. Raises ContextFullError: they alone have more tokens than fit."""
+        wire = _to_wire(messages)
+        if await self.renderer.overflows(wire, self.max_model_len):
+            raise ContextFullError(
+                f"the prompt has more tokens than the model's context, {self.max_model_len}", status_code=400
+            )
+        return wire
 
     def _images_of(self, messages: list[Message]) -> list[str]:
         """Return the `data:` URLs of a conversation's images. Raises RequestRefusedError: it must have none, or they
@@ -325,6 +335,28 @@ def parse_choice(choice: Mapping[str, Any], with_logprobs: bool = True) -> tuple
         raise UnusableAnswerError(str(error)) from error
     except (InferenceError, VersionSpanError) as error:
         raise ProviderError(str(error)) from error
+
+
+def read_reply(
+    renderer: PromptRenderer, completion_ids: list[int], prompt_ids: list[int], tools: list[dict[str, Any]] | None
+) -> Any:
+    """Return a reply as `renderers` reads it, all of it text where its JSON is more than Python reads; no call has a
+    name that is no text.
+    """
+    try:
+        parsed = renderer.renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
+    except (RecursionError, ValueError):  # a number of thousands of digits, brackets a thousand deep
+        return ParsedResponse(_text_of(completion_ids, renderer))
+    for call in parsed.tool_calls:
+        call.name = call.name if isinstance(call.name, str) else None
+    return parsed
+
+
+def _text_of(completion_ids: Iterable[int], renderer: PromptRenderer) -> str:
+    """Return a reply as it was sampled, up to the token that ends it."""
+    ids = list(itertools.takewhile(lambda i: i not in renderer.stop_token_ids, completion_ids))
+    text: str = renderer.tokenizer.decode(ids, skip_special_tokens=False)
+    return text
 
 
 def content_of(parsed: Any, completion_ids: list[int], renderer: PromptRenderer) -> str:

@@ -29,7 +29,7 @@ from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, one_
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.fleet import Fleet
-from prime_hpc.envs.workers.host_link import HostLink, LocalHost, RemoteHost, remote_hosts
+from prime_hpc.envs.workers.host_link import HostLink, LocalHost, RemoteHost, key_of_hosts, remote_hosts
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_to_plain
 from prime_hpc.observe.logs import kept_logger
 from prime_hpc.runtime.event_loops import idle_loop, loop_time
@@ -93,6 +93,7 @@ class EnvPool:
         Raises:
             EnvError: something is not as configured.
         """
+        key_of_hosts(self._servers)  # before an environment's code runs
         # Importing verifiers and reading tasks takes seconds; the caller's heartbeat goes on meanwhile.
         with kept_logger():
             await asyncio.to_thread(self._load)

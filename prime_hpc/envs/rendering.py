@@ -29,6 +29,10 @@ CHATML_TOKENS = (
 INLINE_CHARS = 20_000
 """A prompt up to this many characters is rendered on the event loop: about a millisecond, less than a thread hop costs
 when many episodes wait."""
+CHARS_A_TOKEN = 8
+"""Texts of more characters a token of the context are not expected to fit."""
+TOKENS_OF_A_CUT = 16
+"""By which a text has fewer tokens, at most, than its two parts."""
 SHORT_CHARS = 64
 """Texts up to this long are remembered with their tokens: headers, separators, markers."""
 MAX_TEXTS = 4096
@@ -138,6 +142,23 @@ class PromptRenderer:
             size, lambda: self.renderer.bridge_to_next_turn(previous[0], previous[1], tail, tools=tools, **self._how)
         )
 
+    async def overflows(self, messages: list[dict[str, Any]], most: int) -> bool:
+        """Return whether the texts of messages have more tokens than `most`, without encoding more of them than shows
+        it: a tool's ten megabytes take most of a minute, in which no other episode's text is encoded.
+        """
+        texts = [text for message in messages for text in _texts(message.get("content"))]
+        if sum(map(len, texts)) <= CHARS_A_TOKEN * most:
+            return False
+        num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), INLINE_CHARS):
+                piece = text[start : start + INLINE_CHARS]
+                encode = functools.partial(self.tokenizer.encode, piece, add_special_tokens=False)
+                num_tokens += len(await asyncio.to_thread(self._locked, encode)) - TOKENS_OF_A_CUT
+                if num_tokens > most:
+                    return True
+        return False
+
     async def _run(self, num_chars: int, call: Callable[[], T]) -> T:
         """Call inline when short, else on a thread; one encode at a time either way."""
         if num_chars <= INLINE_CHARS and self._lock.acquire(blocking=False):
@@ -150,6 +171,11 @@ class PromptRenderer:
     def _locked(self, call: Callable[[], T]) -> T:
         with self._lock:
             return call()
+
+
+def _texts(content: Any) -> list[str]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    return [part["text"] for part in parts if part["type"] == "text"]
 
 
 def _image_places(tokenizer: Any, renderer: Any) -> dict[int, int]:

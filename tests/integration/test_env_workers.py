@@ -18,6 +18,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.workers.host_link import key_of_hosts
 from tests.support.env_world import World
 from tests.support.scripted_server import Reply
 
@@ -310,6 +311,22 @@ def test_nothing_is_left_of_an_orchestrator_that_is_killed(world: World, kind: s
         assert len(family) == 3  # a host and two workers
         process.send_signal(signal.SIGKILL)
     assert not psutil.wait_procs(family, timeout=WAIT_S)[1]
+
+
+def test_the_key_of_hosts_elsewhere_is_kept_from_what_episodes_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes that are played without workers, too."""
+    servers = EnvServersConfig(key_var="OUR_KEY")
+
+    async def seen() -> str | None:
+        async with world.pool(EnvConfig(id="reverse-text"), servers=servers):
+            return os.environ.get("OUR_KEY")
+
+    monkeypatch.setenv("OUR_KEY", "secret")
+    for _ in range(2):  # of training, and of evaluation
+        assert asyncio.run(seen()) is None
+        assert key_of_hosts(servers) == "secret"
 
 
 @pytest.mark.exhaustive

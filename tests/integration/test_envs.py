@@ -18,7 +18,7 @@ from prime_hpc.envs.held_out import content, leave_out_trained
 from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, Sample
 from tests.support.env_world import World
-from tests.support.scripted_api import ScriptedApi
+from tests.support.scripted_api import Fault, ScriptedApi
 from tests.support.scripted_server import Reply, ScriptedServer, experts_of, logprob_of, reverse_last_user
 
 pytestmark = pytest.mark.slow
@@ -381,6 +381,18 @@ def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> N
         assert (result.state, result.error_type) == (EpisodeState.TIMEOUT, expected)
     (own,) = world.play(bad)
     assert own.error_type == "Timeout"
+
+
+def test_an_api_that_asks_for_a_longer_pause_than_the_deadline_bears_is_told(world: World) -> None:
+    """It looked as if nobody had waited."""
+    said = {}
+    for pause in ("120", "0.1"):
+        with ScriptedApi(fault=lambda conversation, number: Fault(429, headers={"Retry-After": pause})) as api:  # noqa: B023
+            env = EnvConfig(id="reverse-text", timeout_s=30)
+            (result,) = world.play(env, urls=[api.url], chat=ChatOptions(600, 1), keep_samples=False)
+        said[pause] = result.reason
+    assert "429 1 times and asks for a pause of 120 s, where the environments' shortest timeout_s" in said["120"]
+    assert "429 2 times: " in said["0.1"]
 
 
 def test_cancelling_the_caller_cancels_the_episode(world: World) -> None:

@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 from loguru import logger
+from openai import APIStatusError, AsyncOpenAI
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs import math_answers
 from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
+from prime_hpc.envs.legacy.messages import ChatMessage, State
 from prime_hpc.envs.legacy.rubrics import JudgeRubric
 from prime_hpc.envs.legacy.taskset import LegacyData
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.play import task_id
 from tests.support.env_world import World
+from tests.support.scripted_api import Fault, ScriptedApi
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +214,29 @@ def test_a_judge_that_blocks_holds_up_who_asked_it_alone() -> None:
     judge = JudgeRubric(judge_client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
     assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
     assert threads == [threading.current_thread()]
+
+
+@pytest.mark.parametrize(("status", "is_scored"), [(400, True), (401, False), (429, False), (500, False)])
+def test_a_judge_that_is_away_scores_nothing(status: int, is_scored: bool) -> None:
+    """Its rollouts were 0, which was learned from."""
+
+    async def ask() -> tuple[float, float]:
+        judge = JudgeRubric(judge_client=AsyncOpenAI(base_url=api.url, api_key="key", max_retries=0))
+
+        async def agrees(judge: Any, prompt: Any, completion: Any, answer: Any, state: Any) -> float:
+            return float(await judge(prompt, completion, answer, state) == "yes")
+
+        message = [ChatMessage(role="assistant", content="reply")]
+        state = State(prompt=[ChatMessage(role="user", content="question")], completion=message, answer="a")
+        assert await judge.value(agrees, state, weight=0.0) == 0.0, "a metric is nothing to learn from"
+        return await judge.value(agrees, state), state["reward_errors"]
+
+    with ScriptedApi(fault=lambda conversation, number: Fault(status)) as api:
+        if is_scored:
+            assert asyncio.run(ask()) == (0.0, 2)
+        else:
+            with pytest.raises(APIStatusError):
+                asyncio.run(ask())
 
 
 @pytest.mark.timeout(60)

@@ -120,6 +120,16 @@ def test_local_tools_tell_the_model_what_is_wrong() -> None:
     assert call("[1, 2]").startswith("error")
 
 
+def test_a_local_tool_may_be_asked_for_half_a_character() -> None:
+    """JSON can spell one, and no tokenizer takes it: the episode failed."""
+
+    def backwards(text: str) -> str:
+        """Say it backwards."""
+        return text[::-1]
+
+    assert asyncio.run(local_tool(backwards).call('{"text": "a\\ud800\\u00e9"}')) == "\u00e9\ufffda"
+
+
 def test_a_local_tools_arguments_are_declared_whole() -> None:
     """Of an optional one, a list, one of some words: `type` alone says too little, or is not there."""
 

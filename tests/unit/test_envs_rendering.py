@@ -14,7 +14,7 @@ from verifiers.v1.types import SamplingConfig, Tool, UserMessage
 
 from prime_hpc.envs import rendering
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.model_client import PolicyClient, RequestRefusedError
+from prime_hpc.envs.model_client import ContextFullError, PolicyClient, RequestRefusedError
 from prime_hpc.envs.rendering import (
     PROBE,
     PromptRenderer,
@@ -322,6 +322,40 @@ def test_prompts_are_kept_by_number_and_by_tokens(tokenizer: Any, monkeypatch: p
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 BAD = "<tool_call>\n{no JSON}\n</tool_call>"
+UNREADABLE = [  # by Python, though it is JSON, or as a call
+    ONE.replace("1}}", "1" * 5000 + "}}"),
+    ONE.replace("1}}", "[" * 2000 + "]" * 2000 + "}}"),
+    ONE.replace('"add"', "5"),
+]
+
+
+async def ask(server: ScriptedServer, renderer: PromptRenderer, prompt: str) -> Any:
+    client = PolicyClient(server.url, "key", renderer, 10_000, patience_s=0)
+    messages: list[Any] = [UserMessage(content=prompt)]
+    tools = [Tool(name="add", description="Add.", parameters={})]
+    try:
+        return await client.sample(messages, tools, SamplingConfig(), "policy", None, None)
+    finally:
+        await client.close()
+
+
+def test_a_text_that_cannot_fit_is_not_encoded_to_its_end(tokenizer: Any) -> None:
+    """It would hold up all other episodes for a minute."""
+    encode, seen = tokenizer.encode, [0]
+
+    def counted(text: str, **options: Any) -> Any:
+        seen[0] += len(text)
+        return encode(text, **options)
+
+    tokenizer.encode = counted
+    renderer = PromptRenderer(tokenizer, make_renderer(tokenizer, "qwen3", False))
+    full = "more tokens than the model's context, 10000"
+    with ScriptedServer(tokenizer, lambda prompt, number: "hi") as server, pytest.raises(ContextFullError, match=full):
+        asyncio.run(ask(server, renderer, "two words " * 200_000))
+    assert seen[0] < 200_000
+    spaces = [{"role": "user", "content": " " * 200_000}]  # many to a token
+    tokenizer.encode = lambda text, **options: [0] * (len(text) // 100)
+    assert not asyncio.run(renderer.overflows(spaces, 10_000))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "default"])
@@ -334,6 +368,7 @@ BAD = "<tool_call>\n{no JSON}\n</tool_call>"
         (f"I add. {BAD} So it is 2.", f"I add.\n{BAD} So it is 2.", 0),
         (f"<think>so</think>{BAD}", BAD, 0),
         (f"I add. {ONE} and {BAD}", f"I add.\n{BAD}", 1),
+        *((text, text, 0) for text in UNREADABLE),
     ],
 )
 def test_a_call_that_cannot_be_read_stays_in_the_text(
@@ -343,17 +378,6 @@ def test_a_call_that_cannot_be_read_stays_in_the_text(
     if name == "default":
         tokenizer.chat_template = CALL.replace("ARGUMENTS", "(c.function.arguments | tojson)")
     made = make_renderer(tokenizer, name, False)
-
-    async def ask(server: ScriptedServer) -> Any:
-        client = PolicyClient(server.url, "key", PromptRenderer(tokenizer, made), 10_000, patience_s=0)
-        try:
-            messages: list[Any] = [UserMessage(content="1 + 1")]
-            return await client.sample(
-                messages, [Tool(name="add", description="Add.", parameters={})], SamplingConfig(), "policy", None, None
-            )
-        finally:
-            await client.close()
-
     with ScriptedServer(tokenizer, lambda prompt, number: reply) as server:
-        message = asyncio.run(ask(server)).message
+        message = asyncio.run(ask(server, PromptRenderer(tokenizer, made), "1 + 1")).message
     assert ((message.content or "").rstrip(), len(message.tool_calls or [])) == (content, num_calls)

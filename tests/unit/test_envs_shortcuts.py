@@ -142,6 +142,30 @@ def test_a_fast_tokenizer_is_asked_directly_and_gives_the_same_tokens_and_places
     assert list(direct("abcdef", **options)["input_ids"]) == fast("abcdef", **options)["input_ids"]
 
 
+def test_a_long_text_is_encoded_by_what_lets_other_threads_go_on() -> None:
+    """`encode` of a megabyte kept the loop of all episodes waiting for seconds."""
+    patch_verifiers()
+
+    def encoded(text: str, **_: Any) -> Any:
+        assert len(text) < 1000, "no other thread runs meanwhile"
+        return batch([text])[0]
+
+    def batch(texts: list[str], **_: Any) -> list[Any]:
+        return [SimpleNamespace(ids=list(range(len(t))), offsets=[(i, i + 1) for i in range(len(t))]) for t in texts]
+
+    class Fast:
+        backend_tokenizer = SimpleNamespace(truncation=None, padding=None, encode=encoded, encode_batch=batch)
+
+        def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+            (found,) = batch([text])
+            return {"input_ids": found.ids, "offset_mapping": found.offsets}
+
+    direct = base._get_offset_tokenizer(fast := Fast())
+    assert direct is not fast
+    found = direct("x" * 30_000, add_special_tokens=False, return_offsets_mapping=True)
+    assert found["input_ids"] == list(range(30_000))
+
+
 def test_a_tokenizer_whose_backend_encodes_otherwise_is_asked_itself() -> None:
     patch_verifiers()
 

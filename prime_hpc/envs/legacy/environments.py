@@ -21,6 +21,7 @@ from prime_hpc.envs.legacy.messages import (
     marked,
     maybe_await,
     tool_declaration,
+    whole_characters,
 )
 from prime_hpc.envs.legacy.parsers import Parser
 from prime_hpc.envs.legacy.rubrics import Rubric, RubricGroup
@@ -301,7 +302,7 @@ class ToolEnv(MultiTurnEnv):
             content = f"there is no tool {tool_name!r}" if unknown else self.error_formatter(error)
         except Exception as error:  # noqa: BLE001 - the model is told, whatever it is
             content = self.error_formatter(error)
-        return ChatMessage(role="tool", content=content, tool_call_id=tool_call_id)
+        return ChatMessage(role="tool", content=whole_characters(content), tool_call_id=tool_call_id)
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
         """Return the results of the last reply's calls."""

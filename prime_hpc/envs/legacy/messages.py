@@ -92,6 +92,11 @@ def wire(message: ChatMessage) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
+def whole_characters(text: str) -> str:
+    """Return a text with a replacement for each half of a character, which JSON can spell and nothing can encode."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def tool_declaration(function: Callable[..., Any], without: Sequence[str] = ()) -> dict[str, Any]:
     """OpenAI's declaration of a Python function: its name, its docstring, its annotated parameters.
 

@@ -2,10 +2,11 @@
 
 A function may take `prompt`, `completion`, `answer`, `state`, `task`, `info`, `parser`, further columns of its row, and
 whatever the rubric's `class_objects` hold. One that raises scores 0, as it did there; the log says so once, the metric
-`reward_errors` how many did.
+`reward_errors` how many did. One whose judge does not answer fails its episode.
 """
 
 import inspect
+import sys
 import threading
 from asyncio import wrap_future
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
@@ -26,6 +27,10 @@ OF_GROUPS = frozenset({"prompts", "completions", "answers", "states", "tasks", "
 """Parameters of a function that scores all rollouts of a group at once."""
 OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_func")
 """Methods with which a class of the older interface scores otherwise than by the weighted sum of its functions."""
+
+
+REFUSED = (400, 413, 422)
+"""HTTP statuses that are about the request, not about the server."""
 
 
 class Rubric:
@@ -100,13 +105,19 @@ class Rubric:
                     "would be others. Write the score as a reward function (`funcs`)"
                 )
 
-    async def value(self, func: RewardFunc, state: State) -> float:
-        """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise."""
+    async def value(self, func: RewardFunc, state: State, weight: float = 1.0) -> float:
+        """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise.
+
+        Raises:
+            openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
+        """
         try:
             return float(await maybe_await(func, **accepted(func, self._offered(state))))
         except CallBroken:  # not the function's fault, nor the answer's
             raise
-        except Exception as error:  # noqa: BLE001 - the interface's own rule: the function scores 0
+        except Exception as error:  # the interface's own rule: the function scores 0
+            if weight and _is_api_failure(error):
+                raise
             state["reward_errors"] = state.get("reward_errors", 0) + 1
             if name_of(func) not in self._told:
                 self._told.add(name_of(func))
@@ -271,6 +282,12 @@ def _judges_loop() -> LoopThread:
     """Return the loop on which all judges of this process are asked. A client's connections are of one loop, and
     training and evaluation, which share an environment, have one each: some questions failed, others hung."""
     return LoopThread("prime-hpc-judges")
+
+
+def _is_api_failure(error: Exception) -> bool:
+    """Return whether an API failed, a judge's say; what it refuses may be the reply's fault: too long, for one."""
+    openai = sys.modules.get("openai")
+    return openai is not None and isinstance(error, openai.APIError) and getattr(error, "status_code", 0) not in REFUSED
 
 
 def name_of(func: RewardFunc) -> str:

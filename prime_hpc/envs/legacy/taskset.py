@@ -57,7 +57,10 @@ class LegacyTask(vf.Task[LegacyData]):
         env = made(self.data.environment).member(self.data.example)
         rewards: dict[str, float] = {}
         try:
-            values = [(func, weight, await rubric.value(func, state)) for rubric, func, weight in env.rubric.weighted()]
+            values = [
+                (func, weight, await rubric.value(func, state, weight))
+                for rubric, func, weight in env.rubric.weighted()
+            ]
         finally:
             await clean_up(env.rubric, state)
         for func, weight, value in values:

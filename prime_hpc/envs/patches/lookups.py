@@ -40,6 +40,8 @@ _NO_TOOLS = _tools_hash(None)
 FEW_IDS = 4
 """So many tokens, or fewer, are remembered with their text: what surrounds a think section."""
 MAX_DECODED = 4096
+FEW_CHARS = 20_000
+"""A longer text is encoded by what lets other threads run meanwhile."""
 _takes_data = functools.lru_cache(maxsize=4096)(_fields.takes_validated_data_argument)
 
 
@@ -182,7 +184,10 @@ def _direct(tokenizer: Any) -> Any:
         if backend.truncation is not None or backend.padding is not None:  # left behind by another caller
             backend.no_truncation()
             backend.no_padding()
-        found = backend.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > FEW_CHARS:  # `encode` keeps all other threads waiting, a text of a megabyte for seconds
+            (found,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        else:
+            found = backend.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": found.ids, "offset_mapping": found.offsets}
 
     options = {"add_special_tokens": False, "return_offsets_mapping": True}

@@ -337,6 +337,19 @@ class RemoteHost(HostLink):
                 time.sleep(0.2)
 
 
+_KEYS: dict[str, str] = {}
+"""Keys of hosts elsewhere, by the variable that held each."""
+
+
+def key_of_hosts(config: EnvServersConfig) -> str:
+    """Return the key of the hosts at the stated addresses, empty without any; from the first call on it is no longer in
+    this process's environment, which programs that episodes start inherit.
+    """
+    if given := os.environ.pop(config.key_var, None):
+        _KEYS[config.key_var] = given
+    return _KEYS.get(config.key_var, "")
+
+
 def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHost]:
     """Return the hosts at the stated addresses.
 
@@ -347,7 +360,7 @@ def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHo
     Raises:
         EnvError: the key is not set, or the servers are known by an address of this machine alone.
     """
-    key = os.environ.get(config.key_var)
+    key = key_of_hosts(config)
     if config.addresses and not key:
         raise EnvError(f"env_servers.addresses: the environment variable {config.key_var} with their key is not set")
     for address in config.addresses:
@@ -358,4 +371,4 @@ def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHo
                 "address of this machine alone: state inference.server.host, or orchestrator.client.base_url"
             )
     own = os.environ.get(ENV_HOSTS, "").split(",")
-    return [RemoteHost(address, key or "", START_TIMEOUT_S if address in own else 0.0) for address in config.addresses]
+    return [RemoteHost(address, key, START_TIMEOUT_S if address in own else 0.0) for address in config.addresses]
