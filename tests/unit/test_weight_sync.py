@@ -172,7 +172,7 @@ def test_a_server_that_is_replaced_while_the_disk_is_waited_for_is_not_taken_for
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Episodes would be sent to one that is still starting, or has the base model."""
-    servers, table, sync = watched
+    servers, _, sync = watched
 
     def replaced(paths: RunPaths) -> list[int]:
         servers[0].version = 0
