@@ -308,6 +308,19 @@ def test_leftovers_that_another_server_removes_and_strange_names_end_no_start(
     assert {path.name for path in tmp_path.iterdir()} == {"phpc-notes", "phpc-gone", "phpc-loop", made.name}
 
 
+def test_a_file_system_without_locks_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre mounted without `flock`, where some clusters have their users' temporary directories."""
+    monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
+
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", none)
+    mine, other = server_process.make_scratch(), server_process.make_scratch()
+    assert mine.is_dir() and scratch.is_held(mine) and scratch.is_held(other)  # nobody can say: it stays
+
+
 def test_a_folder_is_never_seen_with_a_lock_that_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
