@@ -19,7 +19,7 @@ from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.inference import check_version, server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.inference.vllm.args import NUM_WORKERS, Device, build_argv, build_env
+from prime_hpc.inference.vllm.args import KERNEL_CACHES, NUM_WORKERS, Device, build_argv, build_env
 from prime_hpc.inference.vllm.arguments import SWITCHES, VALUES
 from prime_hpc.store.artifact import ArtifactWriter, Unreadable
 from prime_hpc.store.io import scratch
@@ -204,6 +204,16 @@ def test_a_connector_is_refused_where_weights_change(key: str, value: Any) -> No
     found = load_experiment(["--inference.vllm", connector], "inference", {}).experiment  # nothing trains it
     assert found.inference is not None and key in found.inference.vllm
     load_experiment([*flags[:2], "--inference.vllm", '{"kv_offloading_backend": "native"}'], "rl", {})
+
+
+def test_kernels_that_a_cpu_engine_keeps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it grows with each number of tokens that it has not seen yet; what is stated holds."""
+    for name in KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    assert not build_env(experiment(), device="cuda", scratch=Path("/s")).keys() & set(KERNEL_CACHES)
+    assert {build_env(experiment(), device="cpu", scratch=Path("/s"))[name] for name in KERNEL_CACHES} == {"32"}
+    monkeypatch.setenv(KERNEL_CACHES[0], "500")
+    assert build_env(experiment(), device="cpu", scratch=Path("/s"))[KERNEL_CACHES[0]] == "500"
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
