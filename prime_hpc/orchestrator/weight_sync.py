@@ -430,16 +430,14 @@ class WeightSync:
     async def _restore_server(self, index: int) -> bool:
         """Look at a server that is not ready. Returns whether it is ready now."""
         client, server = self._clients[index], self._table.servers[index]
-        if not await client.health():
+        if not await client.health() or (self._asleep and not await self._sleep_one(index)):
             return False
+        is_there = await asyncio.to_thread(self._is_there, self.current)
         try:
-            found = await self._found(index)
+            found = await self._found(index)  # last: another may have taken its place while the disk was waited for
         except InferenceError as error:
             logger.debug(f"{server.url} is not ready: {error}")
             return False
-        if self._asleep and not await self._sleep_one(index):
-            return False
-        is_there = await asyncio.to_thread(self._is_there, self.current)
         if not self._may_follow.is_set() or self._locks[index].locked():
             return False  # locked: what it has begun to load makes it ready, or it is looked at again
         if found == self.current:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError, parse_choice, parse_scores
 from prime_hpc.client.keys import find_key
 from prime_hpc.client.versions import versions_from_spans
-from prime_hpc.inference.check_version import read_signature, weight_files
+from prime_hpc.inference.check_version import BadVersionError, weight_files
 from prime_hpc.inference.transformers.app import build_app
 from prime_hpc.inference.transformers.engine import Engine
 from prime_hpc.inference.transformers.limits import model_problem
@@ -30,6 +30,7 @@ from prime_hpc.inference.transformers.serve import Server
 from prime_hpc.inference.transformers.weight_updates import BatchPolicy
 from prime_hpc.store.messaging import sockets
 from tests.support.inference_server import VOCAB, ServerProcess, hf_logprobs_of_all, publish, save_model
+from tests.support.tiny_model import make_tiny_model
 
 CLOSE = 5e-5
 """Largest difference of two float32 log-probabilities of one model."""
@@ -354,6 +355,25 @@ def test_a_server_that_cannot_serve_says_the_key(
         server.close()
 
 
+def test_a_version_of_experts_is_read_before_the_engine_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it samples: transformers' way to load makes a model, under a default dtype of the whole process."""
+    base, newer = (make_tiny_model(tmp_path / name, experts=4, seed=n) for n, name in enumerate(("base", "newer")))
+    dense = make_tiny_model(tmp_path / "dense")
+    model = BatchModel(
+        str(base), dtype=torch.bfloat16, device=torch.device("cpu"), max_len=64, cache_gib=0.01, max_rows=4
+    )
+    wanted = AutoModelForCausalLM.from_pretrained(newer, dtype=torch.bfloat16).state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_default_dtype", lambda dtype: pytest.fail("other threads compute"))
+        tensors = model.open(weight_files(newer))
+        with pytest.raises(BadVersionError, match="missing .'model.layers.0.mlp.experts"):
+            model.open(weight_files(dense))
+    shutil.rmtree(newer)
+    model.load(tensors)
+    assert model.hf.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.hf.state_dict().items())
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma", "gpt2", "granite"])
 def test_other_families_compute_in_a_batch_what_they_compute_alone(kind: str, tmp_path: Path) -> None:
@@ -371,8 +391,7 @@ def test_other_families_compute_in_a_batch_what_they_compute_alone(kind: str, tm
     with torch.no_grad():
         for parameter in model.hf.parameters():
             parameter.add_(1.0)
-    files = weight_files(tmp_path)
-    model.load(tmp_path, model.open(files, read_signature(tmp_path)))
+    model.load(model.open(weight_files(tmp_path)))
     logits = model.forward(0, [[3, 4, 5]], [0], 3, [(0, 2)])
     own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(torch.tensor([[3, 4, 5]])).logits[0, -1:]
     assert (logits.log_softmax(-1) - own.log_softmax(-1)).abs().max() < CLOSE

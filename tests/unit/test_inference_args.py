@@ -19,7 +19,7 @@ from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.inference import check_version, server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.inference.vllm.args import NUM_WORKERS, Device, build_argv, build_env
+from prime_hpc.inference.vllm.args import KERNEL_CACHES, NUM_WORKERS, Device, build_argv, build_env
 from prime_hpc.inference.vllm.arguments import SWITCHES, VALUES
 from prime_hpc.store.artifact import ArtifactWriter, Unreadable
 from prime_hpc.store.io import scratch
@@ -206,6 +206,16 @@ def test_a_connector_is_refused_where_weights_change(key: str, value: Any) -> No
     load_experiment([*flags[:2], "--inference.vllm", '{"kv_offloading_backend": "native"}'], "rl", {})
 
 
+def test_kernels_that_a_cpu_engine_keeps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it grows with each number of tokens that it has not seen yet; what is stated holds."""
+    for name in KERNEL_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    assert not build_env(experiment(), device="cuda", scratch=Path("/s")).keys() & set(KERNEL_CACHES)
+    assert {build_env(experiment(), device="cpu", scratch=Path("/s"))[name] for name in KERNEL_CACHES} == {"32"}
+    monkeypatch.setenv(KERNEL_CACHES[0], "500")
+    assert build_env(experiment(), device="cpu", scratch=Path("/s"))[KERNEL_CACHES[0]] == "500"
+
+
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     cpu = build_env(experiment({"cpu_threads": 3}, model={"name": str(tmp_path)}), device="cpu", scratch=Path("/s"))
@@ -306,6 +316,19 @@ def test_leftovers_that_another_server_removes_and_strange_names_end_no_start(
     made = server_process.make_scratch()
     assert scratch.is_held(made)
     assert {path.name for path in tmp_path.iterdir()} == {"phpc-notes", "phpc-gone", "phpc-loop", made.name}
+
+
+def test_a_file_system_without_locks_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre mounted without `flock`, where some clusters have their users' temporary directories."""
+    monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(server_process, "MAX_SCRATCH_LEN", 1000)
+
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", none)
+    mine, other = server_process.make_scratch(), server_process.make_scratch()
+    assert mine.is_dir() and scratch.is_held(mine) and scratch.is_held(other)  # nobody can say: it stays
 
 
 def test_a_folder_is_never_seen_with_a_lock_that_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

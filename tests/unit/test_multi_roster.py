@@ -20,7 +20,7 @@ from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_child
 from prime_hpc.store.errors import FencedError, Unreadable
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.waiting import wait_for_artifact
-from prime_hpc.trainer.multi import admission
+from prime_hpc.trainer.multi import admission, run_slots
 from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, UNREAD_S, Leave, RunSlots
 from tests.support.checkpoints import make_checkpoint
 
@@ -81,6 +81,20 @@ def world(tmp_path: Path) -> World:
     root = tmp_path / "parent"
     root.mkdir()
     return World(root)
+
+
+def test_progress_is_written_on_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` would show the same step for as long as the clock went back."""
+    world = World(tmp_path / "parent")
+    path = world.child("run_a")
+    world.look()
+    assert world.admit() == "run_a"
+    now = run_slots.time.time()
+    monkeypatch.setattr(run_slots.time, "time", lambda: now - 3600)
+    for step in (1, 2):
+        world.roster.trained("run_a", step, 8 * step, 100)
+    state = read_state(path)
+    assert state is not None and state.step == 1  # the second comes within `STATE_S` of the first
 
 
 def test_slots_are_given_first_come_first_served_and_freed(world: World) -> None:

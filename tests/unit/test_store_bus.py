@@ -13,6 +13,7 @@ from prime_hpc.store import waiting
 from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_artifact
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
+from prime_hpc.store.messaging import last_words
 from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.json_lines import parse_address
@@ -108,6 +109,26 @@ def test_late_joiners_and_late_subscribers_get_the_last_word_about_each_server(h
     late.publish("served", version=1)  # its echo comes after all that the hub repeats to a new connection
     assert late.wait("served", lambda m: True, WAIT_S)
     assert heard[3:] == again[3:] == [(1, "starting", "inference")]
+
+
+def test_the_words_of_runs_that_come_and_go_do_not_pile_up(hub, bus, monkeypatch):
+    """Who joined a hub of thousands of runs was sent megabytes, and of more than its backlog not the newest."""
+    monkeypatch.setattr(last_words, "MOST_OF_RUNS", 20)
+    early = bus(hub.address)
+    until(lambda: early.connected)
+    hub.publish("stop", save=True)
+    for index in range(3):
+        hub.publish("server", role="inference", index=index, state="starting")
+    for number in range(100):
+        for topic in ("batch", "weights"):
+            hub.publish(f"run_{number}/1/{topic}", step=number)
+    late = bus(hub.address)
+    for client in (early, late):
+        until(lambda: client.latest("run_99/1/weights") is not None)  # noqa: B023
+        assert client.latest("run_99/1/batch") == {"step": 99} and client.latest("run_0/1/batch") is None
+        assert client.latest("stop") == {"save": True} and len(client._latest.of("server")) == 3
+        assert len(list(client._latest)) <= 22
+    assert len(list(hub._latest)) <= 22
 
 
 def test_the_hub_speaks_and_listens(bus):

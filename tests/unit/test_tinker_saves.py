@@ -173,6 +173,10 @@ def assert_nothing_kept(service: Service) -> None:
 
 @pytest.fixture
 def service(shelf: Shelf) -> Service:
+    return service_of(shelf)
+
+
+def service_of(shelf: Shelf) -> Service:
     tree = {"model": {"lora": {"rank": 4}}, "trainer": {"tinker": {}, "max_concurrent_runs": 2}}
     return Service(Experiment.model_validate(tree), shelf, None, "base", 100)
 
@@ -181,6 +185,22 @@ def test_a_session_that_is_over_leaves_nothing_behind(service: Service) -> None:
     for number in range(20):
         service.finish(begin(service, number))
     assert_nothing_kept(service)
+
+
+def test_unnamed_saves_of_a_service_that_was_killed_do_not_stay_for_ever(
+    service: Service, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each requeue of a service left those of its sessions behind."""
+    session_id = begin(service)  # which nobody ends
+    named, unnamed = put(shelf, "named", 7), tinker_path(f"{session_id}:train:0", "sampler_weights", "unnamed-1")
+    again = Shelf(shelf.of_model(MODEL).root.parents[1])
+    (again.of_model("fedcba9876543210:train:0").root).mkdir()
+    (again.of_model("fedcba9876543210:train:0").root / paths.INDEX).write_text("{")
+    assert service_of(again).shelf is again
+    assert again.find(unnamed).name == "unnamed-1"  # a client that lives may still sample from it
+    now = paths.time.time()
+    monkeypatch.setattr(paths.time, "time", lambda: now + paths.UNNAMED_LEFT_S + 1)
+    assert again.delete_expired() == [unnamed] and again.find(named)
 
 
 def test_a_full_file_system_keeps_no_session_from_ending(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,26 @@ def test_a_server_that_hangs_while_it_is_restored_holds_up_no_other(watched: Any
     asyncio.run(main())
 
 
+def test_a_server_that_is_replaced_while_the_disk_is_waited_for_is_not_taken_for_the_one_that_answered(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes would be sent to one that is still starting, or has the base model."""
+    servers, _, sync = watched
+
+    def replaced(paths: RunPaths) -> list[int]:
+        servers[0].version = 0
+        return [5]
+
+    async def main() -> None:
+        await sync.go_on(1, 5)  # from here on it is looked up whether version 5 is made once more
+        monkeypatch.setattr(weight_sync, "list_versions", replaced)
+        sync.report_error(0)
+        assert await sync._restore_server(0)
+        assert servers[0].version == 5
+
+    asyncio.run(main())
+
+
 def test_a_version_is_served_by_those_that_are_ready_and_later_by_the_others(watched: Any) -> None:
     servers, table, sync = watched
 

@@ -1,6 +1,7 @@
 """A transformers model that computes some tokens of many sequences in one forward pass, over rows of a cache."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -9,10 +10,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from prime_hpc.inference.check_version import BadVersionError, Signature
+from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.tensor_file import TensorFile
 from prime_hpc.inference.transformers.cache import LayerShape, RowCache, Window, layer_shapes
 from prime_hpc.inference.transformers.limits import model_problem, step_bytes
+from prime_hpc.moe.conversion import convert
 from prime_hpc.moe.replay import install, replaying
 from prime_hpc.moe.routers import moe_layers, use_float32_routers
 
@@ -189,50 +191,44 @@ class BatchModel:
             logits: torch.Tensor = self.hf(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
         return logits
 
-    def open(self, files: Sequence[Path], signature: Signature) -> Mapping[str, torch.Tensor] | None:
-        """Read the tensors of a version; None where they have other names than the model's parameters.
+    def open(self, files: Sequence[Path]) -> Mapping[str, torch.Tensor]:
+        """Read the tensors of a version, under the names and in the forms of the model's parameters.
 
         Raises:
-            BadVersionError: a file cannot be read.
+            BadVersionError: a file cannot be read, or they are not this model's.
         """
-        own = self.hf.state_dict()
-        names = {name for name in signature if not (self.tied and name == LM_HEAD)}
-        wanted = {name for name in own if not (self.tied and name == LM_HEAD)}
-        if names != wanted or any(tuple(own[name].shape) != signature[name] for name in names):
-            return None
-        tensors: dict[str, torch.Tensor] = {}
+        stored: dict[str, torch.Tensor] = {}
         try:
             for file in files:
                 opened = TensorFile(file)
-                tensors |= {name: opened.get_tensor(name) for name in opened.names if name in names}
+                stored |= {name: opened.get_tensor(name) for name in opened.names}
         except Exception as error:
             raise BadVersionError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-        return tensors
+        return self._as_own(stored, files[0].parent)
+
+    def _as_own(self, stored: Mapping[str, torch.Tensor], folder: Path) -> Mapping[str, torch.Tensor]:
+        own = self.hf.state_dict()
+        try:
+            made, unknown = convert(self.hf, own, stored)
+        except ValueError as error:
+            raise BadVersionError(f"{folder} is not this model's: {error}") from error
+        kept = [self.hf._keys_to_ignore_on_load_missing, self.hf._keys_to_ignore_on_load_unexpected]
+        unsaved, ignored = ("|".join(patterns or [r"$^"]) for patterns in kept)
+        filled = {own[name].data_ptr() for name in made}  # a tied one has its values from the other name
+        missing = [n for n in own if own[n].data_ptr() not in filled and not re.search(unsaved, n)]
+        unknown = [name for name in unknown if not re.search(ignored, name)]
+        misshapen = [name for name in made if made[name].shape != own[name].shape]
+        if missing or unknown or misshapen:
+            raise BadVersionError(
+                f"{folder} is not this model's: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}, of "
+                f"another shape {sorted(misshapen)[:3]}"
+            )
+        return {name: made[name] for name in made if not (self.tied and name == LM_HEAD)}
 
     @torch.no_grad()
-    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Take the weights of a version. Between steps only.
-
-        Args:
-            folder: of the version.
-            tensors: from `open`; None: transformers reads the folder and converts names (mixtures of experts).
-
-        Raises:
-            BadVersionError: the folder lacks weights; nothing has changed.
-        """
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights of a version, which `open` has read. Between steps only."""
         own = self.hf.state_dict()
-        if tensors is None:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=self.hf.config, dtype=self.dtype, output_loading_info=True
-            )
-            fresh, said = loaded
-            missing = [name for name in said["missing_keys"] if not (self.tied and name == LM_HEAD)]
-            if missing or said["unexpected_keys"] or said["mismatched_keys"]:
-                raise BadVersionError(
-                    f"{folder} is not this model's: missing {sorted(missing)[:3]}, "
-                    f"unknown {sorted(said['unexpected_keys'])[:3]}"
-                )
-            tensors = fresh.state_dict()
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 

@@ -8,7 +8,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.inference.backend import POLICY
-from prime_hpc.inference.check_version import BadVersionError, Received, read_signature, weight_files
+from prime_hpc.inference.check_version import BadVersionError, Received, weight_files
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.transformers.engine import Engine
@@ -73,16 +73,13 @@ class BatchPolicy(WholeModel):
         files = weight_files(folder)
         num_bytes = await asyncio.to_thread(read_ahead, files)
         read_s = time.perf_counter() - start
-        signature = await asyncio.to_thread(read_signature, folder)
-        tensors = await asyncio.to_thread(model.open, files, signature)
+        tensors = await asyncio.to_thread(model.open, files)
         open_s = time.perf_counter() - start - read_s
 
         def change() -> float:
             began = time.perf_counter()
             try:
-                model.load(folder, tensors)
-            except BadVersionError:
-                raise
+                model.load(tensors)
             except BaseException as error:  # before another token: none of undefined weights may carry a version's name
                 self._engine.fail(f"loading version {version} from {folder} failed: {type(error).__name__}: {error}")
                 raise
@@ -94,8 +91,6 @@ class BatchPolicy(WholeModel):
             raise PolicyFailedError(self._engine.failure)
         try:
             paused_s = await asyncio.wrap_future(self._engine.between_steps(change))
-        except BadVersionError:
-            raise
         except Exception as error:
             raise PolicyFailedError(self._engine.failure or str(error)) from error
         self._note(version, received.published, received.digest)

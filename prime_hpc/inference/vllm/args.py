@@ -49,6 +49,12 @@ CPU_DEFAULTS: dict[str, Any] = {
 """Defaults on CPU only; `inference.vllm` overrides them."""
 
 
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""On a CPU a matrix product of each number of tokens has a kernel of its own, which oneDNN and torch keep."""
+KEPT_KERNELS = "32"
+"""They keep 1024 unless told: a tiny model's engine grew by 640 MB over 3,000 requests of 5 to 600 tokens (2 cores),
+and by 130 MB with these, at no lower speed."""
+
 IMAGES: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
 """With `model.vision`. vLLM keeps pixels twice, at the server and in the engine, and a new version empties both, one
 after the other: a request on its way in between would name an image that the engine has no more."""
@@ -161,6 +167,7 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
             # `auto` would pin every engine to the first cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(config.cpu_threads),
+            **{name: os.environ.get(name, KEPT_KERNELS) for name in KERNEL_CACHES},
         }
         if config.gpus_per_engine == 1:
             # Keeps the worker inside the engine's process: one process less a rank, no shared-memory hop a step.

@@ -43,7 +43,8 @@ def hold(folder: Path) -> None:
     # Never closed: the lock must live exactly as long as the processes.
     own = folder / f"{UNLOCKED_NAME}-{os.getpid()}"
     descriptor = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):  # a file system without locks: `is_held` then says that it is
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     # Renamed once it is held: who looks in between would take this folder for a dead one's.
     own.rename(folder / LOCK_NAME)
 

@@ -26,7 +26,7 @@ from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.accept_clients import Admission
 from prime_hpc.store.messaging.auth import AuthenticationError, new_secret, prove
 from prime_hpc.store.messaging.json_lines import Peer, PeerGone, encode, parse_address
-from prime_hpc.store.messaging.last_words import LastWords, thing
+from prime_hpc.store.messaging.last_words import LastWords
 
 Payload = dict[str, Any]
 _TICK_S = 1.0  # longest sleep of a thread; everything urgent wakes it
@@ -264,10 +264,10 @@ class BusClient:
         self._role = role
         self._incarnation = incarnation
         self._changed = threading.Condition()
-        self._latest: LastWords[Payload] = LastWords()
+        self._latest: LastWords[tuple[Payload, str, int]] = LastWords()
+        """Each with its hub and sequence number."""
         self._history: deque[tuple[int, str, Payload]] = deque(maxlen=_HISTORY)
         self._num_received = 0
-        self._seen: dict[tuple[Any, ...], tuple[str, int]] = {}  # thing -> (hub, sequence number) of the last message
         self._outgoing: deque[bytes] = deque(maxlen=_MAX_QUEUED)
         self._callbacks: list[tuple[str, Callable[[Payload], None]]] = []
         self._replays: deque[tuple[Payload, Callable[[Payload], None]]] = deque()
@@ -318,7 +318,7 @@ class BusClient:
         """Return the last message of a topic that this process has received (its own come back to it as well)."""
         with self._changed:
             messages = self._latest.of(self._scoped(topic))
-        return dict(messages[-1]) if messages else None
+        return dict(messages[-1][0]) if messages else None
 
     def _scoped(self, topic: str) -> str:
         return scoped(self._prefix, topic)
@@ -338,7 +338,7 @@ class BusClient:
         end = time.monotonic() + timeout_s
         topic = self._scoped(topic)
         with self._changed:
-            for latest in self._latest.of(topic):
+            for latest, *_ in self._latest.of(topic):
                 if predicate(latest):
                     return dict(latest)
             seen = self._num_received
@@ -363,7 +363,7 @@ class BusClient:
         topic = self._scoped(topic)
         with self._changed:
             self._callbacks.append((topic, callback))
-            self._replays.extend((latest, callback) for latest in self._latest.of(topic))
+            self._replays.extend((latest, callback) for latest, *_ in self._latest.of(topic))
         self._waker.wake()
 
     def move(self, place: str, incarnation: int) -> None:
@@ -376,8 +376,8 @@ class BusClient:
         """
         with self._changed:
             self._address, self._incarnation = parse_address(f"{self._secret}@{place}"), incarnation
-            for known in (self._latest, self._seen, self._history):
-                known.clear()
+            self._latest.clear()
+            self._history.clear()
             self._moved.set()
         self._waker.wake()
 
@@ -482,13 +482,11 @@ class BusClient:
         with self._changed:
             if self._moved.is_set():  # a last word of the hub that was left
                 return
-            about = thing(topic, payload)
-            known_hub, known = self._seen.get(about, ("", 0))
-            if hub == known_hub and sequence <= known:
+            known = self._latest.about(topic, payload)
+            if known is not None and hub == known[1] and sequence <= known[2]:
                 return
-            self._seen[about] = (hub, sequence)
             self._num_received += 1
-            self._latest.keep(topic, payload, payload)
+            self._latest.keep(topic, payload, (payload, hub, sequence))
             self._history.append((self._num_received, topic, payload))
             callbacks = [callback for name, callback in self._callbacks if name == topic]
             self._changed.notify_all()

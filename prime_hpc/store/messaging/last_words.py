@@ -1,4 +1,8 @@
-"""The last message of each topic, for who comes late; of some topics the last about each thing that they are about."""
+"""The last message of each topic, for who comes late; of some topics the last about each thing that they are about.
+
+Where runs share a hub they come and go, for as long as it lives: of topics that are a run's own ("<run>/<topic>") those
+are kept that were spoken of last.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -6,6 +10,10 @@ from typing import Any, Generic, TypeVar
 Kept = TypeVar("Kept")
 ABOUT = {"server": ("role", "index")}
 """Topics about several things, and the fields that name one: news of a server does not take the place of another's."""
+
+MOST_OF_RUNS = 2000
+"""Topics of single runs. Who joins is sent all that is kept: of more it would hear late, and beyond the hub's backlog
+nothing."""
 
 
 def thing(topic: str, payload: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -21,9 +29,18 @@ class LastWords(Generic[Kept]):
 
     def keep(self, topic: str, payload: Mapping[str, Any], kept: Kept) -> None:
         """Keep something of a message in place of what was kept of the one before it."""
-        things, name = self._kept.setdefault(topic, {}), thing(topic, payload)
-        things.pop(name, None)  # so that the newest is the last
+        things, name = self._kept.pop(topic, {}), thing(topic, payload)
+        things.pop(name, None)  # so that the newest is the last, as of the topics
         things[name] = kept
+        self._kept[topic] = things
+        if len(self._kept) > MOST_OF_RUNS:
+            oldest = next((known for known in self._kept if "/" in known), None)
+            if oldest is not None:
+                del self._kept[oldest]
+
+    def about(self, topic: str, payload: Mapping[str, Any]) -> Kept | None:
+        """Return what is kept of the last message about the thing that a message is about."""
+        return self._kept.get(topic, {}).get(thing(topic, payload))
 
     def of(self, topic: str) -> list[Kept]:
         """Return what is kept of a topic, the newest last."""

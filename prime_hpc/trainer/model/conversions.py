@@ -1,21 +1,19 @@
 """The checkpoint's tensors that a model's are made of: transformers' weight conversions, followed without values.
 
-transformers loads many models from other tensors than its modules hold: mixtures keep their experts apart (under three
-sets of names), some models fuse or split projections, others rename modules. How is stated as `WeightConverter`s and
-`WeightRenaming`s, which work on whole tensors. Here its own code runs on `Traced` tensors, which have a shape and know
+They work on whole tensors (`moe.conversion`). Here they run on `Traced` tensors, which have a shape and know
 from where in the checkpoint each part of them comes. The outcome serves both ways: a rank reads its part of each tensor
 alone (`stored`), and what is published has the names and forms that the checkpoint came with (`weights.aux_files`).
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 
+from prime_hpc.moe.conversion import convert
 from prime_hpc.store.model.files import StoredTensor
 
 Box = tuple[tuple[int, int], ...]
@@ -220,7 +218,8 @@ def map_weights(hf: Any, stored: Mapping[str, StoredTensor]) -> WeightMap:
         ValueError: tensors that are missing, unknown, of another shape, or converted in a way that cannot be followed.
     """
     model = {name: tensor for name, tensor in hf.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    made, unknown = _convert(hf, model, stored)
+    traced = {name: Traced(t.shape, (Piece.whole(name, t.shape),)) for name, t in stored.items()}
+    made, unknown = convert(hf, model, traced)
     parameters = {id(tensor): name for name, tensor in hf.named_parameters()}
     canonical = {n: parameters.get(id(t), n) for n, t in hf.named_parameters(remove_duplicate=False)}
     pieces: dict[str, list[Piece]] = {}
@@ -241,53 +240,6 @@ def map_weights(hf: Any, stored: Mapping[str, StoredTensor]) -> WeightMap:
     _refuse_gaps(hf, stored, {canonical.get(n, n) for n in model} - pieces.keys(), buffers, unknown)
     _refuse_parts(stored, pieces)
     return WeightMap(stored, pieces, buffers, tuple(unknown), tied)
-
-
-def _convert(
-    hf: Any, model: Mapping[str, Any], stored: Mapping[str, StoredTensor]
-) -> tuple[dict[str, Traced], list[str]]:
-    """Return the model's tensors that the stored ones make, and the stored ones that make none.
-
-    The loop is that of `convert_and_load_state_dict_in_model`.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    transforms = get_model_conversion_mapping(hf)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, meta = hf.base_model_prefix, dict(model)
-    chosen: dict[str, Any] = {}
-    made: dict[str, Traced] = {}
-    unknown = []
-    for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, meta)
-        if target not in model and name in model:
-            target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=meta)
-        shape = stored[name].shape
-        traced = Traced(shape, (Piece.whole(name, shape),))
-        if target not in model:
-            unknown.append(name)
-        elif pattern is None:
-            made[target] = traced
-        else:
-            converter = chosen.setdefault(target, deepcopy(by_pattern[pattern]))
-            converter.add_tensor(target, name, pattern, traced)
-    for target, converter in chosen.items():
-        try:
-            made |= {k: v[0] if isinstance(v, list) else v for k, v in converter.convert(target, hf, hf.config).items()}
-        except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as error:
-            kinds = ", ".join(type(operation).__name__ for operation in converter.operations)
-            raise ValueError(
-                f"the stored tensors of {target} cannot be read as transformers reads them ({kinds}: {error})"
-            ) from error
-    return {name: traced for name, traced in made.items() if name in model}, unknown
 
 
 def _refuse_gaps(

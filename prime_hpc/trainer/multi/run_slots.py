@@ -347,7 +347,7 @@ class RunSlots:
         """Note a run's step."""
         before = self._states[name]
         state = replace(before, step=step, num_samples=num_samples, num_tokens=num_tokens)
-        self._set(name, state, write=time.time() - before.time > STATE_S)
+        self._set(name, state, write=abs(time.time() - before.time) > STATE_S)  # the clock may have been set back
 
     def _is_deleted(self, name: str) -> bool:
         """Return whether a run's directory is gone, or going: its files go one by one."""

@@ -31,6 +31,8 @@ Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 UNNAMED = "unnamed-"
 """Begins the name of a save that only a sampler of one session knows."""
+UNNAMED_LEFT_S = 86400
+"""So long one stays whose session ended with the service: a client that lives may sample from it by its path."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"([0-9a-f]{8,32}):train:(\d{1,9})")
 
@@ -235,6 +237,17 @@ class Shelf:
             for kind in KINDS
             for name, save in index.saves[kind].items()
         ]
+
+    def end_unnamed(self) -> None:
+        """Have the saves expire that were to go with their sessions: these ended with an earlier life of the service.
+        Before there are sessions of this one; what cannot be read or written is left alone."""
+        for model_id in self.models():
+            try:
+                for saved in self.saved(model_id):
+                    if saved.name.startswith(UNNAMED) and saved.save.expires is None:
+                        self.set_expiry(saved, UNNAMED_LEFT_S)
+            except (BadRequestError, OSError) as error:
+                logger.warning(f"saves of {model_id} whose session is over could not be given an end: {error}")
 
     def delete_expired(self) -> list[str]:
         """Delete the saves whose time is over; returns their paths. What cannot be read or deleted is left alone, and

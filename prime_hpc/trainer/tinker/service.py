@@ -41,6 +41,7 @@ class Service:
         """`source`: directory of the base model; `engines`: None where there are none."""
         assert experiment.model.lora is not None and experiment.trainer.tinker is not None
         self._experiment, self.shelf, self._engines = experiment, shelf, engines
+        shelf.end_unnamed()
         self._source, self._vocab_size = source, vocab_size
         self._timeout_s = experiment.trainer.tinker.session_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
