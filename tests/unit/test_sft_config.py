@@ -194,6 +194,39 @@ def test_what_lint_says_of_rows_before_the_trainer_sees_them(tmp_path: Path) -> 
     assert [(f.severity, "is a file, and name is of the hub" in f.message) for f in found] == [("error", True)]
 
 
+def test_rows_of_tokens_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    path, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    model.mkdir()
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300, **shape}))
+
+    def said(*rows: dict[str, Any], **data: Any) -> list[tuple[str, str]]:
+        path.write_text("\n".join(map(json.dumps, rows)))
+        tree = {
+            "kind": "sft",
+            "seq_len": 64,
+            "model": {"name": str(model)},
+            "sft": {"data": data | {"path": str(path)}},
+        }
+        found = lint(Experiment.model_validate(tree), GENERIC)
+        return [(f.severity, f.message) for f in found if f.code == "PH207"]
+
+    good = {"input_ids": [5, 6, 299], "loss_mask": [0, 1, 1]}
+    assert said(good) == []
+    ((severity, message),) = said(good, {"input_ids": [300]})
+    assert severity == "error" and f"{path}:2: token 300 is beyond the model's vocabulary of 300" in message
+    flags = ["--model.name", str(model), "--output-dir", str(tmp_path), "--data.path", str(path)]
+    with pytest.raises(ConfigError, match="token 300 is beyond the model's vocabulary of 300"):
+        check(load(flags, "sft"))
+    ((severity, message),) = said(good, {"input_ids": [5], "loss_mask": [1, 1]})
+    assert severity == "error" and "`loss_mask` has 2 entries" in message
+    idle = {"input_ids": [5, 6], "loss_mask": [1, 0]}  # a first token has nothing it could be predicted from
+    assert said(idle, idle) == [("warning", f"nothing is trained in the first 2 rows of {path}")]
+    assert said(idle, good) == [] and said({"text": "a"}) == []
+    talk = json.loads(GOOD_ROW)
+    assert said(talk, loss_roles=["asistant"]) == [("warning", f"nothing is trained in the first 1 rows of {path}")]
+
+
 def test_the_first_rows_of_parquet_are_read_too(tmp_path: Path) -> None:
     path, other = tmp_path / "rows.parquet", tmp_path / "torn.parquet"
 

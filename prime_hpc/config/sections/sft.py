@@ -8,7 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
 
-COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text")
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
+"""The parts of a row that is tokenised already."""
+COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text", *TOKEN_COLUMNS)
 """The parts that a row may hold, by the product's names."""
 IMAGE_PARTS = ("image", "image_url")
 """Values of `type` of a message's content parts that are images."""
@@ -21,8 +23,8 @@ class SFTSourceConfig(Section):
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
     path: str | list[str] | None = None
     """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, with `messages` (and
-    `tools`), or with nothing but `text`, all of which is trained. Files may be compressed (.gz, .zst). What is named
-    twice is trained on twice an epoch."""
+    `tools`), with nothing but `text`, all of which is trained, or tokenised: with `input_ids`, and `loss_mask` or
+    `labels`. Files may be compressed (.gz, .zst). What is named twice is trained on twice an epoch."""
     name: str | None = None
     """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
     subset: str | None = None
@@ -30,8 +32,9 @@ class SFTSourceConfig(Section):
     split: str = "train"
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
-    """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`:
-    `{prompt: question}`. A prompt in `instruction` goes on in `input` (Alpaca)."""
+    """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`,
+    `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt in `instruction` goes on in
+    `input` (Alpaca)."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -109,8 +112,8 @@ class SFTDataConfig(SFTSourceConfig):
     """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file, which the published
     weights hold in the place of the model's."""
     overlong: Literal["error", "drop", "truncate", "split"] = "drop"
-    """Treatment of a sample longer than `seq_len`; counted in the metrics. `split`, of rows of `text` alone: each piece
-    is a sample."""
+    """Treatment of a sample longer than `seq_len`; counted in the metrics. `split`, of rows of `text` and
+    of tokens all of which are trained: each piece is a sample."""
     bad_rows: Literal["error", "skip"] = "error"
     """Treatment of a row that cannot be read or that the template refuses; skipped ones are counted."""
     num_workers: int | None = Field(None, ge=0)
