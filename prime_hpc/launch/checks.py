@@ -367,10 +367,8 @@ def _data(experiment: Experiment, waits: bool) -> list[Problem]:
     sft, facts = experiment.sft, read_model(experiment.model.name)
     vocab, sees = facts.vocab_size if facts is not None else None, experiment.model.vision is not None
     problems = []
-    for key, source in (("sft.data", sft.data), ("sft.eval", sft.eval_source)):
+    for key, source in sft.sources.items():
         try:
-            if source is None:
-                continue
             columns = first_columns(found := find_data(source), source)
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))

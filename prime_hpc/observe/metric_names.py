@@ -39,6 +39,12 @@ def evaluated(key: str) -> str:
     return name if key == f"eval/{name}/mean_reward" else ""
 
 
+def held_out_set(key: str) -> str:
+    """Return the set of held-out rows of SFT whose loss a key of the rows is; "" of any other key."""
+    name = key.removeprefix("eval/").removesuffix("/loss")
+    return name if key == f"eval/{name}/loss" else ""
+
+
 def near(metric: str) -> list[str]:
     """Return up to three names that are meant where this one is unknown, the likeliest first."""
     every = {f"{file}.{name}": f"{file}.{name}" for file, names in NAMES.items() for name in names}

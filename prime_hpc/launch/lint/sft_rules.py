@@ -15,8 +15,9 @@ def data(subject: Subject) -> Iterator[Finding]:
     """Check the files of supervised data."""
     sft, sees_images = subject.experiment.sft, subject.experiment.model.vision is not None
     vocab = subject.facts.vocab_size if subject.facts is not None else None
-    for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
-        if source is None or not (source.paths or source.name):
+    for section, source in sft.sources.items():
+        key = f"{section}.path"
+        if not (source.paths or source.name):
             continue
         try:
             found = find_data(source)

@@ -117,7 +117,7 @@ P.groups.concat(P.speed).forEach(function (group) { group[1].forEach(function (r
 P.rewardChart = function (run, height) {
   const reward = P.curve(run, "orchestrator", "reward/mean", "training reward (batch mean)", P.color(0)) || P.curve(run, "trainer", "reward", "training reward (batch mean)", P.color(0));
   const held = P.heldOut(run);
-  const loss = run.points["eval/loss"];
+  const losses = Object.keys(run.points).filter(function (key) { return /^eval\/(.+\/)?loss$/.test(key); });
   const list = (reward ? [reward] : []).concat(held);
   if (list.length) {
     const hint = held.length ? held.some(function (h) { return h.hasInterval; }) ? "held-out: mean with its 95 % interval" : "held-out: means (this run recorded no standard error, so no interval)" : "";
@@ -125,7 +125,10 @@ P.rewardChart = function (run, height) {
   }
   const train = P.curve(run, "trainer", "loss", "training loss", P.color(0));
   if (!train) return null;
-  const points = loss ? [{ label: "held-out loss", x: loss.map(function (p) { return p[0]; }), y: loss.map(function (p) { return p[1]; }), points: true, color: P.color(1) }] : [];
+  const points = losses.map(function (key, index) {
+    const of = key.split("/").slice(1, -1).join("/"), loss = run.points[key];
+    return { label: "held-out loss" + (of ? ": " + of : ""), x: loss.map(function (p) { return p[0]; }), y: loss.map(function (p) { return p[1]; }), points: true, color: P.color(index + 1) };
+  });
   return P.chart("Loss", [train].concat(points), { height: height });
 };
 P.groupChart = function (run, group) {
