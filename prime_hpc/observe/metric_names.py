@@ -14,7 +14,7 @@ where one should wait: looked at every 10 s."""
 NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}
 _OPEN = {
     "trainer": re.compile(r"(time|ckpt|loss|eval)/.+"),
-    "orchestrator": re.compile(r"(env|eval|env_workers|reward|teacher|curriculum|advantage)/.+"),
+    "orchestrator": re.compile(r"(env|eval|env_workers|episode_time|reward|teacher|curriculum|advantage)/.+"),
 }
 """Names that depend on environments, objectives and algorithms."""
 

@@ -236,7 +236,7 @@ class SFTConfig(Section):
 
     @property
     def eval_sets(self) -> dict[str, SFTHeldOutConfig]:
-        """What is held out, by its key."""
+        """Sets of held-out rows, by their keys."""
         if self.eval is None:
             return {}
         return {f"sft.eval.sets.{n}": one for n, one in enumerate(self.eval.sets)} or {"sft.eval": self.eval}

@@ -109,6 +109,7 @@ P.speed = [
   ["Seconds of a trainer's step", [["trainer", "time/step", "whole step"], ["trainer", "time/forward_backward", "forward and backward"], ["trainer", "time/wait", "waiting for rollouts"], ["trainer", "time/optim", "optimizer"], ["trainer", "time/publish", "publishing"], ["trainer", "time/checkpoint", "saving"]]],
   ["Seconds of an orchestrator's step", [["orchestrator", "time/step", "whole step"], ["orchestrator", "time/wait_rollouts", "waiting for rollouts"], ["orchestrator", "time/wait_weights", "waiting for weights"], ["orchestrator", "time/weight_update", "weight update"], ["orchestrator", "time/weight_pause", "engines paused"]]],
   ["Episodes per second", [["orchestrator", "episodes/per_second", "episodes"]]],
+  ["Seconds of an episode (mean)", [["orchestrator", "episode_time/engine_mean", "waiting for the engines"], ["orchestrator", "episode_time/environment_mean", "environment: its code, tools, sandboxes"], ["orchestrator", "episode_time/reward_mean", "reward"]]],
   ["In flight", [["orchestrator", "queue/in_flight", "episodes"], ["orchestrator", "queue/complete_groups", "complete groups"]]]
 ];
 P.used = new Set(["trainer:reward", "orchestrator:reward/mean"]);
