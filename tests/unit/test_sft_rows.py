@@ -542,5 +542,9 @@ def test_long_rows_of_tokens(chat: ChatTokenizer) -> None:
     assert "only what is trained whole is split" in (result(masked, chat, 4, overlong="split").error or "")
     assert result(masked, chat, 4, overlong="drop").counts.overlong == 1
     assert result(masked, chat, 4, overlong="truncate").samples[0].loss_mask.tolist() == [False, False, True, True]
-    nothing = {"input_ids": [5, 6], "loss_mask": [1, 0]}, {"input_ids": [5]}, {"input_ids": []}
+    nothing: tuple[dict[str, list[int]], ...] = (
+        {"input_ids": [5, 6], "loss_mask": [1, 0]},
+        {"input_ids": [5]},
+        {"input_ids": []},
+    )
     assert [result(row, chat).counts.untrained for row in nothing] == [1, 1, 1]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.config.sections.sft import TOKEN_COLUMNS, SFTSourceConfig
 
 _IGNORED = -100
 """Label of a token that does not train: transformers' and torch's."""
@@ -40,31 +40,30 @@ def token_row(row: Mapping[str, Any], source: SFTSourceConfig) -> TokenRow:
     Raises:
         ValueError: a column is not what it must be.
     """
-    named = lambda column: source.columns.get(column, column)  # noqa: E731
-    ids = _integers(row, named("input_ids"))
+    input_ids, loss_mask, labels, attention_mask = (source.columns.get(column, column) for column in TOKEN_COLUMNS)
+    ids = _integers(row, input_ids)
     if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ValueError(f"`{named('input_ids')}` holds {ids.min() if ids.min() < 0 else ids.max()}, which is no token")
-    stated = {column: name for column in ("loss_mask", "labels") if row.get(name := named(column)) is not None}
-    if len(stated) == 2:
-        loss_mask, labels = stated.values()
+        raise ValueError(f"`{input_ids}` holds {ids.min() if ids.min() < 0 else ids.max()}, which is no token")
+    is_masked, is_labelled = row.get(loss_mask) is not None, row.get(labels) is not None
+    if is_masked and is_labelled:
         raise ValueError(
             f"`{loss_mask}` and `{labels}` both say what is trained: one of them is enough "
             f'({source.key}.columns = {{"labels": "none"}} leaves it out)'
         )
-    mask = np.ones(len(ids), bool)
-    if "loss_mask" in stated:
-        mask = _flags(row, stated["loss_mask"], len(ids))
-    elif "labels" in stated:
-        labels = _integers(row, stated["labels"], len(ids))
-        mask = labels != _IGNORED
-        if len(wrong := np.flatnonzero(mask & (labels != ids))):
+    mask: NDArray[np.bool_] = np.ones(len(ids), bool)
+    if is_masked:
+        mask = _flags(row, loss_mask, len(ids))
+    elif is_labelled:
+        wanted = _integers(row, labels, len(ids))
+        mask = wanted != _IGNORED
+        if len(wrong := np.flatnonzero(mask & (wanted != ids))):
             at = int(wrong[0])
             raise ValueError(
-                f"`{stated['labels']}` has {labels[at]} at place {at}, where the token is {ids[at]}: a label is its "
+                f"`{labels}` has {wanted[at]} at place {at}, where the token is {ids[at]}: a label is its "
                 f"own token (the trainer moves them by one itself), or {_IGNORED}, which does not train"
             )
-    if row.get(named("attention_mask")) is not None:
-        is_there = _flags(row, named("attention_mask"), len(ids))
+    if row.get(attention_mask) is not None:
+        is_there = _flags(row, attention_mask, len(ids))
         ids, mask = ids[is_there], mask[is_there]
     return TokenRow(ids.astype(np.int32), mask)
 
