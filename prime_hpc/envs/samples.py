@@ -123,6 +123,9 @@ class EpisodeResult:
     """For logs: everything from the first reply on."""
     duration_s: float = 0.0
     """Wall-clock seconds."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of these, by what they were for: `engine` (waiting for the model's replies), `reward` (scoring), `environment`
+    (all else: its own code, tools, sandboxes); empty where nothing ended by itself."""
     num_prompt_tokens: int = 0
     """Sum over the model calls of what the server counted."""
     num_completion_tokens: int = 0
@@ -357,9 +360,17 @@ def episode_result(
         prompt_text=prompt_text,
         completion_text=completion_text,
         duration_s=duration_s,
+        seconds=_seconds(episode.traces, duration_s),
         num_prompt_tokens=sum(usage.input_tokens for usage in usages),
         num_completion_tokens=sum(usage.completion_tokens for usage in usages),
     )
+
+
+def _seconds(traces: Sequence[Any], duration_s: float) -> dict[str, float]:
+    """Split an episode's time; agents that play side by side wait for the engine together, for no longer than it is."""
+    engine = min(duration_s, sum(trace.timing.agent.model.duration for trace in traces))
+    reward = min(duration_s - engine, sum(trace.timing.scoring.duration for trace in traces))
+    return {"engine": engine, "environment": duration_s - engine - reward, "reward": reward}
 
 
 def conversations_of(episode: Any) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from prime_hpc.envs.bundled_arguments import argument_names
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.evals.versions import ADAPTER_CONFIG
 from prime_hpc.inference.backend import load_backend
-from prime_hpc.launch.estimate.model_facts import stored_shapes
+from prime_hpc.launch.estimate.model_facts import read_model, stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
 from prime_hpc.launch.storage import WEIGHT_SUFFIXES, storage_problems
 from prime_hpc.runtime.device import planned_device
@@ -364,18 +364,16 @@ def missing_rows(experiment: Experiment) -> Iterator[Problem]:
 
 def _data(experiment: Experiment, waits: bool) -> list[Problem]:
     """List what is wrong with the files of training and held-out rows."""
-    sft = experiment.sft
+    sft, facts = experiment.sft, read_model(experiment.model.name)
+    vocab, sees = facts.vocab_size if facts is not None else None, experiment.model.vision is not None
     problems = []
-    for key, source in (("sft.data", sft.data), ("sft.eval", sft.eval_source)):
+    for key, source in sft.sources.items():
         try:
-            if source is None:
-                continue
             columns = first_columns(found := find_data(source), source)
             if columns is not None and not has_columns(columns, source):
                 problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
                 continue
-            sees = experiment.model.vision is not None
-            if not waits and (said := wrong_row(found, source, sft.data, sees_images=sees)):
+            if not waits and (said := wrong_row(found, source, sft.data, vocab_size=vocab, sees_images=sees)):
                 problems.append(Problem(f"{said}; {SKIP_ROWS}", f"{key}.path"))
         except ValueError as error:
             if not (waits and isinstance(error, NothingThereError)):

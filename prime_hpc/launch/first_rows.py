@@ -11,6 +11,7 @@ from prime_hpc.config.env_files import REWARDS, ROWS, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles, first_parquet_rows, is_compressed
+from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, PlainText, SFTDataError, parse_line, parse_row
 
 _FILES, _ROWS, _BYTES = 20, 50, 2**20
@@ -20,7 +21,12 @@ SKIP_ROWS = "mend it, or sft.data.bad_rows = skip"
 
 
 def wrong_row(
-    found: DataFiles, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool = False
+    found: DataFiles,
+    source: SFTSourceConfig,
+    config: SFTDataConfig,
+    *,
+    vocab_size: int | None = None,
+    sees_images: bool = False,
 ) -> str | None:
     """Return what is wrong with the first rows of JSON lines or Parquet, with file and row; None where nothing is.
 
@@ -28,13 +34,16 @@ def wrong_row(
         found: files of the source.
         source: its column names.
         config: how rows are read.
+        vocab_size: of the model; None: not known.
         sees_images: whether they may hold images (`model.vision`).
     """
     if config.bad_rows == "skip":
         return None
     for place, row, path in _rows(found, source):
         try:
-            _parse(row, path, source, config, sees_images=sees_images)
+            parsed = _parse(row, path, source, config, sees_images=sees_images)
+            if isinstance(parsed, TokenRow) and vocab_size and (beyond := parsed.beyond(vocab_size)):
+                raise SFTDataError(beyond)
         except SFTDataError as error:
             return f"{place}: {error}"
     return None
@@ -49,6 +58,20 @@ def unusual_role(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfi
                 if message["role"] not in (*COMMON_ROLES, *config.loss_roles):
                     return f"{place}: a message of the role {message['role']!r}"
     return None
+
+
+def nothing_trained(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfig) -> str | None:
+    """Return that none of the first rows has anything to train, where it is so."""
+    num_rows = 0
+    for num_rows, (_, row, path) in enumerate(_rows(found, source), 1):  # noqa: B007
+        try:
+            parsed = _parse(row, path, source, config, sees_images=True)
+        except SFTDataError:
+            return None
+        trained = parsed.trained if isinstance(parsed, Conversation) else getattr(parsed, "loss_mask", [0, 1])[1:]
+        if any(trained):
+            return None
+    return f"nothing is trained in the first {num_rows} rows of {source.label}" if num_rows else None
 
 
 def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
@@ -69,7 +92,7 @@ def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
 
 def _parse(
     row: Any, path: Path, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool
-) -> Conversation | PlainText:
+) -> Conversation | PlainText | TokenRow:
     row = parse_line(row, path) if isinstance(row, bytes) else row
     return parse_row(row, source, config, config.chat_template != "none", sees_images=sees_images)
 

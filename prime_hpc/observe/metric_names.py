@@ -14,7 +14,7 @@ where one should wait: looked at every 10 s."""
 NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}
 _OPEN = {
     "trainer": re.compile(r"(time|ckpt|loss|eval)/.+"),
-    "orchestrator": re.compile(r"(env|eval|env_workers|reward|teacher|curriculum|advantage)/.+"),
+    "orchestrator": re.compile(r"(env|eval|env_workers|episode_time|reward|teacher|curriculum|advantage)/.+"),
 }
 """Names that depend on environments, objectives and algorithms."""
 
@@ -37,6 +37,12 @@ def evaluated(key: str) -> str:
     other key."""
     name = key.removeprefix("eval/").removesuffix("/mean_reward")
     return name if key == f"eval/{name}/mean_reward" else ""
+
+
+def held_out_set(key: str) -> str:
+    """Return the set of held-out rows of SFT whose loss a key of the rows is; "" of any other key."""
+    name = key.removeprefix("eval/").removesuffix("/loss")
+    return name if key == f"eval/{name}/loss" else ""
 
 
 def near(metric: str) -> list[str]:

@@ -4,6 +4,7 @@ run."""
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,11 +169,13 @@ class MetricsWriter:
             logger.warning(f"W&B did not take the table of the bench: {error}")
 
     def close(self) -> None:
-        """Flush and close; W&B gets the chance to finish."""
+        """Flush and close; W&B gets the chance to finish. While an exception is on its way the role has crashed, and
+        W&B and MLflow show its run as failed."""
+        crashed = sys.exc_info()[0] is not None
         with self._lock:
             self._file.close()
         if self._mlflow is not None:
-            self._mlflow.close()
+            self._mlflow.close("FAILED" if crashed else "FINISHED")
             self._mlflow = None
         if self._tensorboard is not None:
             try:
@@ -182,7 +185,7 @@ class MetricsWriter:
             self._tensorboard = None
         if self._wandb is not None:
             try:
-                self._wandb.finish()
+                self._wandb.finish(exit_code=int(crashed))
             except Exception as error:  # noqa: BLE001 - see _start_wandb
                 logger.warning(f"W&B did not finish: {error}")
             self._wandb = None

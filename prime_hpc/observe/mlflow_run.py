@@ -34,6 +34,7 @@ class MlflowRun:
         self, *, tracking_uri: str, experiment: str, name: str, parameters: dict[str, str], id_file: Path
     ) -> None:
         self._arguments = (tracking_uri, experiment, name, parameters, id_file)
+        self._status = "FINISHED"
         self._waiting: queue.Queue[tuple[int, float, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
@@ -45,8 +46,9 @@ class MlflowRun:
         except queue.Full:
             pass
 
-    def close(self) -> None:
-        """Wait `CLOSE_S` for what is on its way."""
+    def close(self, status: str = "FINISHED") -> None:
+        """Wait `CLOSE_S` for what is on its way. `status`: how the run ended, in MLflow's words."""
+        self._status = status
         try:
             self._waiting.put(None, timeout=1.0)
         except queue.Full:
@@ -60,7 +62,7 @@ class MlflowRun:
             client, run_id = self._begin()
             while (item := self._waiting.get()) is not None:
                 self._send(client, run_id, *item)
-            client.set_terminated(run_id, "FINISHED")
+            client.set_terminated(run_id, self._status)
         except Exception as error:  # noqa: BLE001 - whatever MLflow does, the run goes on
             logger.warning(f"MLflow is off from here: {error} (needs pip install mlflow-skinny)")
 

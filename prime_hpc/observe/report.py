@@ -7,7 +7,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metric_names import evaluated
+from prime_hpc.observe.metric_names import evaluated, held_out_set
 from prime_hpc.observe.metrics import STEP_KEYS, iterate_metrics, read_metrics
 
 _LEFT_OUT = {
@@ -61,6 +61,9 @@ def write_report(
         of, held_out = _series(trainer, "eval/loss")
         if held_out:
             lines.append(f"held-out loss {held_out[0]:.4f} (version {of[0]}) -> {held_out[-1]:.4f} (version {of[-1]})")
+        for key in sorted({key for row in trainer for key in row if held_out_set(key)}):
+            if of_set := _series(trainer, key)[1]:
+                lines.append(f"  of {held_out_set(key)}: {of_set[0]:.4f} -> {of_set[-1]:.4f}")
         if words := left_out(trainer[-1]):
             lines.append(words)
         lines += _eval_lines(orchestrator)

@@ -57,6 +57,7 @@ class StepStats:
         self._sampled_tokens = 0
         self._waited: defaultdict[str, float] = defaultdict(float)
         self._spans: list[Span] = []
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def add_episode(self, episode: Episode) -> None:
         """One training episode ended."""
@@ -65,6 +66,8 @@ class StepStats:
         self._truncated += episode.result.truncated
         self._prompt_tokens += episode.num_prompt_tokens
         self._sampled_tokens += episode.num_sampled_tokens
+        for name, seconds in episode.result.seconds.items():
+            self._seconds[name].append(seconds)
 
     def add_wait(self, reason: str, begin: float, end: float) -> None:
         """Add time in which the loop could only wait, for `weights`, `servers` or `rollouts`."""
@@ -94,6 +97,9 @@ class StepStats:
             "time/step": seconds,
         }
         row |= {f"time/wait_{reason}": self._waited[reason] for reason in ("weights", "rollouts", "servers")}
+        for name, seconds_each in self._seconds.items():
+            row[f"episode_time/{name}_mean"] = float(np.mean(seconds_each))
+            row[f"episode_time/{name}_p99"] = float(np.percentile(seconds_each, 99))
         spans = joined([*self._spans, *others])
         row["spans"] = [[name, round(clock - begin, 3), round(end - begin, 3)] for name, begin, end in spans]
         StepStats.__init__(self, clock)

@@ -10,7 +10,7 @@ from prime_hpc.config.secret import MASK, Secret
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metric_names import evaluated
+from prime_hpc.observe.metric_names import evaluated, held_out_set
 from prime_hpc.report.accounting import charged_hours, suggest_split
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
@@ -183,6 +183,8 @@ def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any], *, share
             found[f"held-out {env} (last)"] = points[max(points)]
         elif points and key == "eval/loss":
             found["held-out loss (last)"] = points[max(points)]
+        elif points and key in trained.points and (name := held_out_set(key)):
+            found[f"held-out loss of {name} (last)"] = points[max(points)]
     trained_s = total["trainer"]["train"]
     found |= {
         "training tokens/s (while training)": total["tokens"] / trained_s if trained_s else None,

@@ -105,10 +105,9 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
     if experiment.kind == "eval" and experiment.eval.weights_dir is not None:
         found["eval.weights_dir"] = experiment.eval.weights_dir
     if experiment.kind == "sft":
-        sources = {"data": experiment.sft.data, "eval": experiment.sft.eval}
-        for name, source in sources.items():
-            for number, text in enumerate(source.paths if source else []):
-                found[f"sft.{name}.path.{number}"] = _of_rows(experiment, text)
+        for key, source in experiment.sft.sources.items():
+            for number, text in enumerate(source.paths):
+                found[f"{key}.path.{number}"] = _of_rows(experiment, text)
         data = experiment.sft.data
         for name, path in (("cache_dir", data.cache_dir), ("chat_template", data.template_file)):
             if path is not None:

@@ -55,7 +55,7 @@ def figure(pool: EnvPool, name: str) -> float:
 
 def same(one: EpisodeResult, other: EpisodeResult) -> bool:
     """All but the time that it took, bit for bit."""
-    plain = [{k: v for k, v in vars(r).items() if k not in ("samples", "duration_s")} for r in (one, other)]
+    plain = [{k: v for k, v in vars(r).items() if k not in ("samples", "duration_s", "seconds")} for r in (one, other)]
     assert len(one.samples) == len(other.samples)
     for left, right in zip(one.samples, other.samples, strict=True):
         for name, value in vars(left).items():
@@ -70,6 +70,10 @@ async def check_same_tokens(pool: EnvPool) -> None:
     here, there = await play(pool, 0, range(12)), await play(pool, 1, range(12))
     assert all(map(same, here, there))
     assert all(r.usable and r.samples[0].num_turns > 1 for r in here)
+    for result in (*here, *there):
+        parts = result.seconds
+        assert sum(parts.values()) == pytest.approx(result.duration_s) and min(parts.values()) >= 0
+        assert parts["engine"] > 0 < parts["environment"]
     assert {figure(pool, f"theirs/episodes_{slot}") for slot in (0, 1)} == {6}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from verifiers.v1.trace import AgentSpan, TimeSpan, TimeSplit, Timing
 
 from prime_hpc.envs.samples import NEVER_ASKED, EpisodeState, episode_result, find_problem, trace_samples
 
@@ -33,6 +34,13 @@ def reply_node(scaffold: list[int], ids: list[int], version: int = 0) -> Any:
     )
 
 
+def timing(engine: float, reward: float) -> Any:
+    return Timing(
+        agent=AgentSpan(start=1.0, end=9.0, model=TimeSplit(duration=engine)),
+        scoring=TimeSpan(start=9.0, end=9.0 + reward),
+    )
+
+
 def make_trace(*paths: list[Any], **changes: Any) -> Any:
     nodes = list({id(node): node for path in paths for node in path}.values())
     numbers = {id(node): number for number, node in enumerate(nodes)}
@@ -55,6 +63,7 @@ def make_trace(*paths: list[Any], **changes: Any) -> Any:
         "usage": SimpleNamespace(input_tokens=7, completion_tokens=5),
         "mm_token_type_id_map": {},
         "num_turns": sum(node.sampled for node in nodes),
+        "timing": timing(1.5, 0.25),
     }
     return SimpleNamespace(**(defaults | changes))
 
@@ -198,6 +207,13 @@ def test_result_carries_finite_scores_and_texts() -> None:
     assert (result.num_prompt_tokens, result.num_completion_tokens) == (7, 5)
     assert result.metrics == {"exact": 0.0, "reward/r": 0.75, "num_turns": 1.0}
     assert (result.reward, result.duration_s) == (0.75, 2.5)
+    assert result.seconds == {"engine": 1.5, "environment": 0.75, "reward": 0.25}
+    beside = [make_trace([prompt_node(1), reply_node([2], [3])], timing=timing(2.0, 0.5)) for _ in range(2)]
+    assert episode_result(make_episode(*beside), versions_of, 4.5).seconds == {
+        "engine": 4.0,
+        "environment": 0.0,
+        "reward": 0.5,
+    }
     assert (result.prompt_text, result.completion_text) == ("[user] hello", "hi")
 
 

@@ -42,6 +42,23 @@ def test_a_later_attempt_goes_on_in_the_same_runs(tmp_path: Path) -> None:
     assert "sk-secret" not in str(trainer.data.params) and trainer.info.status == "FINISHED"
 
 
+def test_a_role_that_crashes_has_failed_with_all_that_it_logged(tmp_path: Path) -> None:
+    writer = open_metrics(experiment(experiment="mine"), "trainer", tmp_path / "trainer.jsonl", tmp_path)
+    with pytest.raises(RuntimeError, match="in step 2"):
+        try:
+            writer.log(1, loss=0.5)
+            raise RuntimeError("in step 2")
+        finally:
+            writer.close()
+    client = MlflowClient(f"file:{tmp_path / 'mlflow' / 'store'}")
+    found = client.get_experiment_by_name("mine")
+    assert found is not None
+    (run,) = client.search_runs([found.experiment_id])
+    assert (run.info.status, run.data.metrics["loss"]) == ("FAILED", 0.5)
+    open_metrics(experiment(experiment="mine"), "trainer", tmp_path / "trainer.jsonl", tmp_path).close()
+    assert client.get_run(run.info.run_id).info.status == "FINISHED", "of its next attempt"
+
+
 def test_a_server_that_hangs_or_is_not_there_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_run, "CLOSE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -425,14 +425,15 @@ def test_the_samples_of_a_long_run_are_not_held_all_at_once(tmp_path: Path) -> N
 
 def test_a_report_leaves_out_the_steps_that_a_run_went_back_behind(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"step": s, "time/step": 1.0, "loss": float(s)} for s in (1, 2, 3, 4, 5, 3)]
-    rows[5:5] = [{"step": step, "eval/loss": 0.5 + step} for step in (2, 5)]
+    rows[5:5] = [{"step": step, "eval/loss": 0.5 + step, "eval/a/b/loss": 0.1 * step} for step in (1, 2, 5)]
     write_rows(tmp_path / "metrics" / "trainer.jsonl", rows)
     later = [{"step": step, "eval/words/mean_reward": 0.1 * step} for step in (0, 3, 2)]  # what was left out before
     write_rows(tmp_path / "metrics" / "orchestrator.jsonl", later)
     lines = write_report(tmp_path, "x", "sft")
     assert lines[0].startswith("x: 3 steps, ") and lines[1] == "loss 1.0000 at step 1 -> 3.0000 at step 3"
-    assert lines[2] == "held-out loss 2.5000 (version 2) -> 2.5000 (version 2)"
-    assert "-> 0.300 (version 3)" in lines[3]
+    assert lines[2] == "held-out loss 1.5000 (version 1) -> 2.5000 (version 2)"
+    assert lines[3] == "  of a/b: 0.1000 -> 0.2000"
+    assert "-> 0.300 (version 3)" in lines[4]
 
 
 def test_the_environments_log_level_overrides_the_configs(

@@ -114,6 +114,19 @@ def test_rollouts_that_train_though_a_deadline_cut_them_off_are_no_failures() ->
         assert loop.failures.share == share
 
 
+def test_a_steps_episodes_tell_what_their_time_was_for() -> None:
+    stats = StepStats(0.0)
+    assert not any(key.startswith("episode_time/") for key in stats.drain(1.0))
+    for engine in range(101):
+        seconds = {"engine": float(engine), "environment": 2.0, "reward": 0.0}
+        stats.add_episode(to_episode(replace(make_result(), seconds=seconds), 100))
+    stats.add_episode(to_episode(failed_result(), 100))  # nothing is known of it
+    row = stats.drain(2.0)
+    assert (row["episode_time/engine_mean"], row["episode_time/engine_p99"]) == (50.0, 99.0)
+    assert (row["episode_time/environment_mean"], row["episode_time/reward_p99"]) == (2.0, 0.0)
+    assert not any(key.startswith("episode_time/") for key in stats.drain(3.0))
+
+
 # ---------------------------------------------------------------------------------------------------- dispatch
 
 

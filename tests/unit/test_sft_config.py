@@ -81,13 +81,46 @@ def test_held_out_rows_are_named_and_are_not_those_trained_on() -> None:
     def evaluated(data: dict[str, Any], **evaluation: Any) -> Experiment:
         return Experiment.model_validate({"kind": "sft", "sft": {"data": data, "eval": evaluation}})
 
-    source = evaluated({"name": "owner/set"}, split="test").sft.eval_source
-    assert source is not None and (source.name, source.split) == ("owner/set", "test")
+    (source,) = evaluated({"name": "owner/set"}, split="test").sft.eval_sources.values()
+    assert (source.name, source.split) == ("owner/set", "test")
     with pytest.raises(ValueError, match="names no held-out rows"):
         evaluated({"path": "a.jsonl"})
     with pytest.raises(ValueError, match="is what is trained on"):
         evaluated({"name": "owner/set"}, split="train")
     assert data_line(evaluated(FAKE, path="b.jsonl", interval=7)).endswith("held-out loss every 7 steps")
+    sets = [{"id": "code", "path": "c.jsonl"}, {"id": "chat", "split": "test"}]
+    several = evaluated({"name": "owner/set"}, sets=sets)
+    assert data_line(several).endswith("held-out loss of code, chat every 50 steps")
+    assert [*several.sft.sources] == ["sft.data", "sft.eval.sets.0", "sft.eval.sets.1"]
+    assert [source.label for source in several.sft.eval_sources.values()] == [
+        str(Path("c.jsonl").absolute()),
+        "owner/set",
+    ]
+    assert evaluated({"name": "owner/set"}, **several.sft.eval.model_dump()).sft == several.sft  # type: ignore[union-attr]
+    for wrong, words in (
+        ({"sets": [*sets, sets[0]]}, "two of eval.sets have the id code"),
+        ({"sets": sets, "path": "d.jsonl"}, "eval.path is of one set, and eval.sets states several"),
+        ({"sets": [{"id": "chat", "split": "train"}]}, r"eval.sets.0.split = train is what is trained on"),
+        ({"sets": [{"id": "", "path": "d.jsonl"}]}, "at least 1 character"),
+        ({"sets": [{"path": "d.jsonl"}]}, r"eval.sets.0.id"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            evaluated({"name": "owner/set"}, **wrong)
+
+
+def test_each_of_several_held_out_sets_is_looked_at(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(GOOD_ROW)
+    bad.write_text('{"question": "a", "answer": "b"}')
+    sets = [{"id": "good", "path": str(good)}, {"id": "bad", "path": str(bad)}]
+    flags = ["--model.name", "owner/model", "--output-dir", str(tmp_path), "--data.path", str(good)]
+    with pytest.raises(ConfigError, match=r"sft\.eval\.sets\.1.*needs `messages`.*sft\.eval\.sets\.N\.columns"):
+        check(load([*flags, "--eval.sets", json.dumps(sets)], "sft"))
+    tree = {"kind": "sft", "seq_len": 64, "sft": {"data": {"path": str(good)}, "eval": {"sets": sets}}}
+    found = [f for f in lint(Experiment.model_validate(tree), GENERIC) if f.code == "PH207"]
+    assert [(f.severity, f.key) for f in found] == [("error", "sft.eval.sets.1.path")]
+    bad.write_text(GOOD_ROW)
+    check(load([*flags, "--eval.sets.0.id", "good", "--eval.sets.0.path", str(good)], "sft"))
 
 
 def test_evaluation_in_environments_needs_one() -> None:
@@ -192,6 +225,39 @@ def test_what_lint_says_of_rows_before_the_trainer_sees_them(tmp_path: Path) -> 
     assert said(f"{GOOD_ROW}\n" * 60 + "broken") == []  # only so many are read
     found = [f for f in lint(sft(name=str(path)), GENERIC) if f.code == "PH207"]
     assert [(f.severity, "is a file, and name is of the hub" in f.message) for f in found] == [("error", True)]
+
+
+def test_rows_of_tokens_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    path, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    model.mkdir()
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300, **shape}))
+
+    def said(*rows: dict[str, Any], **data: Any) -> list[tuple[str, str]]:
+        path.write_text("\n".join(map(json.dumps, rows)))
+        tree = {
+            "kind": "sft",
+            "seq_len": 64,
+            "model": {"name": str(model)},
+            "sft": {"data": data | {"path": str(path)}},
+        }
+        found = lint(Experiment.model_validate(tree), GENERIC)
+        return [(f.severity, f.message) for f in found if f.code == "PH207"]
+
+    good = {"input_ids": [5, 6, 299], "loss_mask": [0, 1, 1]}
+    assert said(good) == []
+    ((severity, message),) = said(good, {"input_ids": [300]})
+    assert severity == "error" and f"{path}:2: token 300 is beyond the model's vocabulary of 300" in message
+    flags = ["--model.name", str(model), "--output-dir", str(tmp_path), "--data.path", str(path)]
+    with pytest.raises(ConfigError, match="token 300 is beyond the model's vocabulary of 300"):
+        check(load(flags, "sft"))
+    ((severity, message),) = said(good, {"input_ids": [5], "loss_mask": [1, 1]})
+    assert severity == "error" and "`loss_mask` has 2 entries" in message
+    idle = {"input_ids": [5, 6], "loss_mask": [1, 0]}  # a first token has nothing it could be predicted from
+    assert said(idle, idle) == [("warning", f"nothing is trained in the first 2 rows of {path}")]
+    assert said(idle, good) == [] and said({"text": "a"}) == []
+    talk = json.loads(GOOD_ROW)
+    assert said(talk, loss_roles=["asistant"]) == [("warning", f"nothing is trained in the first 1 rows of {path}")]
 
 
 def test_the_first_rows_of_parquet_are_read_too(tmp_path: Path) -> None:

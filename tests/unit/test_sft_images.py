@@ -227,6 +227,15 @@ def test_without_the_key_images_are_refused(tmp_path: Path, model: Path) -> None
     assert three.error is None, "a column that nothing asks for"
 
 
+def test_a_token_of_an_image_without_one_is_refused(tmp_path: Path, model: Path) -> None:
+    token = json.loads((model / "config.json").read_text())["image_token_id"]
+    spelt = recipe_for([{"text": "a"}], tmp_path, model).load_tokenizer().decode([token])
+    rows = [{"input_ids": [5, token, 6]}, {"text": spelt}, {"text": "a"}]
+    [ids, text, plain] = results(recipe_for(rows, tmp_path, model))
+    assert plain.error is None
+    assert all(f"token {token} stands for an image, and the row has none" in str(row.error) for row in (ids, text))
+
+
 def mixed_rows() -> list[Any]:
     """Rows with no image, one, or two of them."""
     rows: list[Any] = [{"prompt": f"name {i}", "completion": "number" * (1 + i % 3)} for i in range(12)]

@@ -301,3 +301,29 @@ def test_a_checkpoint_of_a_version_before_is_resumed(tmp_path: Path, monkeypatch
         data.start({"data_row": 3, "data_fingerprint": 1, "data_looks": 9})
     assert data.start({"data_row": 3, "data_fingerprint": 1, "data_looks": 8})["data_looks"] == 8
     assert began == [3, 3, 3, 3]
+
+
+def test_rows_of_tokens_are_read_alike_from_every_source(tmp_path: Path) -> None:
+    datasets, pq = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    from tests.support.tiny_tokenizer import make_tokenizer
+
+    make_tokenizer(tmp_path / "model")
+    content = [{"input_ids": [i, 5, 6, 0], "labels": [-100, 5, 6, 0], "attention_mask": [1, 1, 1, 0]} for i in range(9)]
+    table = datasets.Dataset.from_list([row | {"token_type_ids": [0] * 4} for row in content])
+    table.with_format("numpy").save_to_disk(tmp_path / "saved")
+    pq.write_table(table.data.table, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_bytes(lines(content))
+    for path in ("saved", "a.parquet", "a.jsonl"):
+        source = SFTDataConfig(path=tmp_path / path)
+        found = find_data(source)
+        recipe = Recipe(source, source, found, tmp_path / "cache", tmp_path / "model", False, False, 8, 300)
+        made = [result.samples[0] for result in RowReader(recipe)(range(9))]
+        assert [one.token_ids.tolist() for one in made] == [[i, 5, 6] for i in range(9)]
+        assert all(one.loss_mask.tolist() == [False, True, True] for one in made)
+        assert first_columns(found, source) is None or "input_ids" in (first_columns(found, source) or [])
+    masked = [{"input_ids": [5, 6], "assistant_masks": [0, 1]}]
+    pq.write_table(datasets.Dataset.from_list(masked).data.table, tmp_path / "b.parquet")
+    with pytest.raises(SFTDataError, match=r'Map it: sft\.data\.columns = {"loss_mask": "assistant_masks"}'):
+        opened(tmp_path / "cache", path=tmp_path / "b.parquet")
+    (row,) = read(opened(tmp_path / "cache", path=tmp_path / "b.parquet", columns={"loss_mask": "assistant_masks"}))
+    assert row == masked[0]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 asked = []
 class Run:
     def define_metric(self, *a, **k): pass
-    def finish(self): pass
+    def finish(self, exit_code): pass
 wandb.init = lambda **arguments: asked.append(arguments.get("mode")) or Run()
 def start(offline=None):
     arguments = wandb_arguments(project="p", name="n", run_id=None, offline=offline, run_dir=Path("."), config={})
@@ -87,7 +88,7 @@ def test_a_later_life_goes_on_in_the_roles_w_and_b_runs(tmp_path: Path, monkeypa
             asked.append((name, id, resume))
 
         def define_metric(self, *arguments: Any, **options: Any) -> None: ...
-        def finish(self) -> None: ...
+        def finish(self, exit_code: int) -> None: ...
 
     monkeypatch.setattr(wandb, "init", Run)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -154,3 +155,43 @@ def test_without_tensorboard_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.M
     writer.log(1, loss=0.5)
     writer.close()
     assert [row["loss"] for row in read_metrics(tmp_path / "m.jsonl")] == [0.5]
+
+
+def exit_codes(folder: Path) -> list[int]:
+    """How W&B's files in a folder say that their runs ended."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for file in sorted(folder.rglob("*.wandb")):
+        data, at, part = file.read_bytes(), 7, b""  # after a head of 7 bytes: blocks of pieces of records
+        while at + 7 <= len(data):
+            if (left := 32768 - at % 32768) < 7:
+                at += left
+                continue
+            size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+            part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+            if kind in (1, 4):  # whole, or the last piece
+                record: Any = getattr(wandb_internal_pb2, "Record")()  # noqa: B009 - made as it is imported
+                record.ParseFromString(part)
+                found += [record.exit.exit_code] if record.WhichOneof("record_type") == "exit" else []
+                part = b""
+    return found
+
+
+def test_w_and_b_knows_a_role_that_crashed_from_one_that_finished(tmp_path: Path) -> None:
+    def play(name: str, *, crashes: bool) -> list[int]:
+        folder = tmp_path / name
+        folder.mkdir()
+        writer = MetricsWriter(folder / "m.jsonl", {"project": "p", "mode": "offline", "dir": str(folder)})
+        try:
+            writer.log(1, loss=0.5)
+            if crashes:
+                raise RuntimeError("in step 2")
+        finally:
+            writer.close()
+        return exit_codes(folder)
+
+    assert play("whole", crashes=False) == [0]
+    with pytest.raises(RuntimeError, match="in step 2"):
+        play("broken", crashes=True)
+    assert exit_codes(tmp_path / "broken") == [1]

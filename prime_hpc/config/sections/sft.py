@@ -8,7 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here
 
-COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text")
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
+"""The parts of a row that is tokenised already."""
+COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text", *TOKEN_COLUMNS)
 """The parts that a row may hold, by the product's names."""
 IMAGE_PARTS = ("image", "image_url")
 """Values of `type` of a message's content parts that are images."""
@@ -21,8 +23,8 @@ class SFTSourceConfig(Section):
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
     path: str | list[str] | None = None
     """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, with `messages` (and
-    `tools`), or with nothing but `text`, all of which is trained. Files may be compressed (.gz, .zst). What is named
-    twice is trained on twice an epoch."""
+    `tools`), with nothing but `text`, all of which is trained, or tokenised: with `input_ids`, and `loss_mask` or
+    `labels`. Files may be compressed (.gz, .zst). What is named twice is trained on twice an epoch."""
     name: str | None = None
     """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
     subset: str | None = None
@@ -30,8 +32,9 @@ class SFTSourceConfig(Section):
     split: str = "train"
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
-    """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`:
-    `{prompt: question}`. A prompt in `instruction` goes on in `input` (Alpaca)."""
+    """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`,
+    `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt in `instruction` goes on in
+    `input` (Alpaca)."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -109,8 +112,8 @@ class SFTDataConfig(SFTSourceConfig):
     """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file, which the published
     weights hold in the place of the model's."""
     overlong: Literal["error", "drop", "truncate", "split"] = "drop"
-    """Treatment of a sample longer than `seq_len`; counted in the metrics. `split`, of rows of `text` alone: each piece
-    is a sample."""
+    """Treatment of a sample longer than `seq_len`; counted in the metrics. `split`, of rows of `text` and
+    of tokens all of which are trained: each piece is a sample."""
     bad_rows: Literal["error", "skip"] = "error"
     """Treatment of a row that cannot be read or that the template refuses; skipped ones are counted."""
     num_workers: int | None = Field(None, ge=0)
@@ -170,15 +173,40 @@ class SFTDataConfig(SFTSourceConfig):
         return self
 
 
-class SFTEvalConfig(SFTSourceConfig):
-    """Loss on held-out rows; without a source of its own, another split of the training data set."""
+class SFTHeldOutConfig(SFTSourceConfig):
+    """Held-out rows; without a source of its own, another split of the training data set."""
 
     split: str = "validation"
     """`name`, or a directory that `datasets` saved: which of its splits."""
+
+    @model_validator(mode="after")
+    def _real(self) -> "SFTHeldOutConfig":
+        if self.type == "fake":
+            raise ValueError("random tokens have no held-out loss: name rows with path or name")
+        return self
+
+
+class SFTEvalSetConfig(SFTHeldOutConfig):
+    """One of several sets of held-out rows."""
+
+    id: str = Field(min_length=1)
+    """Its name in the metrics: `eval/ID/loss`."""
+
+    @property
+    def key(self) -> str:
+        """The section that states it."""
+        return "sft.eval.sets.N"
+
+
+class SFTEvalConfig(SFTHeldOutConfig):
+    """Loss on held-out rows; without a source of its own, another split of the training data set."""
+
+    sets: list[SFTEvalSetConfig] = []
+    """Several sets of held-out rows, each with a loss of its own, instead of one."""
     interval: int = Field(50, ge=1)
     """Every so many steps (and before the first and after the last)."""
     num_rows: int | None = Field(None, ge=1)
-    """First rows only; default: all."""
+    """First rows only, of each set; default: all."""
 
     @property
     def key(self) -> str:
@@ -186,9 +214,13 @@ class SFTEvalConfig(SFTSourceConfig):
         return "sft.eval"
 
     @model_validator(mode="after")
-    def _real(self) -> "SFTEvalConfig":
-        if self.type == "fake":
-            raise ValueError("random tokens have no held-out loss: name rows with path or name")
+    def _sets_alone(self) -> "SFTEvalConfig":
+        ids = [one.id for one in self.sets]
+        if twice := next((one for one in ids if ids.count(one) > 1), None):
+            raise ValueError(f"two of eval.sets have the id {twice}: their losses would have one name")
+        fields = SFTSourceConfig.model_fields if self.sets else {}
+        if stated := [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]:
+            raise ValueError(f"eval.{stated[0]} is of one set, and eval.sets states several: make it one of them")
         return self
 
 
@@ -203,21 +235,35 @@ class SFTConfig(Section):
     """Publish weights every so many steps besides the last."""
 
     @property
-    def eval_source(self) -> SFTSourceConfig | None:
-        """The source of held-out rows."""
+    def eval_sets(self) -> dict[str, SFTHeldOutConfig]:
+        """Sets of held-out rows, by their keys."""
         if self.eval is None:
-            return None
-        if self.eval.path is not None or self.eval.name is not None:
-            return self.eval
-        return self.data.model_copy(update={"split": self.eval.split})
+            return {}
+        return {f"sft.eval.sets.{n}": one for n, one in enumerate(self.eval.sets)} or {"sft.eval": self.eval}
+
+    @property
+    def eval_sources(self) -> dict[str, SFTSourceConfig]:
+        """The sources of held-out rows, by the keys that state them."""
+        return {
+            key: one if one.paths or one.name is not None else self.data.model_copy(update={"split": one.split})
+            for key, one in self.eval_sets.items()
+        }
+
+    @property
+    def sources(self) -> dict[str, SFTSourceConfig]:
+        """The sources of all rows, by the keys that state them."""
+        return {"sft.data": self.data, **self.eval_sources}
 
     @model_validator(mode="after")
     def _held_out(self) -> "SFTConfig":
-        source = self.eval_source
-        if source is None or self.eval is None or self.eval.path is not None:
-            return self
-        if source.name is None:
-            raise ValueError("eval names no held-out rows: set eval.path (or eval.name)")
-        if (source.name, source.subset, source.split) == (self.data.name, self.data.subset, self.data.split):
-            raise ValueError(f"eval.split = {source.split} is what is trained on: name another split, or eval.path")
+        for key, source in self.eval_sources.items():
+            section = key.removeprefix("sft.")
+            if self.eval_sets[key].paths:
+                continue
+            if source.name is None:
+                raise ValueError(f"{section} names no held-out rows: set {section}.path (or {section}.name)")
+            if (source.name, source.subset, source.split) == (self.data.name, self.data.subset, self.data.split):
+                raise ValueError(
+                    f"{section}.split = {source.split} is what is trained on: name another split, or {section}.path"
+                )
         return self

@@ -14,7 +14,6 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
 from prime_hpc.config.env_files import ROWS, named_files, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module, trained_names
@@ -77,12 +76,8 @@ def _rows(experiment: Experiment) -> Iterator[Need]:
     """Rows of supervised fine-tuning."""
     if experiment.kind != "sft":
         return
-    sources: dict[str, SFTSourceConfig | None] = {
-        "sft.data": experiment.sft.data,
-        "sft.eval": experiment.sft.eval_source,
-    }
-    for key, source in sources.items():
-        if source is None or source.type == "fake":
+    for key, source in experiment.sft.sources.items():
+        if source.type == "fake":
             continue
         if source.name is not None:
             yield Need("dataset", f"{key}.name", source.name, source.subset, source.split)

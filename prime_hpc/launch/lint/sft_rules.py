@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
-from prime_hpc.launch.first_rows import SKIP_ROWS, unusual_role, wrong_row
+from prime_hpc.launch.first_rows import SKIP_ROWS, nothing_trained, unusual_role, wrong_row
 from prime_hpc.launch.lint.lint_finding import Finding, Subject, rule
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.trainer.data.messages import COMMON_ROLES
@@ -14,8 +14,10 @@ from prime_hpc.trainer.data.messages import COMMON_ROLES
 def data(subject: Subject) -> Iterator[Finding]:
     """Check the files of supervised data."""
     sft, sees_images = subject.experiment.sft, subject.experiment.model.vision is not None
-    for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
-        if source is None or not (source.paths or source.name):
+    vocab = subject.facts.vocab_size if subject.facts is not None else None
+    for section, source in sft.sources.items():
+        key = f"{section}.path"
+        if not (source.paths or source.name):
             continue
         try:
             found = find_data(source)
@@ -30,8 +32,9 @@ def data(subject: Subject) -> Iterator[Finding]:
         try:
             columns = first_columns(found, source)
             lacks = columns is not None and not has_columns(columns, source)
-            wrong = None if lacks else wrong_row(found, source, sft.data, sees_images=sees_images)
+            wrong = None if lacks else wrong_row(found, source, sft.data, vocab_size=vocab, sees_images=sees_images)
             unusual = None if lacks or wrong else unusual_role(found, source, sft.data)
+            idle = None if lacks or wrong or unusual else nothing_trained(found, source, sft.data)
         except ValueError as error:
             yield Finding("PH207", "error", key, str(error), "")
             continue
@@ -48,6 +51,8 @@ def data(subject: Subject) -> Iterator[Finding]:
                 unusual,
                 "a typing error? Few chat templates know others than " + ", ".join(COMMON_ROLES),
             )
+        elif idle is not None:
+            yield Finding("PH207", "warning", key, idle, "see sft.data.loss_roles, or the masks of rows of tokens")
     template = sft.data.template_file
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"

@@ -59,13 +59,14 @@ def data(subject: Subject) -> Iterator[Finding]:
     experiment = subject.experiment
     if experiment.model.vision is not None:
         return
-    for key, source in (("sft.data.path", experiment.sft.data), ("sft.eval.path", experiment.sft.eval_source)):
-        if source is not None and source.paths and _shows_images(source):
+    for key, source in experiment.sft.sources.items():
+        if source.paths and _shows_images(source):
             message = (
                 "rows hold images, and the run trains on text alone: a part that is an image is refused, a column of "
                 "images is not read"
             )
-            yield Finding("PH129", "warning", key, message, "model.vision: frozen, with a model that sees images")
+            remedy = "model.vision: frozen, with a model that sees images"
+            yield Finding("PH129", "warning", f"{key}.path", message, remedy)
 
 
 @rule(*EVERY)

@@ -109,6 +109,7 @@ P.speed = [
   ["Seconds of a trainer's step", [["trainer", "time/step", "whole step"], ["trainer", "time/forward_backward", "forward and backward"], ["trainer", "time/wait", "waiting for rollouts"], ["trainer", "time/optim", "optimizer"], ["trainer", "time/publish", "publishing"], ["trainer", "time/checkpoint", "saving"]]],
   ["Seconds of an orchestrator's step", [["orchestrator", "time/step", "whole step"], ["orchestrator", "time/wait_rollouts", "waiting for rollouts"], ["orchestrator", "time/wait_weights", "waiting for weights"], ["orchestrator", "time/weight_update", "weight update"], ["orchestrator", "time/weight_pause", "engines paused"]]],
   ["Episodes per second", [["orchestrator", "episodes/per_second", "episodes"]]],
+  ["Seconds of an episode (mean)", [["orchestrator", "episode_time/engine_mean", "waiting for the engines"], ["orchestrator", "episode_time/environment_mean", "environment: its code, tools, sandboxes"], ["orchestrator", "episode_time/reward_mean", "reward"]]],
   ["In flight", [["orchestrator", "queue/in_flight", "episodes"], ["orchestrator", "queue/complete_groups", "complete groups"]]]
 ];
 P.used = new Set(["trainer:reward", "orchestrator:reward/mean"]);
@@ -117,7 +118,7 @@ P.groups.concat(P.speed).forEach(function (group) { group[1].forEach(function (r
 P.rewardChart = function (run, height) {
   const reward = P.curve(run, "orchestrator", "reward/mean", "training reward (batch mean)", P.color(0)) || P.curve(run, "trainer", "reward", "training reward (batch mean)", P.color(0));
   const held = P.heldOut(run);
-  const loss = run.points["eval/loss"];
+  const losses = Object.keys(run.points).filter(function (key) { return /^eval\/(.+\/)?loss$/.test(key); });
   const list = (reward ? [reward] : []).concat(held);
   if (list.length) {
     const hint = held.length ? held.some(function (h) { return h.hasInterval; }) ? "held-out: mean with its 95 % interval" : "held-out: means (this run recorded no standard error, so no interval)" : "";
@@ -125,7 +126,10 @@ P.rewardChart = function (run, height) {
   }
   const train = P.curve(run, "trainer", "loss", "training loss", P.color(0));
   if (!train) return null;
-  const points = loss ? [{ label: "held-out loss", x: loss.map(function (p) { return p[0]; }), y: loss.map(function (p) { return p[1]; }), points: true, color: P.color(1) }] : [];
+  const points = losses.map(function (key, index) {
+    const of = key.split("/").slice(1, -1).join("/"), loss = run.points[key];
+    return { label: "held-out loss" + (of ? ": " + of : ""), x: loss.map(function (p) { return p[0]; }), y: loss.map(function (p) { return p[1]; }), points: true, color: P.color(index + 1) };
+  });
   return P.chart("Loss", [train].concat(points), { height: height });
 };
 P.groupChart = function (run, group) {

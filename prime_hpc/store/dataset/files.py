@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
+from prime_hpc.config.sections.sft import COLUMNS, TOKEN_COLUMNS, SFTSourceConfig
 from prime_hpc.store.dataset.media_columns import ParquetMedia
 from prime_hpc.store.io.tree import list_tree
 from prime_hpc.store.manifest import MANIFEST
@@ -20,6 +20,8 @@ _COMPRESSED = (".gz", ".zst")
 _TABLES = (".csv", ".tsv", ".xls", ".xlsx")
 _OF_TURNS = {"prompt", "completion", "conversations", "conversation", "instruction", "output", "response"}
 _OF_TURNS |= {"question", "answer", "chosen", "rejected"}
+_OTHER_MASKS = ("completion_mask", "assistant_masks")
+"""Columns of tokenised rows that say what is trained, too: TRL's."""
 INSTRUCTION, INPUT = "instruction", "input"
 """Alpaca's two columns of one prompt."""
 _WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
@@ -137,7 +139,23 @@ def _kind(files: list[Path]) -> Kind:
 
 def has_columns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     """Return whether a row with these columns can be trained on."""
+    if is_tokenised(names, source):
+        return _unread_mask(names, source) is None
     return _has_turns(names, source) or is_text(names, source)
+
+
+def is_tokenised(names: Sequence[str], source: SFTSourceConfig) -> bool:
+    """Return whether rows with these columns hold tokens. Beside text these may be another model's: there they count
+    only where `sft.data.columns` names them."""
+    is_beside = _OF_TURNS.union(("messages", "text")).intersection(names) or _has_turns(names, source)
+    is_meant = "input_ids" in source.columns or not (is_beside or is_text(names, source))
+    return source.columns.get("input_ids", "input_ids") in names and is_meant
+
+
+def _unread_mask(names: Sequence[str], source: SFTSourceConfig) -> str | None:
+    """Return a column that says which tokens are trained, and that nothing reads."""
+    is_masked = any(source.columns.get(column, column) in names for column in ("loss_mask", "labels"))
+    return None if is_masked else next((name for name in _OTHER_MASKS if name in names), None)
 
 
 def _has_turns(names: Sequence[str], source: SFTSourceConfig) -> bool:
@@ -154,7 +172,9 @@ def is_text(names: Sequence[str], source: SFTSourceConfig) -> bool:
 
 def used_columns(names: Sequence[str], source: SFTSourceConfig, images: bool) -> set[str]:
     """Return the names of the columns that make samples; `text` only where nothing else does."""
-    left_out = {"text"} if images else {"text", "images"}
+    if is_tokenised(names, source):
+        return {source.columns.get(column, column) for column in TOKEN_COLUMNS}
+    left_out = {"text", *TOKEN_COLUMNS} if images else {"text", "images", *TOKEN_COLUMNS}
     columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column not in left_out]
     used = {source.columns.get(column, column) for column in columns}
     return used | {INPUT} if INSTRUCTION in used else used
@@ -171,6 +191,9 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion", "text")}
     have = ", ".join(sorted(map(str, names))) or "none"
+    if is_tokenised(names, source):
+        mask = _unread_mask(names, source)
+        return f'`{mask}` is read as `loss_mask` alone. Map it: {source.key}.columns = {{"loss_mask": "{mask}"}}'
     such_as = '{"prompt": "question", "completion": "answer"}'
     if "conversations" in names:
         such_as = '{"messages": "conversations"}'
@@ -179,8 +202,8 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
         if INPUT in names:
             such_as += " (what `input` holds is put after the instruction)"
     return (
-        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone; "
-        f"the columns are: {have}. Map them with {source.key}.columns, such as {such_as}"
+        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone, "
+        f"or `input_ids`; the columns are: {have}. Map them with {source.key}.columns, such as {such_as}"
     )
 
 

@@ -97,11 +97,9 @@ def _not_made(experiment: Experiment) -> list[Problem]:
         problems += [Problem(f"{said.message}: {NOT_MADE}", said.key) for said in error.problems]
     except OSError:
         return problems
-    sources = {"sft.data": experiment.sft.data, "sft.eval": experiment.sft.eval_source}
-    for key, source in sources.items() if experiment.kind == "sft" else ():
+    for key, source in experiment.sft.sources.items() if experiment.kind == "sft" else ():
         try:
-            if source is not None:
-                find_data(source)
+            find_data(source)
         except NothingThereError as error:
             problems.append(Problem(f"{error}: {NOT_MADE}", f"{key}.path"))
         except (OSError, ValueError):

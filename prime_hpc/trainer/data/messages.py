@@ -2,7 +2,8 @@
 
 A row holds `messages` (and optionally `tools`), or `prompt` and `completion`: two lists of messages, of which only the
 completion is trained, or two strings, which become a user and an assistant message (plain text where there is no chat
-template), or `text` alone, all of which is trained, whatever the template. Beside a conversation, `system` begins it.
+template), or `text` alone, all of which is trained, whatever the template, or tokens (`store/dataset/token_rows.py`).
+Beside a conversation, `system` begins it.
 Accepted besides the plain form, because data sets are written so:
 
 - Alpaca's `input` beside a prompt in `instruction`;
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.dataset.files import has_columns, is_text, missing_columns, prompt_of
+from prime_hpc.store.dataset.files import has_columns, is_text, is_tokenised, missing_columns, prompt_of
 from prime_hpc.store.dataset.row_images import as_sources, image_parts, other_media, place_images
+from prime_hpc.store.dataset.token_rows import TokenRow, token_row
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
@@ -82,8 +84,8 @@ def parse_line(line: bytes, path: Path) -> Any:
 
 def parse_row(
     row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_template: bool, *, sees_images: bool = False
-) -> Conversation | PlainText:
-    """Return a row as what is tokenised.
+) -> Conversation | PlainText | TokenRow:
+    """Return a row as what is tokenised, or its tokens.
 
     Args:
         row: the parsed JSON or Arrow row.
@@ -99,6 +101,11 @@ def parse_row(
         raise SFTDataError(f"expected a JSON object, got {type(row).__name__}")
     if not has_columns(list(row), source):
         raise SFTDataError(missing_columns(list(row), source))
+    if is_tokenised(list(row), source):
+        try:
+            return token_row(row, source)
+        except ValueError as error:
+            raise SFTDataError(str(error)) from error
     if is_text(list(row), source):
         text = row[source.columns.get("text", "text")]
         if not isinstance(text, str):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.images import EncodedImage
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -138,16 +139,16 @@ class RowTokenizer:
         parsed = parse_row(
             row, self._source, self._config, self._tokenizer.has_template, sees_images=reader is not None
         )
-        sources = () if isinstance(parsed, PlainText) or reader is None else parsed.images
+        sources = parsed.images if isinstance(parsed, Conversation) else ()
         images = [reader.read(source, folder) for source in sources] if reader is not None else []
         samples: list[SFTSample] = []
         counts = RowCounts(rows=1)
         for talk, sample in self._tokenised(parsed, images):
-            plain = isinstance(talk, PlainText)
-            length, unended = len(sample.token_ids), not plain and self._is_unended(talk, sample)
+            length = len(sample.token_ids)
+            unended = isinstance(talk, Conversation) and self._is_unended(talk, sample)
             if length > self._seq_len:
                 if self._config.overlong in ("error", "split"):
-                    what = "" if self._config.overlong == "error" else ", and only rows of `text` are split"
+                    what = "" if self._config.overlong == "error" else ", and only what is trained whole is split"
                     raise SFTDataError(
                         f"{length} tokens{_of_images(sample)}, more than seq_len = {self._seq_len}{what}; raise it, "
                         "or set sft.data.overlong"
@@ -157,7 +158,9 @@ class RowTokenizer:
                     continue
                 counts += RowCounts(truncated=1)
                 sample = sample.first(self._seq_len)
-            self._refuse_unknown(sample.token_ids)
+            self._refuse_unknown(talk, sample.token_ids)
+            if reader is not None and sample.images is None and (sample.token_ids == reader.token).any():
+                raise SFTDataError(f"token {reader.token} stands for an image, and the row has none for it")
             if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
                 samples.append(sample)
                 counts += RowCounts(unended=int(unended))
@@ -166,14 +169,18 @@ class RowTokenizer:
         return RowResult(samples, counts)
 
     def _tokenised(
-        self, parsed: Conversation | PlainText, images: Sequence[EncodedImage]
+        self, parsed: Conversation | PlainText | TokenRow, images: Sequence[EncodedImage]
     ) -> Iterator[tuple[Any, SFTSample]]:
-        """Yield what becomes a sample, and its tokens; of a row of `text`, with `overlong = split`, its pieces."""
+        """Yield what becomes a sample, and its tokens; with `overlong = split`, pieces of what is trained whole."""
         for talk in self._talks(parsed):
-            plain = isinstance(talk, PlainText)
-            whole = SFTSample(*self._tokenizer.plain(talk)) if plain else self._conversation(talk, images)
+            if isinstance(talk, Conversation):
+                whole, is_all = self._conversation(talk, images), False
+            elif isinstance(talk, PlainText):
+                whole, is_all = SFTSample(*self._tokenizer.plain(talk)), not talk.prompt
+            else:
+                whole, is_all = SFTSample(talk.token_ids, talk.loss_mask), bool(talk.loss_mask.all())
             length, size = len(whole.token_ids), self._seq_len
-            if length <= size or self._config.overlong != "split" or not plain or talk.prompt:
+            if length <= size or self._config.overlong != "split" or not is_all:
                 yield talk, whole
                 continue
             for at in range(0, length - 1, size - 1):  # each begins with the token before it: every token is predicted
@@ -193,8 +200,10 @@ class RowTokenizer:
         last = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
         return "assistant" in roles and not any(self._tokenizer.ends_turns(int(sample.token_ids[i])) for i in last)
 
-    def _refuse_unknown(self, token_ids: NDArray[np.int32]) -> None:
+    def _refuse_unknown(self, talk: Conversation | PlainText | TokenRow, token_ids: NDArray[np.int32]) -> None:
         """Raise for a token that the model has no embedding of: a split embedding would give zeros in its place."""
+        if isinstance(talk, TokenRow) and (beyond := talk.beyond(self._vocab_size)):
+            raise SFTDataError(beyond)
         largest = int(token_ids.max(initial=-1))
         if largest >= self._vocab_size:
             raise SFTDataError(
@@ -203,9 +212,9 @@ class RowTokenizer:
                 "(resize_token_embeddings of transformers), or take the tokenizer that the model came with"
             )
 
-    def _talks(self, parsed: Conversation | PlainText) -> list[Any]:
+    def _talks(self, parsed: Conversation | PlainText | TokenRow) -> list[Any]:
         """Return the conversation itself, or with `split_turns` one for every trained message."""
-        if isinstance(parsed, PlainText) or not self._config.split_turns:
+        if not isinstance(parsed, Conversation) or not self._config.split_turns:
             return [parsed]
         ends = [i + 1 for i, trained in enumerate(parsed.trained) if trained]
         only = lambda stop: tuple(i == stop - 1 for i in range(stop))  # noqa: E731
