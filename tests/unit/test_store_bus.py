@@ -119,6 +119,7 @@ def test_the_words_of_runs_that_come_and_go_do_not_pile_up(hub, bus, monkeypatch
     hub.publish("stop", save=True)
     for index in range(3):
         hub.publish("server", role="inference", index=index, state="starting")
+    hub.publish("launch/trainer", start_number=1)
     for number in range(100):
         for topic in ("batch", "weights"):
             hub.publish(f"run_{number}/1/{topic}", step=number)
@@ -127,6 +128,7 @@ def test_the_words_of_runs_that_come_and_go_do_not_pile_up(hub, bus, monkeypatch
         until(lambda: client.latest("run_99/1/weights") is not None)  # noqa: B023
         assert client.latest("run_99/1/batch") == {"step": 99} and client.latest("run_0/1/batch") is None
         assert client.latest("stop") == {"save": True} and len(client._latest.of("server")) == 3
+        assert client.latest("launch/trainer") == {"start_number": 1}
         assert len(list(client._latest)) <= 22
     assert len(list(hub._latest)) <= 22
 

@@ -11,6 +11,9 @@ Kept = TypeVar("Kept")
 ABOUT = {"server": ("role", "index")}
 """Topics about several things, and the fields that name one: news of a server does not take the place of another's."""
 
+OF_AGENTS = ("launch/", "end/", "adopt/")
+"""Begin the topics of a role's agents, which are no run's, and which an agent that joins again must find."""
+
 MOST_OF_RUNS = 2000
 """Topics of single runs. Who joins is sent all that is kept: of more it would hear late, and beyond the hub's backlog
 nothing."""
@@ -34,7 +37,7 @@ class LastWords(Generic[Kept]):
         things[name] = kept
         self._kept[topic] = things
         if len(self._kept) > MOST_OF_RUNS:
-            oldest = next((known for known in self._kept if "/" in known), None)
+            oldest = next((known for known in self._kept if "/" in known and not known.startswith(OF_AGENTS)), None)
             if oldest is not None:
                 del self._kept[oldest]
 
