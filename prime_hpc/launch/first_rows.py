@@ -5,14 +5,16 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.env_files import REWARDS, ROWS, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles, first_parquet_rows, is_compressed
-from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, PlainText, SFTDataError, parse_line, parse_row
+
+if TYPE_CHECKING:
+    from prime_hpc.store.dataset.token_rows import TokenRow
 
 _FILES, _ROWS, _BYTES = 20, 50, 2**20
 """Files that are looked into, and rows and bytes (of lines) of each."""
@@ -42,7 +44,11 @@ def wrong_row(
     for place, row, path in _rows(found, source):
         try:
             parsed = _parse(row, path, source, config, sees_images=sees_images)
-            if isinstance(parsed, TokenRow) and vocab_size and (beyond := parsed.beyond(vocab_size)):
+            if (
+                vocab_size
+                and not isinstance(parsed, Conversation | PlainText)
+                and (beyond := parsed.beyond(vocab_size))
+            ):
                 raise SFTDataError(beyond)
         except SFTDataError as error:
             return f"{place}: {error}"
@@ -92,7 +98,7 @@ def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
 
 def _parse(
     row: Any, path: Path, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool
-) -> Conversation | PlainText | TokenRow:
+) -> "Conversation | PlainText | TokenRow":
     row = parse_line(row, path) if isinstance(row, bytes) else row
     return parse_row(row, source, config, config.chat_template != "none", sees_images=sees_images)
 

@@ -146,7 +146,7 @@ def submitting(run_dir: Path) -> Iterator[None]:
             found = _text_of(lock)
             if _is_held(lock, found):
                 raise SubmissionUnderWay(
-                    Problem(f"{run_dir}: another submit of this run is under way ({found})", "name")
+                    Problem(f"{run_dir}: another submit of this run is under way ({_in_words(found)})", "name")
                 )
             _move_aside(lock, found)
     except OSError as error:
@@ -213,6 +213,15 @@ def _is_held(lock: Path, text: str) -> bool:
     from prime_hpc.runtime.process_tree import runs_since
 
     return runs_since(pid, since)
+
+
+def _in_words(text: str) -> str:
+    """Name the client that wrote this lock."""
+    try:
+        holder = json.loads(text)
+        return f"process {holder['pid']} on {holder['host']}"
+    except (ValueError, KeyError, TypeError):  # about to be written
+        return "it has just begun"
 
 
 def _move_aside(lock: Path, text: str) -> None:

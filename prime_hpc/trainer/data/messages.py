@@ -22,12 +22,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.sections.sft import IMAGE_PARTS, SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import has_columns, is_text, is_tokenised, missing_columns, prompt_of
 from prime_hpc.store.dataset.row_images import as_sources, image_parts, other_media, place_images
-from prime_hpc.store.dataset.token_rows import TokenRow, token_row
+
+if TYPE_CHECKING:
+    from prime_hpc.store.dataset.token_rows import TokenRow
 
 Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
@@ -84,7 +86,7 @@ def parse_line(line: bytes, path: Path) -> Any:
 
 def parse_row(
     row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_template: bool, *, sees_images: bool = False
-) -> Conversation | PlainText | TokenRow:
+) -> "Conversation | PlainText | TokenRow":
     """Return a row as what is tokenised, or its tokens.
 
     Args:
@@ -102,6 +104,8 @@ def parse_row(
     if not has_columns(list(row), source):
         raise SFTDataError(missing_columns(list(row), source))
     if is_tokenised(list(row), source):
+        from prime_hpc.store.dataset.token_rows import token_row  # numpy: on a login node for such rows alone
+
         try:
             return token_row(row, source)
         except ValueError as error:
