@@ -85,8 +85,6 @@ def parse(verb: str, argv: list[str], action: str = "") -> Given:
     """Take a verb's own flags from the rest of its command line, as its row of `VERBS` states them.
 
     Args:
-        verb: its name.
-        argv: after the verb (and its action).
         action: its first word, where it has such; flags of other actions are not taken.
 
     Raises:
@@ -119,7 +117,6 @@ def step_range(text: str | None, there: Sequence[int]) -> tuple[int, int]:
     """Return the first and the last step of `--steps`: `A:B`, `A:`, `:B` or `A`; an open end is that of what is there.
 
     Args:
-        text: the flag's value; None: it was not given.
         there: steps in order, at least one.
 
     Raises:

@@ -60,7 +60,6 @@ def complete(words: list[str], environ: Mapping[str, str] = os.environ) -> str:
 
     Args:
         words: of the command line from the program's name to the word under the cursor, which may be empty.
-        environ: says where runs are.
     """
     if len(words) < 2:
         return Offer().text("")
