@@ -24,7 +24,6 @@ def server_figures(url: str, key: str) -> dict[str, float | str]:
 
     Args:
         url: of the server, with or without `/v1`.
-        key: that it wants.
 
     Returns:
         `running`, `waiting`: requests; `sampled_per_s`: tokens between the two questions; or `error`.
