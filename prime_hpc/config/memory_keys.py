@@ -7,7 +7,6 @@ def remedies(experiment: Experiment, kind: str) -> list[str]:
     """Keys to change, what is likely to help most first; those that are set already are left out.
 
     Args:
-        experiment: the run.
         kind: `weights`, `gathered`, `gradients`, `optimizer`, `activations` or `head`; others have no remedy.
     """
     trainer, model = experiment.trainer, experiment.model
@@ -52,9 +51,7 @@ def advice(experiment: Experiment, by_kind: dict[str, float], limit: int = 2) ->
     """`head 3.1 GiB: a smaller ...; activations 2.0 GiB: ...` of the largest kinds that anything helps against.
 
     Args:
-        experiment: the run.
         by_kind: GiB.
-        limit: kinds to name.
     """
     largest = sorted(by_kind, key=lambda kind: -by_kind[kind])
     named = [(kind, remedies(experiment, kind)) for kind in largest]

@@ -63,7 +63,6 @@ def select_modules(config: LoraConfig, modules: Collection[str]) -> list[str]:
     """Return the modules that get adapters, in the given order.
 
     Args:
-        config: states the targets.
         modules: full names of the model's linear modules.
 
     Raises:

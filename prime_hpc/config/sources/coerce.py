@@ -40,8 +40,6 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
     """Return the value of a leaf, free or list key from what was stated.
 
     Args:
-        value: what the source holds.
-        node: the key.
         typed: True when the source has types (a file), False when all it has is text (a flag, a variable).
     """
     annotation = node.annotation
@@ -74,7 +72,6 @@ def find_empty(values: Any, path: tuple[str, ...] = ()) -> Iterator[Node]:
 
     Args:
         values: the tree; changed.
-        path: of `values`.
 
     Yields:
         those that cannot be empty.

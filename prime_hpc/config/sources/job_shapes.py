@@ -65,8 +65,6 @@ def check_shapes(trees: Mapping[str, Tree], entrypoint: str, *, is_begun: bool) 
     """Check each shape like a whole experiment.
 
     Args:
-        trees: of `lay_shape`.
-        entrypoint: what they are for.
         is_begun: see `check_complete`.
 
     Raises:

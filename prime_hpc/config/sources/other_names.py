@@ -361,7 +361,6 @@ def instead_of(path: Sequence[str], *, is_flag: bool) -> str | None:
 
     Args:
         path: of the key as it was typed, in snake case.
-        is_flag: show our keys as flags.
     """
     if path[-1] in _OF_ROWS and list(path[-3:-2]) == ["env"]:
         return f"an environment's own arguments are below `args`: {{id: rows, args: {{{path[-1]}: ...}}}}"
