@@ -81,10 +81,7 @@ class PromptRenderer:
 
     def __init__(self, tokenizer: Any, renderer: Any, *, vision: bool = False) -> None:
         """Take a tokenizer and its renderer.
-
-        Raises:
-            EnvError: prompts hold images (`vision`), and the renderer writes none.
-        """
+        Raises EnvError: prompts hold images (`vision`), and the renderer writes none."""
         cache_short_texts(tokenizer)
         self.tokenizer = tokenizer
         self.renderer = renderer
@@ -235,10 +232,7 @@ def load_prompt_renderer(
     Args:
         tokenizer_path: local directory or hub name.
         renderer: a name of the `renderers` package, or `auto`.
-        enable_thinking: whether the chat template opens a think section.
-        trust_remote_code: run the tokenizer's own code, where it ships with one.
         chat_template: what the weights were trained with, in the place of the tokenizer's own.
-        vision: prompts hold images.
 
     Raises:
         EnvError: no tokenizer there, no such renderer, the tokenizer lacks tokens that the renderer needs, or the
@@ -264,10 +258,7 @@ def load_prompt_renderer(
 
 def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
     """Return the `renderers` renderer of that name; `enable_thinking` and whole histories where it has such knobs.
-
-    Raises:
-        EnvError: an unknown name, or a tokenizer that does not fit.
-    """
+    Raises EnvError: an unknown name, or a tokenizer that does not fit."""
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig, create_renderer
 

@@ -101,7 +101,6 @@ def tool_declaration(function: Callable[..., Any], without: Sequence[str] = ()) 
     """OpenAI's declaration of a Python function: its name, its docstring, its annotated parameters.
 
     Args:
-        function: the tool.
         without: parameters that the model is not shown; they may be of any type, also one that JSON has no word for.
     """
     typed: Any = _shown(function, without) if without else function

@@ -41,10 +41,7 @@ class RowTask(vf.Task[RowData]):
     @vf.reward
     async def rewards(self, trace: vf.Trace) -> dict[str, float]:
         """Record every function's score with its weight, and what it measures beside it.
-
-        Raises:
-            Exception: a function's own; the episode has failed then.
-        """
+        Raises Exception: a function's own; the episode has failed then."""
         if not self.functions:
             raise RuntimeError("the task has lost its reward functions")
         reply = Reply(
@@ -127,20 +124,13 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
         return find_functions(names, weights)
 
     async def open_scorer(self) -> None:
-        """Start what compares answers.
-
-        Raises:
-            EnvError: math-verify cannot be imported.
-        """
+        """Start what compares answers. Raises EnvError: math-verify cannot be imported."""
         if "math" in _listed(self.config.reward):
             await open_comparison()
 
     def load(self) -> Iterable[RowTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: nothing is named, cannot be read or is no prompt; a reward is not there or takes what no row has.
-        """
+        """One task a row. Raises EnvError: nothing is named, cannot be read or is no prompt; a reward is not there or
+        takes what no row has."""
         config = self.config
         if bool(config.files) == bool(config.dataset):
             raise EnvError("rows: state `args.files` (JSONL or Parquet) or `args.dataset` (of the hub), one of them")

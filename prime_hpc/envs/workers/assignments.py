@@ -100,7 +100,6 @@ class Assignments:
         """Take back the episodes of a worker that is gone.
 
         Args:
-            worker: which one.
             guilty: id of the episode that ended it; 0: nobody knows; None: no episode did.
         """
         losses = Losses()

@@ -91,11 +91,7 @@ class Session:
         self._workers: dict[int, _Worker] = {}
 
     def obey(self, sockets_of_host: Iterable[socket.socket]) -> None:
-        """Take orders.
-
-        Raises:
-            OSError: the orchestrator is gone, or does not keep to the protocol.
-        """
+        """Take orders. Raises OSError: the orchestrator is gone, or does not keep to the protocol."""
         if self.control.family == socket.AF_UNIX:
             data, fds, _, _ = socket.recv_fds(self.control, 1 << 16, 16)
             self._fds.extend(fds)
@@ -111,10 +107,7 @@ class Session:
 
     def start(self, order: dict[str, Any], fd: int, sockets_of_host: Iterable[socket.socket]) -> None:
         """Fork a worker that serves the connection `fd`, and nothing else of the host's.
-
-        Raises:
-            OSError: the orchestrator is gone.
-        """
+        Raises OSError: the orchestrator is gone."""
         _import_for(order.get("loads") or {})  # of an orchestrator of other code, which its worker will tell so
         try:
             episode = mmap.mmap(-1, mmap.PAGESIZE)

@@ -80,11 +80,7 @@ class Connection:
             self._writer.write(pack(op, **fields))
 
     async def receive(self) -> list[dict[str, Any]]:
-        """Return the next messages; [] when the worker is gone.
-
-        Raises:
-            FrameError: it does not keep to the protocol.
-        """
+        """Return the next messages; [] when the worker is gone. Raises FrameError: it does not keep to the protocol."""
         while True:
             try:
                 data = await self._reader.read(1 << 18)
@@ -141,7 +137,6 @@ class HostLink(ABC):
         """Start a worker and return the connection to it.
 
         Args:
-            label: its name in logs.
             memory_bytes: at which the host ends it; 0: no limit.
             loads: its tokenizer and what goes with it, so that the host can import that once for all (`Fleet`).
 
@@ -354,7 +349,6 @@ def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHo
     """Return the hosts at the stated addresses.
 
     Args:
-        config: states them and the variable that holds their key.
         urls: of the inference servers, which the workers there must reach.
 
     Raises:
