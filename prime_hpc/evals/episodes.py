@@ -128,7 +128,6 @@ def read_lines(path: Path, record_type: type[Record]) -> Iterator[tuple[Record |
 
     Args:
         path: may be missing.
-        record_type: what a line holds.
 
     Yields:
         the episode (None: the line holds none), and the line's first byte and length; half a last line is left out.
@@ -165,14 +164,7 @@ class EpisodeLog:
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
         """Read what is there, and cut off half a last line.
-
-        Args:
-            paths: the run's.
-            incarnation: number of the writer's attempt.
-
-        Raises:
-            OSError, StoreError: it cannot be read or written.
-        """
+        Raises OSError, StoreError: it cannot be read or written."""
         self.path = results_file(paths.root)
         self._paths, self._incarnation = paths, incarnation
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,11 +183,8 @@ class EpisodeLog:
         self._next_sync = time.monotonic() + SYNC_S
 
     def add(self, record: Record) -> None:
-        """Append one episode.
-
-        Raises:
-            StoreError: the disk is full (half a line is cut off again), or a newer attempt has begun (FencedError).
-        """
+        """Append one episode. Raises StoreError: the disk is full (half a line is cut off again), or a newer attempt
+        has begun (FencedError)."""
         if not replaces(record, self.records.get(record.key)):
             return
         text = json.dumps(as_row(record), ensure_ascii=False, allow_nan=False)

@@ -26,10 +26,6 @@ def report(
 
     Args:
         records: the episodes that were asked for and are there.
-        found: what was selected of them.
-        config: the filters.
-        settings: with which the episodes were played.
-        model: for people.
     """
     environments = {}
     for env in (env.name or env.id for env in config.environments):

@@ -78,7 +78,6 @@ def select(records: Sequence[Sampled], config: SynthesizeConfig) -> Selection:
 
     Args:
         records: the episodes that were asked for, in the order of environments, tasks and rollouts.
-        config: the filters.
     """
     found = Selection()
     candidates: dict[tuple[str, int], list[tuple[float, int, int, Place]]] = defaultdict(list)
