@@ -83,7 +83,6 @@ def model_problem(config: Mapping[str, Any], max_len: int) -> str:
 
     Args:
         config: the fields of its config.json.
-        max_len: tokens of the longest sequence.
     """
     family = family_of(config)
     if family.rows != "packed":

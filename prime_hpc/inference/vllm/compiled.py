@@ -36,7 +36,6 @@ def cache_key(argv: Sequence[str], machine: str, versions: str) -> str:
     """Name of an archive: servers with the same one compile the same.
 
     Args:
-        argv: vLLM's arguments.
         machine: kind of the GPUs or the CPU.
         versions: of everything that compiles.
     """
@@ -52,8 +51,6 @@ def open_cache(shared: Path, argv: Sequence[str], environ: MutableMapping[str, s
     """Return the caches of the server that starts in this process; sets their variables, before vLLM is imported.
 
     Args:
-        shared: `inference.compile_cache`.
-        argv: vLLM's arguments.
         environ: of this process; where it names vLLM's own cache, that is where the node keeps such.
     """
     local = Path(environ.get("VLLM_CACHE_ROOT") or "~/.cache/prime-hpc/vllm").expanduser().parent
@@ -161,10 +158,7 @@ class CompileCache:
 
 def _extract(archive: tarfile.TarFile, folder: Path) -> None:
     """Extract plain files and folders, none of them outside of `folder`.
-
-    Raises:
-        tarfile.TarError: a member lies outside.
-    """
+    Raises tarfile.TarError: a member lies outside."""
     if hasattr(tarfile, "data_filter"):
         archive.extractall(folder, filter="data")
         return

@@ -72,9 +72,6 @@ class NetworkUpdates:
 
     def __init__(self, secret: str, on_workers: OnWorkers, num_workers: int, still: Still) -> None:
         """Args:
-        secret: of the job.
-        on_workers: see `OnWorkers`.
-        num_workers: of all engines.
         still: while workers may wait for each other.
         """
         self._secret, self._on_workers, self._num_workers, self._still = secret, on_workers, num_workers, still
@@ -84,10 +81,7 @@ class NetworkUpdates:
 
     async def prepare(self, offer: Offer) -> None:
         """Join the ranks unless that is done, and have them hold the version.
-
-        Raises:
-            TransferError: it cannot be had so; the engines go on as they were.
-        """
+        Raises TransferError: it cannot be had so; the engines go on as they were."""
         place = (offer.sent.session, *(part.address for part in offer.sent.parts))
         if self._joined == place:
             try:

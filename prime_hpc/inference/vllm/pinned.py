@@ -66,7 +66,6 @@ class PinnedStage:
     def __init__(self, limit: int, allocate: Allocate) -> None:
         """Args:
         limit: bytes.
-        allocate: makes the buffer.
         """
         self._limit, self._allocate = limit, allocate
         self._buffer: torch.Tensor | None = None

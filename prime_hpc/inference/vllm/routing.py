@@ -45,7 +45,6 @@ def record(runner: Any, config: "VllmConfig") -> None:
 
     Args:
         runner: with its model and cache; not asynchronous, as on a CPU.
-        config: of the engine, with auxiliary outputs.
     """
     from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
 

@@ -65,10 +65,7 @@ class PolicyWorker:
 
     def policy_start(self) -> None:
         """Before anything is served: mend what vLLM gets wrong on CPU, and what makes its reloads there slow.
-
-        Raises:
-            ValueError: the model's router cannot compute as `model.router_dtype` has it.
-        """
+        Raises ValueError: the model's router cannot compute as `model.router_dtype` has it."""
         from vllm.platforms import current_platform
 
         logging.getLogger(_RELOADS).addFilter(_is_about_weights)
@@ -89,10 +86,6 @@ class PolicyWorker:
         """Open the files of the next version (memory-mapped: a node reads each byte once for all its workers).
 
         The server has fetched it for its own node; the workers of a further node do it here, the first of them for all.
-
-        Args:
-            folder: as it was published.
-            transport: that made it.
 
         On CUDA the tensors then go into pinned memory, in a thread; `policy_staged` says when they are there.
 
@@ -223,7 +216,6 @@ def prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
     """Renew the prepacked copies of weights that vLLM's CPU kernels keep and its own reload forgets.
 
     Args:
-        model: that was loaded again.
         prepacked: their copies before that: where the reload made another, it is not made twice.
 
     Two cases, both silent without this: a tied output head has no tensor of its own in the checkpoint, so its prepacked
