@@ -98,7 +98,6 @@ def manifests(experiment: Experiment, values: Values | None = None) -> list[Mani
     """Return the objects of a run.
 
     Args:
-        experiment: as it was resolved.
         values: default: what the experiment states, with a new key.
 
     Raises:

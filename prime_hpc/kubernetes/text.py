@@ -53,11 +53,7 @@ def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
     """Write a Helm chart of the experiment: the objects of `manifests`, the cluster's part of them as values.
 
     Args:
-        experiment: as it was resolved.
         folder: new, or an earlier chart's.
-
-    Returns:
-        the files.
 
     Raises:
         ConfigError: the experiment cannot run as pods, or the folder is no chart's or cannot be written.
