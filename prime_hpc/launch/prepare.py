@@ -44,7 +44,6 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
     """Check the experiment, make its run directory and write what was asked into it.
 
     Args:
-        loaded: the experiment.
         site: profile of the cluster that it runs on; None: on this machine.
 
     Raises:
@@ -66,11 +65,7 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
 
 
 def refuse_anothers(run_dir: Path) -> None:
-    """Raise where a directory that exists is another user's.
-
-    Raises:
-        ConfigError: it is; nothing in it was changed.
-    """
+    """Raise where a directory that exists is another user's. Raises ConfigError: it is; nothing in it was changed."""
     if run_dir.exists():
         try:
             refuse_other_owner(run_dir)
@@ -82,8 +77,6 @@ def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
     """Write the snapshot and lockfile. A STOP that came after the last attempt had ended goes: it would end this one.
 
     Args:
-        loaded: what to write.
-        run_dir: where.
         is_in_job: by a job, or pods, that waited: a STOP is for these.
 
     Raises:
@@ -169,11 +162,7 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
 
 
 def refuse_to_delete(run_dir: Path) -> None:
-    """Raise where a directory is anything but one run of this user's.
-
-    Raises:
-        ConfigError: saying what it is.
-    """
+    """Raise where a directory is anything but one run of this user's. Raises ConfigError: saying what it is."""
 
     def refuse(what: str) -> ConfigError:
         return ConfigError(Problem(f"{run_dir} {what}, so it is not deleted; choose another --name", "clean"))
@@ -219,7 +208,6 @@ def for_evaluation(loaded: Loaded, *, waits: bool = False) -> Loaded:
     `eval.weights_dir`, so that the engines have room for them.
 
     Args:
-        loaded: the experiment.
         waits: its job waits for another one (`slurm.dependency`), which may make the versions.
 
     Raises:

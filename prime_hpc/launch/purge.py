@@ -52,7 +52,6 @@ def first_purge(folder: Path, site: SiteConfig) -> Purge | None:
 
     Args:
         folder: it, and all that lies below it.
-        site: says whether, and by which time.
     """
     if site.purge_days is None or not _is_on_scratch(folder, site):
         return None

@@ -51,8 +51,6 @@ def destination(word: str, run: str, *, folder: bool) -> Path:
 
     Args:
         word: as given: a file with a suffix that is known, else a directory in which the archive gets the run's name.
-        run: the run's name.
-        folder: a plain folder is wanted.
     """
     path = Path(word).expanduser().absolute()
     if folder:
@@ -67,10 +65,6 @@ def make_archive(
 
     Args:
         run_dir: a run that nothing writes to.
-        path: of `destination`.
-        checkpoints, rollouts: see `choose`.
-        folder: a plain folder instead of one packed file.
-        say: told how it goes.
 
     Raises:
         ArtifactError: a file of the run, but of no batch, is damaged, or what was written is not what was read.
@@ -129,10 +123,7 @@ def index_of(run_dir: Path, chosen: Chosen, entries: dict[str, FileEntry]) -> by
 
 def read_index(data: bytes, path: Path) -> dict[str, Any]:
     """Return what `archive.json` says.
-
-    Raises:
-        StoreError: it is damaged, of another version, or names a run as no run is named.
-    """
+    Raises StoreError: it is damaged, of another version, or names a run as no run is named."""
     try:
         content = json.loads(data)
         found = content.pop("checksum")
@@ -156,7 +147,6 @@ def read_packed(path: Path, name: str) -> dict[str, Content]:
     """Read a packed file from the disk; returns its members.
 
     Args:
-        path: of the file.
         name: final name, whose suffix says how it is compressed.
 
     Raises:

@@ -35,8 +35,6 @@ def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | No
     """Memory of one GPU of an engine; None where the run serves nothing or the parameters cannot be counted.
 
     Args:
-        experiment: states the parallelism and the share of the memory.
-        facts: of the model.
         gpu_gib: memory of one GPU, where it is known.
     """
     inference = experiment.inference

@@ -31,8 +31,6 @@ def fetch_model(name: str, cache: Path, revision: str | None) -> None:
     """Bring a model's files into the hub's cache.
 
     Args:
-        name: on the hub.
-        cache: HF_HUB_CACHE.
         revision: commit that is there already, of which what is missing is fetched; None: the newest.
 
     Raises:

@@ -73,7 +73,6 @@ def look(need: Need, environ: Mapping[str, str]) -> Presence:
     """Say whether a need is there.
 
     Args:
-        need: of `needs_of`.
         environ: of the job's roles: which caches they use.
     """
     try:

@@ -57,8 +57,6 @@ def way_to(
         target: of `find_target`; its run is under way.
         role, rank: as of `parse_role`; rank None is 0.
         command: of the user; empty: a shell.
-        terminal: standard input and output are one.
-        environ: of this process.
 
     Raises:
         ConfigError: the run has no such role or rank, or its directory is half-written.

@@ -66,10 +66,6 @@ def interval_facts(
     """Return the best interval and the one that is set, for `plan --json` and `interval_lines`.
 
     Args:
-        experiment: states the interval and Slurm's notice.
-        site: failure rate and start-up time.
-        speed: of a step and a save.
-        num_nodes: of the job.
         walltime_s: the job's time limit; None: none.
         in_job: whether Slurm gives a notice.
     """

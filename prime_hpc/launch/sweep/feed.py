@@ -61,8 +61,6 @@ class Feed:
         Args:
             sweep: its rows get the reasons of points that an earlier round found invalid.
             jobs: points that could be sent; in the first round all that are valid.
-            views: every point, for what is under way.
-            site: the cluster's profile.
 
         Raises:
             ConfigError: not even one of them can ever fit.

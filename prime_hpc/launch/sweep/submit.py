@@ -31,9 +31,7 @@ def submit_sweep(
     """Bring a sweep nearer to its end.
 
     Args:
-        base: the sweep.
         states: points in these are sent.
-        dry_run: write nothing, send nothing.
         feed: chooses those that fit now; None: all of them.
 
     Raises:
@@ -161,10 +159,7 @@ def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, i
 
 def _refuse_if_all_alike(points: Sequence[Point]) -> None:
     """Refuse a mistake that every point has: it is the base's, not theirs, so nothing is sent, and it is said once.
-
-    Raises:
-        ConfigError: with the mistake.
-    """
+    Raises ConfigError: with the mistake."""
     reasons = {point.reason for point in points}
     if None not in reasons and len(reasons) == 1:
         raise ConfigError(Problem(f"all {len(points)} points are wrong: {reasons.pop()}"))

@@ -68,11 +68,7 @@ class LiveRuns:
 
 
 def read_run(path: Path, ask: Ask) -> LiveRun:
-    """Read one run.
-
-    Raises:
-        RunGoneError: its directory is not there any more.
-    """
+    """Read one run. Raises RunGoneError: its directory is not there any more."""
     if not path.is_dir():
         raise RunGoneError(f"{path} is not there any more: the run was deleted or renamed")
     kind = line_of(path / RUN_YAML, "kind: ") or "rl"
