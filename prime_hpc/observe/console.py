@@ -86,10 +86,7 @@ class Tail:
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows appended since the last call.
-
-        Raises:
-            OSError: the file cannot be read now; nothing is skipped, the next call goes on from the same place.
-        """
+        Raises OSError: the file cannot be read now; nothing is skipped, the next call goes on from the same place."""
         if self._offset is None:  # it could not be asked at first
             self._offset = self._size()
         try:

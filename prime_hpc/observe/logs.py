@@ -122,7 +122,6 @@ def setup_logger(
         file: also append to this file.
         file_level: least severe level of the file; default `level`.
         json_lines: one JSON object a line instead of text.
-        console: write to stdout.
     """
     asked = os.environ.get("PRIME_LOG_LEVEL", "").upper()
     is_level = asked in LEVELS

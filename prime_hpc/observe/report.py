@@ -164,11 +164,7 @@ def draw(
     trainer: list[dict[str, Any]],
     orchestrator: list[dict[str, Any]],
 ) -> Path:
-    """Write the curve as PNG and return its path.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write the curve as PNG and return its path. Raises ImportError: matplotlib is not installed."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
