@@ -193,10 +193,7 @@ class WeightSync:
 
     async def sleep(self) -> None:
         """Put the engines to sleep until the next version, which wakes them. They are given no memory before that.
-
-        Raises:
-            OrchestratorError: a server refuses, so that the trainer's memory would be taken.
-        """
+        Raises OrchestratorError: a server refuses, so that the trainer's memory would be taken."""
         self._asleep = True
         await asyncio.gather(*(self._sleep_one(index) for index in range(len(self._clients))))
 
@@ -311,10 +308,7 @@ class WeightSync:
 
     async def serve(self, version: int) -> None:
         """Have the servers that are ready load a version; the others get it when they are back (`run`, `keep`).
-
-        Raises:
-            OrchestratorError: a server refuses it.
-        """
+        Raises OrchestratorError: a server refuses it."""
         start = loop_time()
         self.current, self.paused_seconds, self._asleep = version, 0.0, False
         self._is_updating = True

@@ -31,11 +31,7 @@ class Echo:
     """Weights of one sample's tokens."""
 
     def __init__(self, config: EchoConfig) -> None:
-        """Check the arguments.
-
-        Raises:
-        ConfigError: the filter cannot be imported.
-        """
+        """Check the arguments. Raises ConfigError: the filter cannot be imported."""
         self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
         self._name = config.filter
         self._filter = import_object(config.filter, _KEY) if config.filter is not None else None
@@ -63,10 +59,7 @@ class Echo:
 
     def weights(self, sample: Sample) -> NDArray[np.float32]:
         """float32[L], 0 where nothing is learned.
-
-        Raises:
-            OrchestratorError: the user's filter fails or returns no such weights; names it.
-        """
+        Raises OrchestratorError: the user's filter fails or returns no such weights; names it."""
         if sample.roles is None:
             return np.zeros(sample.num_tokens, np.float32)
         chosen = np.isin(sample.roles, self._roles) & ~sample.loss_mask

@@ -56,11 +56,7 @@ class BatchWriter:
         """The checkpoint since which there were too many."""
 
     async def write(self, content: BatchContent) -> Manifest:
-        """Commit a batch and tell the trainer.
-
-        Raises:
-            StoreError: disk full, fenced.
-        """
+        """Commit a batch and tell the trainer. Raises StoreError: disk full, fenced."""
         async with self._one:
             manifest = await self._commit(content)
             self._newest = content.step
@@ -94,10 +90,7 @@ class BatchWriter:
 
     async def go_on(self, incarnation: int, step: int) -> list[int]:
         """Commit what comes after `step` for a new attempt, then as ever. Returns the steps.
-
-        Raises:
-            StoreError: as `write`.
-        """
+        Raises StoreError: as `write`."""
         self._incarnation = incarnation
         self._forget(step)
         try:
