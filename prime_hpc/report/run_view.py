@@ -70,9 +70,6 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
     """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`.
 
     Args:
-        path: of the run.
-        status: of the run.
-        limits: of the page.
         lives: of the run's jobs, where Slurm's accounting says.
     """
     notes: list[str] = []
