@@ -106,9 +106,6 @@ def probe(folder: str | os.PathLike[str], within_s: float = PROBE_WITHIN_S) -> R
 def words_here(run_dir: str) -> list[Row]:
     """Return the words of all processes on this node that say to be a run's; compared as text, nothing is waited for.
 
-    Args:
-        run_dir: of the run.
-
     Returns:
         the words (`role`, `index`, `began`, ...), `pid` being the process's id out here, not in its container.
     """
