@@ -86,7 +86,6 @@ def render_submission(loaded: Loaded, *, as_rendered: bool = False) -> Submissio
     """Plan and render; asks nobody and writes nothing.
 
     Args:
-        loaded: the experiment.
         as_rendered: the text without a token, as `render` prints it: the same each time.
 
     Raises:
@@ -254,17 +253,11 @@ def send(
     """Submit a rendered script through submitit; the caller holds `submitting`.
 
     Args:
-        directory: the run directory.
         text: of `render_job`, with the token.
-        token: of this submission.
         layout: `packed` or `het`.
-        command: as it was typed, for the record.
         function: that the job is for submitit: (run directory, environment) -> exit code.
         options: of sbatch, over the script's.
         other: cluster of the site that it goes to; None: this one.
-
-    Returns:
-        the job id.
 
     Raises:
         NothingQueued: sbatch refused, or is missing; the record says so.
@@ -323,10 +316,6 @@ def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     """At the beginning of a job: of two successors that waited for the same one, and were released at once when it died
     before it had left one, that which started first goes on.
 
-    Args:
-        run_dir: the run directory.
-        environ: the job's environment.
-
     Returns:
         why this job ends here; None: it goes on.
     """
@@ -350,11 +339,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
 
     Args:
         run_dir: the run directory, with its `job.sbatch`.
-        job_id: of the job that runs (or waits) now.
         is_first: no other can be there yet: nobody is asked.
-
-    Returns:
-        the successor's job id.
 
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
@@ -421,7 +406,6 @@ def drop_successor(run_dir: Path, before: SubmissionRecord | None = None) -> str
     """Take the successor out of the queue: for a job that ends ill and is not to come back.
 
     Args:
-        run_dir: the run directory.
         before: its record as it was, should the directory be gone.
 
     Returns:

@@ -42,10 +42,7 @@ def expected_start(
     """Ask about a batch script.
 
     Args:
-        text: of `render_job`.
-        placement: of its job.
         cluster: of the site, where it would be sent with `-M`; None: this one.
-        timeout_s: deadline of the question.
     """
     try:
         with on_cluster(cluster):
