@@ -13,8 +13,6 @@ def write_tiny_qwen3(directory: Path, seed: int, phrases: Iterable[str] = ()) ->
     """Write config, weights (float32) and tokenizer of the tiny Qwen3 into `directory`; the same bytes for one seed.
 
     Args:
-        directory: to be made.
-        seed: of the weights.
         phrases: texts that are one token each, see `tokenizer.find_phrases`.
 
     The vocabulary is exactly the tokenizer's: a padded row would be an id that can be sampled and means nothing.

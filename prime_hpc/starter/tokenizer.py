@@ -96,7 +96,6 @@ def build_tokenizer(max_len: int, phrases: Iterable[str] = ()) -> "PreTrainedTok
     """Return the tokenizer: 256 bytes and 9 control tokens, ids 0..264, then the phrases.
 
     Args:
-        max_len: the model's context in tokens.
         phrases: texts that become one token each wherever they stand.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
