@@ -35,7 +35,6 @@ def token_row(row: Mapping[str, Any], source: SFTSourceConfig) -> TokenRow:
 
     Args:
         row: with `input_ids`, and `loss_mask` or `labels` where not all of them are trained.
-        source: its column names.
 
     Raises:
         ValueError: a column is not what it must be.

@@ -13,7 +13,6 @@ def list_tree(folder: Path, enters: Callable[[str], bool] = lambda name: True) -
     """Return everything below a folder, sorted; links to folders are not followed.
 
     Args:
-        folder: where.
         enters: by a folder's name, whether what is below it is listed, too.
 
     Raises:

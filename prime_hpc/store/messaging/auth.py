@@ -80,10 +80,7 @@ class Challenge:
 
     def feed(self, data: bytes) -> bytes:
         """Take what the client sent and return what to answer, b"" where nothing is due yet.
-
-        Raises:
-            AuthenticationError: too much, no such protocol, or a wrong proof.
-        """
+        Raises AuthenticationError: too much, no such protocol, or a wrong proof."""
         self._num_bytes += len(data)
         if self._num_bytes > MAX_UNPROVEN_INPUT:
             raise AuthenticationError(f"more than {MAX_UNPROVEN_INPUT} bytes and no proof")

@@ -251,7 +251,6 @@ class BusClient:
 
     Args:
         address: "secret@host:port" of the hub; None makes every call a silent no-op (a role started by hand).
-        role: who speaks, for people.
         incarnation: number of the run's attempt, stated in every message; None: not stated.
         run: one of several runs that share a hub, and its incarnation ("run_a/2"): topics that are not `SHARED` are its
             own, "<run>/<topic>" on the wire. "" means the hub's only run, or the parent of several.

@@ -101,11 +101,7 @@ class HandoverServer:
         return sockets.join(host, self._server.server_address[1])
 
     def find(self, request: dict[str, Any]) -> Path:
-        """Return the file that a request means.
-
-        Raises:
-            LookupError: no such file on offer.
-        """
+        """Return the file that a request means. Raises LookupError: no such file on offer."""
         with self._lock:
             directory = self._offered.get(str(request.get("artifact")))
         name = str(request.get("file"))
@@ -144,8 +140,6 @@ class Handover:
 
     def __init__(self, bus: Bus, topic: str, key: str) -> None:
         """Args:
-        bus: hears the announcements.
-        topic: of the announcements.
         key: field of an announcement that numbers the artifacts, e.g. `step`.
         """
         self._bus, self._topic, self._key = bus, topic, key
