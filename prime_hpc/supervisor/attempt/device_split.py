@@ -145,8 +145,6 @@ def split_line(experiment: Experiment, run_dir: Path, ready: float) -> str | Non
     """Return the word at the end of a job on how its last attempt's devices were shared; None where that says nothing.
 
     Args:
-        experiment: the run.
-        run_dir: its metrics.
         ready: when all roles of the attempt were, epoch seconds: before that they wait for each other's start.
     """
     engines = experiment.inference

@@ -23,11 +23,7 @@ class Fence:
     """One attempt's.
 
     Args:
-        paths: the run.
-        incarnation: of the attempt.
-        clock: of the supervisor, seconds.
         unseen_s: so long the folder of the runs may be away, or another file system's, as where it is not mounted.
-        sleep: seconds.
     """
 
     def __init__(

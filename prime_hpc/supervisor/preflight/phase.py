@@ -27,12 +27,6 @@ class Checkup:
     """The checks of one attempt's nodes."""
 
     def __init__(self, experiment: Experiment, context: StepContext, specs: Sequence[StepSpec], log_dir: Path) -> None:
-        """Args:
-        experiment: the run.
-        context: its job.
-        specs: its roles.
-        log_dir: of the attempt.
-        """
         self._experiment = experiment
         self._context = context
         self._specs = specs
@@ -42,9 +36,7 @@ class Checkup:
         """Check every node of the job.
 
         Args:
-            attempt: its number.
             stop: whether to break off.
-            environment: of the checks.
         """
         trainer = next((spec for spec in self._specs if spec.name == "trainer"), None)
         plan = PreflightPlan(

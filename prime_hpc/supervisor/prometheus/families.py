@@ -78,8 +78,6 @@ def target_of(role: str, metric: str, envs: Iterable[str] = ()) -> Target | None
     """Return the place of a metric of `metrics/<role>.jsonl`; None for a row's step and time.
 
     Args:
-        role: whose file.
-        metric: a key of a row.
         envs: `environments` of the row: where an environment's name ends, and its own metric's begins.
     """
     if metric in _NO_METRICS:

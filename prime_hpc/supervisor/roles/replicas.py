@@ -13,7 +13,6 @@ class Replicas:
     Args:
         retry_s: pause between attempts on a node that was lost.
         spares: nodes that no role uses.
-        clock: of the supervisor.
     """
 
     def __init__(self, retry_s: float, spares: list[str], clock: Callable[[], float]) -> None:

@@ -69,7 +69,6 @@ def shown_environment(role: Mapping[str, str], own: Mapping[str, str]) -> tuple[
     """Return a role's environment without its secrets, and the names of the user's variables that were left out.
 
     Args:
-        role: of the role's process.
         own: of this process: its Slurm step and its terminal are kept.
     """
     ours = {name for name in role if name.startswith("PRIMEHPC_") and name not in _SHOWN}

@@ -73,7 +73,6 @@ def busy_episode(rows: Iterable[dict[str, Any]], env: str) -> tuple[str, str]:
 
     Args:
         rows: of the processes in which they are played.
-        env: the environment's name.
 
     Returns:
         the frame of its own code, and which task or thread it is; empty where nothing of it is found.
