@@ -29,7 +29,6 @@ class StepProfiler:
         """Args:
         config: None: nothing is traced.
         folder: where traces go; made when there is one.
-        rank: this rank.
         apart: a trace for each step: between two of them other runs of this process have their turns, and a second
             profiler beside this one ends the process.
         """
@@ -93,7 +92,6 @@ def snapshot_when_out_of_memory(log_dir: Path, rank: int, *, with_stacks: bool =
 
     Args:
         log_dir: of the role in this attempt; exists.
-        rank: this rank.
         with_stacks: remember also which code has allocated each block; costs some time at every allocation.
 
     Returns:

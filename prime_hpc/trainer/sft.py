@@ -19,11 +19,7 @@ _RL_ONLY = ("reward", "lag_mean", "lag_max")
 
 def run_sft(trainer: Trainer) -> None:
     """Train until `max_steps` or the end of `sft.data.num_epochs`, or until the supervisor publishes "stop"; returns
-    when all saves are whole. Collective.
-
-    Raises:
-        SFTDataError: the data set cannot be trained on; names the row.
-    """
+    when all saves are whole. Collective. Raises SFTDataError: the data set cannot be trained on; names the row."""
     data = build_data(trainer)
     held_out = _held_out(trainer)
     start, progress = trainer.resume()

@@ -253,8 +253,6 @@ class Trainer:
         """Write one step's metrics, status and console line.
 
         Args:
-            step: the step.
-            metrics: of the train step.
             started: `time.perf_counter()` when the step began.
 
         Returns:
@@ -309,8 +307,6 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
     """Load the model. Collective.
 
     Args:
-        experiment: names it.
-        device: this rank's.
         num_slots: adapters at once, with `model.lora`.
 
     Raises:
@@ -341,10 +337,7 @@ def build_trainer(
     experiment: Experiment, context: RoleContext, device: torch.device, bus: Bus, status: Status
 ) -> Trainer:
     """Load the model and everything around it. Collective.
-
-    Raises:
-        ValueError: model, attention, schedule or dtype that cannot work; says which key to change.
-    """
+    Raises ValueError: model, attention, schedule or dtype that cannot work; says which key to change."""
     check_schedule(experiment)
     return open_trainer(load_base(experiment, device), experiment, context, bus, status)
 
@@ -362,8 +355,6 @@ def open_trainer(
 
     Args:
         base: from `load_base`.
-        experiment, context: the run.
-        bus, status: its own.
         slot: adapter that it trains, with `model.lora`; it begins as the base model.
 
     Raises:
@@ -416,8 +407,6 @@ def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> Train
     """Return the train step of a loaded model. Collective where the objective needs another model.
 
     Args:
-        base: from `load_base`.
-        experiment: the run.
         slot: adapter that it trains, with `model.lora`; it begins as the base model.
 
     Raises:

@@ -53,7 +53,6 @@ class ImageInputs:
 
     def __init__(self, processor: Any, merge: int) -> None:
         """Args:
-        processor: transformers' image processor of the model.
         merge: m, patches of one embedding in each direction.
         """
         self.processor, self.merge = processor, merge
@@ -63,10 +62,7 @@ class ImageInputs:
     @classmethod
     def load(cls, source: Path, merge: int) -> "ImageInputs":
         """Read the processor that lies beside a model's weights: that of the engines, if torchvision is here as there.
-
-        Raises:
-            ValueError: there is none.
-        """
+        Raises ValueError: there is none."""
         from transformers import AutoImageProcessor
 
         try:
@@ -75,11 +71,7 @@ class ImageInputs:
             raise ValueError(f"{source} holds no image processor (preprocessor_config.json): {error}") from error
 
     def pixels(self, image: bytes) -> Pixels:
-        """Return an encoded image as the model takes it.
-
-        Raises:
-            ImageError: it is none.
-        """
+        """Return an encoded image as the model takes it. Raises ImageError: it is none."""
         found = self._cache.get(image)
         if found is None:
             found = self._processed(image)

@@ -35,8 +35,6 @@ class MicroBatches:
     ) -> None:
         """Args:
         make: `make(i, stream=...)` returns a micro-batch, see `make_micro_batch`.
-        count: of the micro-batches.
-        device: of the micro-batches.
         ahead: make them in a thread; default: on a GPU.
         """
         self._make_one, self._count, self._device = make, count, device

@@ -93,11 +93,7 @@ def build_schedule(
     """Return the schedule from the site profile, the attempts so far and Slurm's environment.
 
     Args:
-        experiment: the tree.
-        paths: the run.
         num_bytes: that one rank writes in a save, roughly.
-        clock: seconds.
-        environ: of the job.
     """
     site = read_site(paths.root)
     rows = read_attempts(paths.attempts)

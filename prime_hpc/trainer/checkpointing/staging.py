@@ -74,7 +74,6 @@ class HostStage:
         """Copy the values; returns when they are here. Waits for `touch`, which somebody must have begun.
 
         Args:
-            parts: of the names, shapes and types that the room was made for.
             after: on CUDA, what has to be done before the values are right; compute goes on beside the copy.
         """
         self._touched.wait()

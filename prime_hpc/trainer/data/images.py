@@ -64,7 +64,6 @@ class ImageTokens:
 
         Args:
             source: see `store.dataset.row_images`.
-            folder: of the file of the rows; None: there is none.
 
         Raises:
             SFTDataError: it cannot be had, is no image, or is too large.

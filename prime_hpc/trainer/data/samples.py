@@ -112,10 +112,8 @@ class RowTokenizer:
     ) -> None:
         """Args:
         tokenizer: with its template.
-        source: column names.
         config: what is trained and what happens to long samples.
         seq_len: longest sample in tokens.
-        vocab_size: of the model.
         """
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
         self._vocab_size = vocab_size
@@ -124,7 +122,6 @@ class RowTokenizer:
         """One row's samples; with `bad_rows = skip`, an error is only counted.
 
         Args:
-            row: as it was read.
             folder: from where its images' paths are meant.
         """
         try:

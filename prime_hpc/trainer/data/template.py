@@ -37,7 +37,6 @@ class ChatTokenizer:
         images: ImageTokens | None = None,
     ) -> None:
         """Args:
-            tokenizer: a `PreTrainedTokenizer`.
             enable_thinking: handed to the template, as the environments do.
             chat_template: `auto`, `none` or a Jinja file, see `sft.data.chat_template`.
             images: reads the model's; None: rows are text alone.
@@ -100,10 +99,7 @@ class ChatTokenizer:
 
     def render(self, messages: Sequence[Message], tools: Any, *, header: bool = False) -> str:
         """Text of a conversation; `header` opens the assistant's next turn.
-
-        Raises:
-            SFTDataError: the template refuses these messages.
-        """
+        Raises SFTDataError: the template refuses these messages."""
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),

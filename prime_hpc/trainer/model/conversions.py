@@ -190,10 +190,7 @@ class WeightMap:
 
     def base_names(self, modules: Iterable[str]) -> dict[str, str]:
         """Return the checkpoint's names of modules that are to be adapted.
-
-        Raises:
-            ValueError: one whose weight is not stored as the model has it: an adapter of it would fit no engine.
-        """
+        Raises ValueError: one whose weight is not stored as the model has it: an adapter of it would fit no engine."""
         names = {}
         for module in modules:
             pieces = self.pieces.get(f"{module}.weight", [])

@@ -38,7 +38,6 @@ def read_tensors(tensors: Mapping[str, torch.Tensor], weights: WeightMap) -> Non
 
     Args:
         tensors: by the model's names.
-        weights: which stored tensors they are made of.
     """
     from safetensors import safe_open
 

@@ -77,7 +77,6 @@ class FairQueue:
 
         Args:
             run: the one that was chosen.
-            num_tokens: of its batch.
             ready: as it was given to `choose`.
         """
         account = self._accounts[run]

@@ -91,11 +91,7 @@ class RunSlots:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        parent: what all children share.
-        parent_dir: its run directory.
-        incarnation: this trainer's.
         announce: told of every change of a child's state.
-        clock: seconds.
         """
         self._parent, self._dir, self._incarnation = parent, parent_dir, incarnation
         self._announce, self._clock = announce, clock
@@ -298,12 +294,8 @@ class RunSlots:
         return None
 
     def _put_off(self, name: str, unread: _Unread, trouble: Unreadable) -> None:
-        """Let it wait, and others take their turn.
-
-        Raises:
-            Unreadable: for so long that, with nothing else to train, this trainer's attempt is over; the next one goes
-                on.
-        """
+        """Let it wait, and others take their turn. Raises Unreadable: for so long that, with nothing else to train,
+        this trainer's attempt is over; the next one goes on."""
         now, limit = self._clock(), self._parent.supervisor.read_timeout_s
         logger.warning(f"{name} waits: {trouble}")
         if isinstance(trouble, InDoubt):

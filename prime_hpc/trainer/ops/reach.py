@@ -33,7 +33,6 @@ def layer_reach(config: Any, layer: int | None) -> Reach | None:
 
     Args:
         config: the text model's, or None.
-        layer: its index, where it is known.
     """
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else "sliding_attention"

@@ -101,7 +101,6 @@ def recompute(block: nn.Module, config: ActivationCheckpointConfig) -> None:
 
     Args:
         block: called with its hidden states first, positionally.
-        config: what to keep, and where.
     """
     run = functools.partial(
         checkpoint,

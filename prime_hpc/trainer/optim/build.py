@@ -28,7 +28,6 @@ def build_optimizer(
 
     Args:
         module: the (sharded) model; frozen parameters are left out.
-        config: `trainer.optim`.
         parameters: to train instead of the module's own (an adapter's).
     """
     optimizer = _build(module, config, parameters)

@@ -76,8 +76,6 @@ def _forward(
     """In the place of the module's own forward.
 
     Args:
-        module: the experts.
-        ep, tp: meshes, or None.
         hidden: `[tokens, D]`.
         chosen: int64 `[tokens, k]`, experts of each token.
         weights: `[tokens, k]`.

@@ -134,11 +134,7 @@ def _check_sizes(hf: Any, width: int) -> None:
 
 
 def _split(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """Replace a parameter by this rank's part of it.
-
-    Raises:
-        ValueError: the ranks do not divide it.
-    """
+    """Replace a parameter by this rank's part of it. Raises ValueError: the ranks do not divide it."""
     whole = getattr(module, name)
     if whole.shape[dim] % mesh.size():
         shape = list(whole.shape)
@@ -159,10 +155,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 def _let_in(hf: Any, name: str, mesh: DeviceMesh) -> None:
     """Sum the gradients of whole activations that enter a module of split matrices: once, for all of them.
-
-    Raises:
-        ValueError: the module has whole matrices, too, which would see those sums before they are due.
-    """
+    Raises ValueError: the module has whole matrices, too, which would see those sums before they are due."""
     parent, plan = hf.base_model.get_submodule(name), hf.config.get_text_config().base_model_tp_plan
     for child, module in parent.named_children():
         path = re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{child}")

@@ -46,10 +46,6 @@ def is_on_gpu(experiment: Experiment) -> bool:
 def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
     """Run it, in a process that has no process group.
 
-    Args:
-        experiment: of any number of ranks.
-        folder: for files that it needs.
-
     Returns:
         `peak` (bytes), `by_kind` (bytes), `phase`, and what was rehearsed.
 

@@ -30,11 +30,7 @@ class AuxFiles:
         """The version whose files can be linked."""
 
     def put(self, stage: Path) -> dict[str, FileEntry]:
-        """Put the files into a version's stage; their entries.
-
-        Raises:
-            StoreError: disk full, not writable.
-        """
+        """Put the files into a version's stage; their entries. Raises StoreError: disk full, not writable."""
         return {name: self._linked(name, stage) or self._written(name, stage) for name in self._sources}
 
     def committed(self, version: Path) -> None:

@@ -161,8 +161,6 @@ class VersionPlan:
         """Return the places in a file of a part of one of the model's tensors.
 
         Args:
-            file: in which the tensor stands.
-            name: of the tensor.
             box: place of the part in the tensor.
         """
         found = []
