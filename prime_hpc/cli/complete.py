@@ -57,10 +57,7 @@ def split_line(line: str) -> list[str]:
 
 def complete(words: list[str], environ: Mapping[str, str] = os.environ) -> str:
     """List the words to offer for the last word.
-
-    Args:
-        words: of the command line from the program's name to the word under the cursor, which may be empty.
-    """
+    `words`: of the command line from the program's name to the word under the cursor, which may be empty."""
     if len(words) < 2:
         return Offer().text("")
     program, current = Path(words[0]).name, words[-1]
