@@ -160,10 +160,7 @@ class Family:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """How the model of a config trains.
-
-    Args:
-        config: the fields of a config.json, or those of a transformers config (`to_dict`).
-    """
+    `config`: the fields of a config.json, or those of a transformers config (`to_dict`)."""
     kind = str(config.get("model_type") or "")
     text = config.get("text_config")
     own = {**config, **text} if isinstance(text, Mapping) else dict(config)
@@ -226,10 +223,7 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 
 def rotary_problem(config: Mapping[str, Any], context: int) -> str:
     """Why trainer and engines cannot have the same rotary embedding; empty: they can.
-
-    Args:
-        context: tokens of the longest sample.
-    """
+    `context`: tokens of the longest sample."""
     text = config.get("text_config")
     own = {**config, **text} if isinstance(text, Mapping) else dict(config)
     rope = own.get("rope_parameters") or own.get("rope_scaling")

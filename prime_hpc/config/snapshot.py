@@ -85,10 +85,7 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
 
 def share(command: list[str], folder: Path | None = None) -> Shared:
     """Return the lock, gathered once for all the snapshots that `command` writes.
-
-    Args:
-        folder: gets a `lock.json` of its own, to which those of the run directories are hard links.
-    """
+    `folder`: gets a `lock.json` of its own, to which those of the run directories are hard links."""
     lock = without_known(json.dumps(gather_lock(command), indent=1)) + "\n"
     if folder is None:
         return Shared(lock)
