@@ -67,10 +67,7 @@ class EnvPool:
         self, settings: PoolSettings, servers: EnvServersConfig | None = None, log_dir: Path | None = None
     ) -> None:
         """Describe a pool; `async with` starts it.
-
-        Args:
-            servers: of workers, where environments have some; None: none has.
-        """
+        `servers`: of workers, where environments have some; None: none has."""
         self._settings = settings
         self._moved: dict[int, str] = {}
         self._servers = EnvServersConfig() if servers is None else servers

@@ -195,10 +195,7 @@ def _image_places(tokenizer: Any, renderer: Any) -> dict[int, int]:
 
 def cache_short_texts(tokenizer: Any) -> None:
     """Have a tokenizer keep the tokens of short texts: renderers encode the same headers for every reply. Idempotent.
-
-    Args:
-        tokenizer: its vocabulary must not change any more.
-    """
+    `tokenizer`: its vocabulary must not change any more."""
     encode = tokenizer.encode
     if getattr(encode, "remembers", False):
         return

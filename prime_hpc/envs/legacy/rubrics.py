@@ -83,10 +83,7 @@ class Rubric:
 
     def check_arguments(self, columns: Iterable[str]) -> None:
         """Raise EnvError for a function with a weight that takes what no rollout has: it would score 0 for ever.
-
-        Args:
-            columns: of all the environment's rows; a function may take any.
-        """
+        `columns`: of all the environment's rows; a function may take any."""
         for rubric, func, weight in self.weighted():
             known = {*OFFERED, "state", "example_id", *columns, *rubric.class_objects}
             missing = _missing(inspect.signature(func), known)

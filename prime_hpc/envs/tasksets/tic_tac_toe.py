@@ -206,10 +206,7 @@ class TicTacToeEnv(vf.Env[TicTacToeEnvConfig]):
 
 async def _play(board: str, seats: dict[str, Any]) -> None:
     """Play to the end and record each player's result. A player that is cut off ends the game without one.
-
-    Args:
-        seats: by player; one that has none moves at random, in each position always the same way.
-    """
+    `seats`: by player; one that has none moves at random, in each position always the same way."""
     while free(board) and winner(board) is None:
         player = to_move(board)
         if player not in seats:
