@@ -101,10 +101,7 @@ def num_episodes(run_dir: Path) -> int:
 
 def read_records(path: Path) -> tuple[dict[Key, Record], int]:
     """All episodes of a file, one a key: one that is as it should be wins over a failed one, else the first.
-
-    Returns:
-        the episodes, and the bytes of whole lines: what is beyond them was cut off.
-    """
+    Returns the episodes, and the bytes of whole lines: what is beyond them was cut off."""
     records: dict[Key, Record] = {}
     end = 0
     for record, start, length in read_lines(path, Record):

@@ -83,10 +83,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
 
 def is_of(key: str, environments: Collection[str], step: int | None) -> bool:
     """Return whether a recorded setting decides how some environments were played under one version.
-
-    Args:
-        step: the version; None: several, whose weights differ.
-    """
+    `step`: the version; None: several, whose weights differ."""
     if key.startswith(_STEP):
         return key == f"{_STEP}{step}"
     section, _, label = key.removesuffix(FILES).partition(".env.")

@@ -92,11 +92,7 @@ def summarize(
     settings: Mapping[str, Any],
     model: str,
 ) -> dict[str, Any]:
-    """Return the whole summary.
-
-    Args:
-        versions: those done, each with the episodes that were asked of it.
-    """
+    """Return the whole summary. `versions`: those done, each with the episodes that were asked of it."""
     rows = []
     for version, keys in versions:
         there = [records[key] for key in keys if key in records]

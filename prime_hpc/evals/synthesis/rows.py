@@ -49,11 +49,7 @@ def provenance_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def row_of(record: Sampled, number: int, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one conversation as a row.
-
-    Args:
-        shared: from `provenance_of`.
-    """
+    """Return one conversation as a row. `shared`: from `provenance_of`."""
     conversation = record.conversations[number]
     row: dict[str, Any] = {name: conversation[name] for name in ("messages", "tools") if name in conversation}
     if record.handed_on is not None:
