@@ -127,11 +127,7 @@ class TellsWhy(Protocol):
     """A backend whose engines say in the server's log why they ended."""
 
     def death_reason(self, words: str, log: str) -> str:
-        """Return why a server ended.
-
-        Args:
-            log: the end of its log, since its last start.
-        """
+        """Return why a server ended. `log`: the end of its log, since its last start."""
 
 
 class StepsBesideCache(Protocol):

@@ -312,11 +312,7 @@ class BatchModel:
 
 
 def bytes_of_step(config: Any, shapes: Sequence[LayerShape], max_len: int, dtype: torch.dtype) -> int:
-    """Return `step_bytes` of a loaded model.
-
-    Args:
-        config: of the (text) model.
-    """
+    """Return `step_bytes` of a loaded model. `config`: of the (text) model."""
     heads = int(config.num_attention_heads)
     widths = [shape.key_width + shape.value_width for shape in shapes if shape.num_heads < heads]
     return step_bytes(

@@ -116,10 +116,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
 
 def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[str, str]:
     """Environment variables that vLLM must see before it is imported.
-
-    Args:
-        scratch: this server's own folder for sockets and temporary files; its path must be short.
-    """
+    `scratch`: this server's own folder for sockets and temporary files; its path must be short."""
     config = section(experiment)
     env = {
         "TMPDIR": str(scratch),

@@ -49,10 +49,7 @@ def cache_key(argv: Sequence[str], machine: str, versions: str) -> str:
 
 def open_cache(shared: Path, argv: Sequence[str], environ: MutableMapping[str, str]) -> "CompileCache":
     """Return the caches of the server that starts in this process; sets their variables, before vLLM is imported.
-
-    Args:
-        environ: of this process; where it names vLLM's own cache, that is where the node keeps such.
-    """
+    `environ`: of this process; where it names vLLM's own cache, that is where the node keeps such."""
     local = Path(environ.get("VLLM_CACHE_ROOT") or "~/.cache/prime-hpc/vllm").expanduser().parent
     cache = CompileCache(shared.expanduser().absolute(), local, cache_key(argv, _machine(), _versions()))
     environ.update(cache.open(environ))

@@ -71,9 +71,7 @@ class NetworkUpdates:
     """The links of one server."""
 
     def __init__(self, secret: str, on_workers: OnWorkers, num_workers: int, still: Still) -> None:
-        """Args:
-        still: while workers may wait for each other.
-        """
+        """`still`: while workers may wait for each other."""
         self._secret, self._on_workers, self._num_workers, self._still = secret, on_workers, num_workers, still
         self._links: list[TrainerLink] = []
         self._joined: tuple[str, ...] = ()
