@@ -22,12 +22,8 @@ USAGE = "usage: python -m prime_hpc.launch.job RUN_DIR [-- FILE [--KEY VALUE ...
 
 
 def local_job(run_dir: str, environ: dict[str, str | None]) -> int:
-    """Supervise the run in `run_dir`; returns its exit code.
-
-    Args:
-        environ: variables that submitit's LocalExecutor has changed, as they were (None: not set): it hides all GPUs
-            from a job that asked for none.
-    """
+    """Supervise the run in `run_dir`; returns its exit code. `environ`: variables that submitit's LocalExecutor has
+    changed, as they were (None: not set): it hides all GPUs from a job that asked for none."""
     from prime_hpc.supervisor.main import supervise
 
     if os.getsid(0) != os.getpid():

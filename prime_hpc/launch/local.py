@@ -69,10 +69,7 @@ def run(loaded: Loaded) -> int:
 
 def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
     """Say how a run on this machine goes on, which nobody starts again; empty where it is complete.
-
-    Args:
-        again: the command that goes on from the newest checkpoint.
-    """
+    `again`: the command that goes on from the newest checkpoint."""
     row = next(iter(read_rows(run_dir / ATTEMPTS_JSONL)[-1:]), None)
     if row is None or row.get("outcome") == "completed":
         return ""

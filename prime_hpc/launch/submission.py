@@ -265,11 +265,7 @@ def _state(info: JobInfo | None) -> str:
 
 def follow_job(job_id: str, log: Path) -> int:
     """Copy a Slurm job's log to the terminal until the job has ended, and its successors' where it has any; Ctrl-C ends
-    the showing, not the job.
-
-    Returns:
-        0: it is COMPLETED; 1: it ended otherwise; 130: interrupted.
-    """
+    the showing, not the job. Returns 0: it is COMPLETED; 1: it ended otherwise; 130: interrupted."""
     offset, said, state = 0, "", ""
     asked = float("-inf")
     try:

@@ -48,10 +48,7 @@ class Archived:
 
 def destination(word: str, run: str, *, folder: bool) -> Path:
     """Return the final path of an archive.
-
-    Args:
-        word: as given: a file with a suffix that is known, else a directory in which the archive gets the run's name.
-    """
+    `word`: as given: a file with a suffix that is known, else a directory in which the archive gets the run's name."""
     path = Path(word).expanduser().absolute()
     if folder:
         return path / run

@@ -127,11 +127,7 @@ def left_to_trainer(experiment: Experiment, gpu_gib: float | None, placement: Pl
 
 
 def engine_share(view: Experiment, facts: ModelFacts | None, gpu_gib: float | None) -> float:
-    """Return the share of a GPU that an engine takes.
-
-    Args:
-        view: the experiment as the group of engines sees it.
-    """
+    """Return the share of a GPU that an engine takes. `view`: the experiment as the group of engines sees it."""
     assert view.inference is not None
     share, cache = view.inference.gpu_memory_utilization, view.inference.kv_cache_gib
     if cache is None or gpu_gib is None or facts is None:

@@ -116,10 +116,7 @@ def _job_by_name(name: str) -> JobInfo | None:
 
 def ask_why(target: Target, *, patience_s: float, timeout_s: float) -> dict[str, Any]:
     """Look at the run's processes and name who holds it up; see `stalls.collect.report`.
-
-    Args:
-        patience_s: a wait that has lasted longer is a hang.
-    """
+    `patience_s`: a wait that has lasted longer is a hang."""
     facts: dict[str, Any] = {"slurm": _slurm(target.job)}
     status = target.status
     if status is not None:

@@ -140,10 +140,7 @@ class Feed:
 
     def settle(self, report: Report) -> Report:
         """Take note of what became of a round: what Slurm took, what it refuses now, and what it refuses for good.
-
-        Returns:
-            the round without what is tried again.
-        """
+        Returns the round without what is tried again."""
         assert self.todo is not None
         bad = [part for part in report.parts if part["error"]]
         too_many = [part for part in bad if is_over_limit(part["error"])]

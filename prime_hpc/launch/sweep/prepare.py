@@ -41,10 +41,7 @@ class Job:
 
 def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[int]) -> list[Job]:
     """Return the wanted points that are valid, by index, with the experiments that their run directories get.
-
-    Args:
-        pairs: of `merge_points`.
-    """
+    `pairs`: of `merge_points`."""
     jobs = []
     for row, point in sorted(pairs, key=lambda pair: pair[0].index):
         if row.index in wanted and point.loaded is not None:

@@ -97,10 +97,7 @@ class SeedGroup:
 
 def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric:
     """Return the metric asked for, else the sweep file's, else the kind's own.
-
-    Args:
-        kind: of its experiment; the last row of one that trains nothing is of all its episodes.
-    """
+    `kind`: of its experiment; the last row of one that trains nothing is of all its episodes."""
     metric = name or file.metric or ("loss" if kind == "sft" else "reward/mean")
     goal = file.goal if name in (None, file.metric) else None
     return Metric(metric, goal or _natural_goal(metric), 1 if kind in ALONE else file.last)
