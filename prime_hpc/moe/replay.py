@@ -24,10 +24,7 @@ class _Active:
 @contextmanager
 def replaying(routed: torch.Tensor | None) -> Iterator[None]:
     """Send the tokens of the passes inside to these experts (keep it open over the backward pass, too).
-
-    Args:
-        routed: int16 [tokens, layers, k], see `MicroBatch.routed`; None: every choice is live.
-    """
+    `routed`: int16 [tokens, layers, k], see `MicroBatch.routed`; None: every choice is live."""
     before, _Active.routed = _Active.routed, routed
     try:
         yield
