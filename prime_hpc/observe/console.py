@@ -149,10 +149,7 @@ class Console:
 
     def tick(self, waiting: dict[str, float]) -> None:
         """Show what is new.
-
-        Args:
-            waiting: label of each role that is not ready, and for how many seconds it has been starting.
-        """
+        `waiting`: label of each role that is not ready, and for how many seconds it has been starting."""
         self._show_waiting(waiting)
         trained = [row for row in self._new_rows(self._trainer) if "time/step" in row]
         for run in {row["run"] for row in trained if "run" in row} - self._orchestrators.keys():

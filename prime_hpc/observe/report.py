@@ -76,10 +76,7 @@ def write_report(
 
 def left_out(figures: Mapping[str, Any]) -> str:
     """Word what of SFT's rows did not train as it is, and why; empty where all did.
-
-    Args:
-        figures: of a step, `data/...`, which count from the run's beginning.
-    """
+    `figures`: of a step, `data/...`, which count from the run's beginning."""
     found = [f"{int(figures[f'data/{k}']):,} {words}" for k, words in _LEFT_OUT.items() if figures.get(f"data/{k}")]
     return f"of {int(figures['data/rows']):,} rows so far: {', '.join(found)}" if found else ""
 
