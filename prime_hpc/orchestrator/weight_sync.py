@@ -172,10 +172,7 @@ class WeightSync:
 
     async def hold(self) -> int:
         """Let no server begin to load anything until `go_on`, once those that do have loaded.
-
-        Returns:
-            the newest version that a server was given.
-        """
+        Returns the newest version that a server was given."""
         self._may_follow.clear()
         while self._is_updating or self._loading or any(lock.locked() for lock in self._locks):
             await asyncio.sleep(HOLD_LOOK_S)

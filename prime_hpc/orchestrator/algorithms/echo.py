@@ -39,10 +39,7 @@ class Echo:
 
     def tell_if_idle(self, traces: Sequence[tuple[int, Sample]]) -> None:
         """Say in the log, once, where rollouts of a batch have several turns, and none a token that could be learned.
-
-        Args:
-            traces: the batch's samples, each with its rollout.
-        """
+        `traces`: the batch's samples, each with its rollout."""
         turns: Counter[tuple[int, int]] = Counter()
         for rollout, sample in traces:
             if sample.roles is not None:  # else it was masked: nothing of it may train

@@ -80,11 +80,8 @@ class BatchWriter:
             self._recent.popleft()
 
     async def hold(self) -> tuple[int, int]:
-        """Commit nothing from now on, once what is being written is there.
-
-        Returns:
-            the first batch that can be committed again, and the newest one; the first is one above where there is none.
-        """
+        """Commit nothing from now on, once what is being written is there. Returns the first batch that can be
+        committed again, and the newest one; the first is one above where there is none."""
         await self._one.acquire()
         return self._newest - len(self._recent) + 1, self._newest
 
