@@ -270,10 +270,7 @@ def _slurm(
 
 def suggest_split(config: Mapping[str, Any], spent: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the split for the page and its JSON form; None where a run has not both sides, or no step yet.
-
-    Args:
-        config: the resolved tree, of this version or an older one.
-    """
+    `config`: the resolved tree, of this version or an older one."""
     trainer, engines = int(spent["trainer_devices"]), int(spent["engine_devices"])
     total = spent["total"]
     running = total["wall"] - total["trainer"]["start"] - total["trainer"]["end"]

@@ -183,10 +183,7 @@ class Phases:
 
 def ready_at(attempt: Mapping[str, Any], ready: Mapping[int, float]) -> float | None:
     """Return when all roles of an attempt were ready, epoch seconds; None where nobody says.
-
-    Args:
-        ready: of `timeline.ready_times`, for those that did not live to write it.
-    """
+    `ready`: of `timeline.ready_times`, for those that did not live to write it."""
     began, start = number_of(attempt.get("began")), number_of(section_of(attempt, "seconds").get("start"))
     if began is not None and start is not None:
         return began + start
