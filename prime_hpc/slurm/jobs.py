@@ -180,10 +180,7 @@ def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
 
 def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
     """Return the same from the accounting, where there is one: jobs that the controller may have forgotten.
-
-    Args:
-        since: epoch seconds after which it was submitted.
-    """
+    `since`: epoch seconds after which it was submitted."""
     begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
     rows = _sacct(["-u", str(os.getuid()), "-S", begin, "-E", "now"], timeout_s)
     return [row for row in rows if token_of(row.comment) == token]

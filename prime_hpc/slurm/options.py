@@ -277,10 +277,7 @@ def parse_mem_mib(text: str) -> float:
 
 def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -> Mode:
     """Resolve `slurm.restart.how` for a cluster: `auto` takes a requeue where the site allows it.
-
-    Args:
-        partition: of the batch component, names separated by commas.
-    """
+    `partition`: of the batch component, names separated by commas."""
     how = config.restart.how
     if how != "auto":
         return how

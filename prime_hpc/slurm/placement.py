@@ -169,10 +169,7 @@ def computes_on_cpu(experiment: Experiment) -> bool:
 
 def stated_port(experiment: Experiment, placement: Placement, group: RoleGroup) -> int | None:
     """HTTP port of a server whose section states one: servers of a group that share a node count up from it.
-
-    Returns:
-        None where the node finds a free one.
-    """
+    Returns None where the node finds a free one."""
     if group.role not in ENGINE_ROLES:
         return None
     first = servers_of(experiment, group.role).server.port

@@ -314,11 +314,7 @@ def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) ->
 @_where_it_was_sent
 def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     """At the beginning of a job: of two successors that waited for the same one, and were released at once when it died
-    before it had left one, that which started first goes on.
-
-    Returns:
-        why this job ends here; None: it goes on.
-    """
+    before it had left one, that which started first goes on. Returns why this job ends here; None: it goes on."""
     record, job_id = read_record(run_dir), job_argument(environ)
     if record is None or job_id is None or job_id == record.get("job_id") or "SLURM_ARRAY_TASK_ID" in environ:
         return None

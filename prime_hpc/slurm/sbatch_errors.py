@@ -83,11 +83,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:
-    """Return a failed sbatch as an error about the config.
-
-    Args:
-        layout: `het` or `packed`.
-    """
+    """Return a failed sbatch as an error about the config. `layout`: `het` or `packed`."""
     if error.is_unreachable:
         return SlurmRefused(Problem(str(error), "launch"))
     words = error_lines(error.stderr)

@@ -167,10 +167,7 @@ def _job_options(
 
 def _explicit(component: Component, carried: Options) -> Options:
     """Return a component's options with those written out that Slurm would hand on to it from the components before.
-
-    Args:
-        carried: what was handed on so far; updated.
-    """
+    `carried`: what was handed on so far; updated."""
     asked = dict(component.options)
     if component.index:
         for name in JOB_WIDE:
