@@ -206,10 +206,7 @@ def record_start(paths: RunPaths, incarnation: int, step: int) -> None:
 
 def incarnation_starts(paths: RunPaths, names: Iterable[str] | None = None) -> dict[int, int]:
     """Incarnation -> the step that it went on from; attempts that changed nothing are not in it.
-
-    Args:
-        names: in `incarnation/`, where they were listed already.
-    """
+    `names`: in `incarnation/`, where they were listed already."""
     found = (_START.fullmatch(name) for name in (files.list_dir(paths.incarnation) if names is None else names))
     return {int(match.group(1)): int(match.group(2)) for match in found if match is not None}
 

@@ -134,10 +134,7 @@ def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
 
 def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
     """Whole checkpoints below `root`, oldest first; others are skipped with a warning that says why.
-
-    Args:
-        deep: check sums too, not only sizes.
-    """
+    `deep`: check sums too, not only sizes."""
     return list(newest_first(root, deep=deep))[::-1]
 
 

@@ -330,10 +330,7 @@ class BusClient:
 
     def wait(self, topic: str, predicate: Callable[[Payload], bool], timeout_s: float) -> Payload | None:
         """Block until the latest or a coming message of `topic` satisfies `predicate`.
-
-        Returns:
-            The message; None after `timeout_s` seconds, or once the bus is closed.
-        """
+        Returns the message; None after `timeout_s` seconds, or once the bus is closed."""
         end = time.monotonic() + timeout_s
         topic = self._scoped(topic)
         with self._changed:

@@ -87,10 +87,7 @@ class HandoverServer:
 
     def offer(self, directory: Path) -> str | None:
         """Hand out the files of a committed artifact from now on.
-
-        Returns:
-            "host:port" for the announcement; None where nobody could come.
-        """
+        Returns "host:port" for the announcement; None where nobody could come."""
         host = self._host or self._bus.local_host
         if self._server is None or host is None:
             return None
@@ -139,9 +136,7 @@ class Handover:
     """A reader's end. Every method answers None where the short way does not work; then the files are read."""
 
     def __init__(self, bus: Bus, topic: str, key: str) -> None:
-        """Args:
-        key: field of an announcement that numbers the artifacts, e.g. `step`.
-        """
+        """`key`: field of an announcement that numbers the artifacts, e.g. `step`."""
         self._bus, self._topic, self._key = bus, topic, key
         self._avoid: dict[str, float] = {}
 

@@ -91,10 +91,7 @@ def network_environment(
     network: Network, environ: Mapping[str, str], nodes: Sequence[str], host: str
 ) -> dict[str, str]:
     """Return the variables that make a role's collectives use the right network of this node.
-
-    Args:
-        environ: of the role, as it is without; an interface that it names for gloo wins over what is guessed here.
-    """
+    `environ`: of the role, as it is without; an interface that it names for gloo wins over what is guessed here."""
     place = network.place("collectives")
     if place is not None:
         return of_collectives(place)

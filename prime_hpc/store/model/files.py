@@ -142,10 +142,7 @@ def chat_template(folder: Path) -> bytes:
 
 def quantised(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
     """Why a model is a quantised one, which cannot be trained: a sentence with the file and what to do; else None.
-
-    Args:
-        tensors: from `stored_tensors`; {} judges config.json alone.
-    """
+    `tensors`: from `stored_tensors`; {} judges config.json alone."""
     where = _quantised_config(folder) or _quantised_tensor(tensors)
     if where is None:
         return None
