@@ -196,11 +196,7 @@ class Controls:
 
     def final_request(self, outcome: str | None = None) -> StopRequest | None:
         """Return an end after which the job does not come back, whatever else the attempt ends of: a scancel, Ctrl-C,
-        or what the file STOP, which is looked for, or an alarm has asked for.
-
-        Args:
-            outcome: as for `cancelled`.
-        """
+        or what the file STOP, which is looked for, or an alarm has asked for. `outcome`: as for `cancelled`."""
         if outcome in FINAL:
             return None
         if (cancel := self.cancelled()) is not None:

@@ -46,10 +46,7 @@ class Fence:
 
     def look(self, *, at_once: bool = False) -> None:
         """Raise Ended where a newer attempt of the run has begun elsewhere, or the run directory is gone.
-
-        Args:
-            at_once: also soon after the last look.
-        """
+        `at_once`: also soon after the last look."""
         now = self._clock()
         if now < self._next_look and not at_once:
             return

@@ -129,10 +129,7 @@ class OrphanedAgent:
 
     def wait(self, silence_s: float) -> bool:
         """Wait for Slurm's verdict; whether it is for this node to give the job back now.
-
-        Args:
-            silence_s: so long Slurm may say nothing.
-        """
+        `silence_s`: so long Slurm may say nothing."""
         due = self._clock() + silence_s + TURN_S * self._turn
         dropped = False
         while not self._is_supervised():

@@ -191,10 +191,7 @@ def try_device(gpus: int | None) -> int:
 
 def try_gpu_links(count: int, sync: Callable[[int], None]) -> list[float]:
     """Copy from each of a node's GPUs to the next one, as roles with several GPUs do all the time: GB/s of each.
-
-    Args:
-        sync: waits until a GPU has done what was asked of it.
-    """
+    `sync`: waits until a GPU has done what was asked of it."""
     import torch
 
     found = []

@@ -33,11 +33,7 @@ class Checkup:
         self._log_dir = log_dir
 
     def run(self, attempt: int, stop: Callable[[], bool], environment: dict[str, str]) -> Report:
-        """Check every node of the job.
-
-        Args:
-            stop: whether to break off.
-        """
+        """Check every node of the job. `stop`: whether to break off."""
         trainer = next((spec for spec in self._specs if spec.name == "trainer"), None)
         plan = PreflightPlan(
             run_dir=self._context.run_dir,

@@ -54,9 +54,7 @@ class ChildOrchestrators:
         reaper: Reaper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        reaper: ends what outlives this process.
-        """
+        """`reaper`: ends what outlives this process."""
         self._clock = clock
         self._dir, self._experiment, self._parent = parent_dir, experiment, parent
         self._environment, self._publish, self._reaper = dict(environment), publish, reaper

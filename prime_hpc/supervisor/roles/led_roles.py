@@ -145,10 +145,7 @@ class LedRoles:
 
     def hand_over(self, incarnation: int) -> list[str]:
         """Tell the roles' agents which incarnation they belong to, before it begins: it would fence them.
-
-        Returns:
-            labels of the roles whose agents did not answer in time.
-        """
+        Returns labels of the roles whose agents did not answer in time."""
         served = [role for role in self.roles if role.state != "away"]
         for role in self.roles:
             role.offer_to(incarnation)
