@@ -52,9 +52,7 @@ class ImageInputs:
     """A model's image processor, and how its tokens are placed. For one thread at a time."""
 
     def __init__(self, processor: Any, merge: int) -> None:
-        """Args:
-        merge: m, patches of one embedding in each direction.
-        """
+        """`merge`: m, patches of one embedding in each direction."""
         self.processor, self.merge = processor, merge
         self._cache: OrderedDict[bytes, Pixels] = OrderedDict()
         self._cached_bytes = 0

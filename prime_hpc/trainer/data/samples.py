@@ -120,10 +120,7 @@ class RowTokenizer:
 
     def row(self, row: Any, folder: Path | None = None) -> RowResult:
         """One row's samples; with `bad_rows = skip`, an error is only counted.
-
-        Args:
-            folder: from where its images' paths are meant.
-        """
+        `folder`: from where its images' paths are meant."""
         try:
             return self._samples(row, folder)
         except SFTDataError as error:

@@ -60,10 +60,7 @@ class ChatTokenizer:
 
     def pad_id(self, vocab_size: int) -> int:
         """Return the token that fills rows; never trained, never seen by another.
-
-        Args:
-            vocab_size: of the model, which may lack a token that was added for padding.
-        """
+        `vocab_size`: of the model, which may lack a token that was added for padding."""
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return next(i for i in ids if i is not None and i < vocab_size)
 

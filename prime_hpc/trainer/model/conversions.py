@@ -65,11 +65,7 @@ class Piece:
 
     def keeps_rows(self, shape: Sequence[int]) -> bool:
         """Return whether rows of the model's tensor (for a stacked one: of its matrices) are whole rows of the stored
-        one.
-
-        Args:
-            shape: of the stored tensor.
-        """
+        one. `shape`: of the stored tensor."""
         order = [dim for dim in self.dims if dim is not None]
         stacked = all(dim is None for dim in self.dims[: len(self.dims) - len(order)])
         return stacked and order == sorted(order) and all(self.stored[d] == (0, shape[d]) for d in range(1, len(shape)))

@@ -208,10 +208,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def measure(policy: Policy, device: torch.device, unit: float) -> Found:
     """Return the differences that the self-test judges. Collective.
-
-    Args:
-        unit: relative rounding error of the compute dtype.
-    """
+    `unit`: relative rounding error of the compute dtype."""
     from prime_hpc.trainer.parallel.distribute import reshard_all, transformer_blocks
 
     prober, parallel = _Prober(policy, device), policy.parallel

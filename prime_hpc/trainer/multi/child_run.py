@@ -131,10 +131,7 @@ class Child:
 
     def close(self, error: BaseException | None = None) -> str | None:
         """End it in good order: finish its saves, keep a refused batch; returns what went wrong with that.
-
-        Args:
-            error: why it ends, where it failed.
-        """
+        `error`: why it ends, where it failed."""
         trainer, trouble = self.trainer, None
         try:
             if isinstance(error, StepRefused):

@@ -90,9 +90,7 @@ class RunSlots:
         announce: Callable[[str, ChildState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        announce: told of every change of a child's state.
-        """
+        """`announce`: told of every change of a child's state."""
         self._parent, self._dir, self._incarnation = parent, parent_dir, incarnation
         self._announce, self._clock = announce, clock
         self._seen: dict[str, _Seen] = {}
@@ -140,10 +138,7 @@ class RunSlots:
 
     def look(self, *, now: bool = False) -> list[Leave]:
         """Look at the directories where it is time to; returns the runs that have to leave.
-
-        Args:
-            now: do not wait for the next time.
-        """
+        `now`: do not wait for the next time."""
         moment = self._clock()
         if not now and moment < self._next_look:
             return []

@@ -72,10 +72,7 @@ class _Linear(torch.autograd.Function):
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`torch.nn.functional.linear` with float8 products.
-
-    Args:
-        weight: `[out_features, in_features]`, both multiples of 16.
-    """
+    `weight`: `[out_features, in_features]`, both multiples of 16."""
     out = _Linear.apply(x, weight)
     return out if bias is None else out + bias
 

@@ -124,10 +124,7 @@ def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
 
 def kept_step(kept: RunPaths, scratch: Path) -> bool:
     """Compute a kept step again: prints its metrics or what refuses it, then its worst sequences. Collective.
-
-    Returns:
-        Whether it passes now.
-    """
+    Returns whether it passes now."""
     [step] = list_batches(kept)
     with opened(load_run(kept.root), scratch) as trainer:
         if (adapters := trainer.train_step.policy.adapters) is not None:

@@ -74,11 +74,7 @@ class Adapter:
     """An adapter that holds a slot."""
 
     def __init__(self, base: Base, experiment: Experiment, slot: int, shape: Shape, paths: RunPaths) -> None:
-        """Begin as the base model.
-
-        Args:
-            shape: of the adapter; its rank is at most the service's.
-        """
+        """Begin as the base model. `shape`: of the adapter; its rank is at most the service's."""
         self.slot, self.steps, self._shape = slot, 0, shape
         self._base, self._paths, self._budget = base, paths, experiment.micro_batch_tokens
         self._refusal: str | None = None
@@ -123,10 +119,7 @@ class Adapter:
         self, examples: Sequence[Example], loss_fn: str, bounds: Bounds, *, forward_only: bool
     ) -> PassResult | None:
         """Do a forward pass, and a backward pass whose gradients are added to those that are there.
-
-        Returns:
-            the result on rank 0, None elsewhere.
-        """
+        Returns the result on rank 0, None elsewhere."""
         step, parallel = self._train_step, self._base.policy.parallel
         part = part_of(examples, parallel.data_rank, parallel.dims.num_data_ranks, self._budget)
         batch, collected = step.lay_out(part), Collected([], [])

@@ -240,10 +240,7 @@ def per_example(
     batch: RankBatch, examples: Sequence[Example], collected: Collected
 ) -> dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """Return index of the example -> log pi and loss of its targets, each in their shape.
-
-    Args:
-        batch: whose targets the notes are of.
-    """
+    `batch`: whose targets the notes are of."""
     shapes = [examples[i].targets.shape for i in batch.sample_ids]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
     logprobs, losses = (

@@ -21,9 +21,6 @@ class AuxFiles:
     """The files of one publisher."""
 
     def __init__(self, sources: Mapping[str, Content]) -> None:
-        """Args:
-        sources: by name in a version.
-        """
         self._sources = dict(sources)
         self._entries: dict[str, FileEntry] = {}
         self._last: Path | None = None

@@ -52,11 +52,7 @@ def build_beside(
     publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce
 ) -> "BesidePublisher | None":
     """Build what writes a publisher's versions beside the training; None where it should not, or they are small
-    (adapters).
-
-    Args:
-        wanted: `trainer.publish_beside`.
-    """
+    (adapters). `wanted`: `trainer.publish_beside`."""
     if not isinstance(publisher, Publisher) or not (device.type == "cuda" if wanted is None else wanted):
         return None
     return BesidePublisher(publisher, announce, TIMEOUT_S)
