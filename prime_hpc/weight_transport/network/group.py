@@ -106,11 +106,7 @@ class Group:
             raise
 
     def broadcast(self, values: torch.Tensor) -> None:
-        """Send to all, or receive; returns when it is done.
-
-        Args:
-            values: contiguous, of `device`.
-        """
+        """Send to all, or receive; returns when it is done. `values`: contiguous, of `device`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = datetime.timedelta(seconds=BUCKET_S)
