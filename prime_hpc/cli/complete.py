@@ -27,8 +27,7 @@ class Offer:
 
     def text(self, prefix: str) -> str:
         """Return the text that the scripts read: a line of directives, then a word a line, a tab before its
-        description.
-        """
+        description."""
         kept = sorted({pair for pair in self.words if pair[0].startswith(prefix)})
         flags = {
             "files": self.files,
