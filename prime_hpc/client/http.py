@@ -70,13 +70,8 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Ask once; with another key where the server was started again by hand.
-
-        Args:
-            timeout_s: deadline of the whole answer; None: the caller's.
-
-        Raises:
-            NoAnswerError: no connection, no whole answer, or none in time.
-        """
+        `timeout_s`: deadline of the whole answer; None: the caller's.
+        Raises NoAnswerError: no connection, no whole answer, or none in time."""
         tried = self._key
         answer = await self._send(method, path, body, timeout_s, headers)
         if answer.status == 401 and not self._is_stated and tried != (found := find_key(self.base_url)):
