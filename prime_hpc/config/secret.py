@@ -161,8 +161,7 @@ def _refuse_if_open_to_others(path: Path, about: os.stat_result) -> None:
 
 def names_secret(name: str) -> bool:
     """Return whether a key or an environment variable of this name holds a secret: `api_key`, `WANDB_API_KEY`,
-    `HF_TOKEN`.
-    """
+    `HF_TOKEN`."""
     name = name.replace("-", "_")
     if _ABOUT.search(name):
         return False

@@ -95,13 +95,8 @@ def check_complete(
     experiment: Experiment, entrypoint: str, provenance: dict[str, Origin], *, is_begun: bool = False
 ) -> None:
     """Refuse an experiment that lacks what an entrypoint cannot run without, or that cannot be meant.
-
-    Args:
-        is_begun: it was taken before, perhaps by an earlier version: it goes on with what nobody can mean.
-
-    Raises:
-        ConfigError: says what is wrong.
-    """
+    `is_begun`: it was taken before, perhaps by an earlier version: it goes on with what nobody can mean.
+    Raises ConfigError: says what is wrong."""
     if not is_begun:
         problems = [Problem(text, key, origin_of(tuple(key.split(".")), provenance)) for key, text in _odd(experiment)]
         if problems:
