@@ -340,8 +340,7 @@ def read_reply(
     renderer: PromptRenderer, completion_ids: list[int], prompt_ids: list[int], tools: list[dict[str, Any]] | None
 ) -> Any:
     """Return a reply as `renderers` reads it, all of it text where its JSON is more than Python reads; no call has a
-    name that is no text.
-    """
+    name that is no text."""
     try:
         parsed = renderer.renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
     except (RecursionError, ValueError):  # a number of thousands of digits, brackets a thousand deep

@@ -141,8 +141,7 @@ class PromptRenderer:
 
     async def overflows(self, messages: list[dict[str, Any]], most: int) -> bool:
         """Return whether the texts of messages have more tokens than `most`, without encoding more of them than shows
-        it: a tool's ten megabytes take most of a minute, in which no other episode's text is encoded.
-        """
+        it: a tool's ten megabytes take most of a minute, in which no other episode's text is encoded."""
         texts = [text for message in messages for text in _texts(message.get("content"))]
         if sum(map(len, texts)) <= CHARS_A_TOKEN * most:
             return False

@@ -278,13 +278,8 @@ def _branch_sample(
 
 def _with_images(sample: Sample, nodes: Sequence[Any], places: Mapping[int, int]) -> Sample:
     """Return a branch's sample with what its messages show: each image stands for one run of place tokens, in order.
-
-    Args:
-        places: tokens that stand for images (1) or videos.
-
-    Raises:
-        ImageError: a message has another number of images than of runs.
-    """
+    `places`: tokens that stand for images (1) or videos.
+    Raises ImageError: a message has another number of images than of runs."""
     if not places:
         return sample
     kinds = [token for token, kind in places.items() if kind == 1]

@@ -140,13 +140,8 @@ class EnvSource:
 
     def __init__(self, config: EnvConfig, split: Split, seed: int, *, beside: Sequence[EnvConfig] = ()) -> None:
         """Find the taskset and load its tasks (an infinite one's are made as they are asked for, see `EndlessTasks`).
-
-        Args:
-            beside: the environments of the other split, none where that is not used.
-
-        Raises:
-            EnvError: not installed, wrong arguments, no tasks, or loading fails.
-        """
+        `beside`: the environments of the other split, none where that is not used.
+        Raises EnvError: not installed, wrong arguments, no tasks, or loading fails."""
         from verifiers.v1.utils.loaders import load_environment
 
         self.config = config

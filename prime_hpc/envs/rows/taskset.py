@@ -50,7 +50,7 @@ class RowTask(vf.Task[RowData]):
             messages=_plain(trace.messages),
             answer=self.data.answer,
             row=self.data.row,
-            reasoning=_reasoning(trace),
+            reasoning="".join(message.reasoning_content or "" for message in trace.assistant_messages[-1:]),
         )
         for each in self.functions:
             value, metrics = await each.value(reply)
@@ -61,11 +61,6 @@ class RowTask(vf.Task[RowData]):
             for name, figure in metrics.items():
                 trace.record_metric(name if len(self.functions) == 1 else f"{each.name}/{name}", figure)
         return {}
-
-
-def _reasoning(trace: vf.Trace) -> str:
-    last = trace.assistant_messages[-1:]
-    return (last[0].reasoning_content or "") if last else ""
 
 
 def _plain(messages: Any) -> Any:

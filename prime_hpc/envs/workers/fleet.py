@@ -169,14 +169,8 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------ episodes
 
     async def run(self, task: int, server: int) -> EpisodeResult:
-        """Play one episode to its end.
-
-        Args:
-            task: number of the task in the whole split.
-
-        Raises:
-            asyncio.CancelledError: the caller was cancelled; the episode is, too.
-        """
+        """Play one episode to its end. `task`: number of the task in the whole split.
+        Raises asyncio.CancelledError: the caller was cancelled; the episode is, too."""
         if self._closing:
             return _ended(EpisodeState.CANCELLED, "the pool is closed", "Closed")
         started = loop_time()

@@ -128,13 +128,8 @@ class Session:
 
     def look_after(self, codes: dict[int, int]) -> None:
         """Report the workers that ended, end those beyond their memory, which nothing that they run can prevent.
-
-        Args:
-            codes: exit codes of the host's children that ended, by process id.
-
-        Raises:
-            OSError: the orchestrator is gone.
-        """
+        `codes`: exit codes of the host's children that ended, by process id.
+        Raises OSError: the orchestrator is gone."""
         for number, worker in list(self._workers.items()):
             if worker.pid in codes:
                 del self._workers[number]
