@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loguru import logger
 
@@ -184,7 +184,7 @@ class EpisodeLog:
         has begun (FencedError)."""
         if not replaces(record, self.records.get(record.key)):
             return
-        text = json.dumps(as_row(record), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(vars(record), ensure_ascii=False, allow_nan=False)
         line = text.encode(errors="replace") + b"\n"  # an environment's words may hold half a surrogate pair
         with disk_errors(self.path):
             try:
@@ -225,8 +225,3 @@ class EpisodeLog:
             return record is not None and not (record.has_failed and retry_failed)
 
         return [key for key in wanted if not is_there(key)]
-
-
-def as_row(record: Record) -> dict[str, Any]:
-    """As it stands in the file; shares the record's metrics."""
-    return dict(vars(record))
