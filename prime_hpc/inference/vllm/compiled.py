@@ -90,13 +90,8 @@ class CompileCache:
 
     def open(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the cache variables of this server, its directory filled from the archive where there is one.
-
-        Args:
-            environ: of the server: a variable that somebody set to a place of his own stays.
-
-        Returns:
-            {} where that cannot be: then the caches stay where they are.
-        """
+        `environ`: of the server: a variable that somebody set to a place of his own stays.
+        Returns {} where that cannot be: then the caches stay where they are."""
         try:
             make_private_dir(self._local.parent)
             make_private_dir(self._archive.parent)

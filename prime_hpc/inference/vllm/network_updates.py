@@ -117,14 +117,8 @@ class NetworkUpdates:
             await asyncio.to_thread(link.joined, JOIN_S)
 
     async def receive(self, offer: Offer) -> Rows:
-        """Have every rank send its part to every worker. Generation is paused.
-
-        Returns:
-            of each worker its `rank`.
-
-        Raises:
-            TransferError: it broke off; the engines' weights are undefined.
-        """
+        """Have every rank send its part to every worker. Generation is paused. Returns of each worker its `rank`.
+        Raises TransferError: it broke off; the engines' weights are undefined."""
         rows: Rows = []
         last = len(self._links) - 1
         for index, (link, part) in enumerate(zip(self._links, offer.sent.parts, strict=True)):

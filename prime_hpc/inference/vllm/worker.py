@@ -124,14 +124,8 @@ class PolicyWorker:
         return {"rank": self.policy_rank(), "is_staged": stage is None or stage.is_done}
 
     def policy_apply(self) -> dict[str, Any]:
-        """Load the opened version into the model. Generation must be paused.
-
-        Returns:
-            `{"rank", "seconds"}`.
-
-        Raises:
-            RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined.
-        """
+        """Load the opened version into the model. Generation must be paused. Returns `{"rank", "seconds"}`.
+        Raises RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined."""
         start = time.perf_counter()
         if self._policy_files is None:
             raise RuntimeError("policy_apply without policy_open")
@@ -205,8 +199,7 @@ def _leave_as_it_is(layer: torch.nn.Module) -> None:
 
 def prepacked_copies(model: torch.nn.Module) -> Prepacked:
     """Return the prepacked copies of linear weights that vLLM's CPU kernels made. Weakly held: each may go as soon as
-    there is a new one.
-    """
+    there is a new one."""
     return {
         module: weakref.ref(vars(module)["cpu_linear"]) for module in model.modules() if "cpu_linear" in vars(module)
     }
