@@ -57,14 +57,8 @@ def for_pods(experiment: Experiment) -> Experiment:
 
 
 def components_of(experiment: Experiment) -> list[Component]:
-    """Return the kinds of pods, in the order of the placement's components.
-
-    Args:
-        experiment: as `for_pods` returns it.
-
-    Raises:
-        ConfigError: the roles do not fit nodes of `slurm.gpus_per_node` GPUs.
-    """
+    """Return the kinds of pods, in the order of the placement's components. `experiment`: as `for_pods` returns it.
+    Raises ConfigError: the roles do not fit nodes of `slurm.gpus_per_node` GPUs."""
     if num_env_nodes(experiment):
         raise ConfigError(Problem("hosts of environments in pods are your own: env_servers.addresses", ENV_NODES))
     placement = place_slurm(experiment, SITE)
