@@ -42,13 +42,8 @@ _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
 
 def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
     """Check the experiment, make its run directory and write what was asked into it.
-
-    Args:
-        site: profile of the cluster that it runs on; None: on this machine.
-
-    Raises:
-        ConfigError: the experiment cannot run here, or its run directory holds another run.
-    """
+    `site`: profile of the cluster that it runs on; None: on this machine.
+    Raises ConfigError: the experiment cannot run here, or its run directory holds another run."""
     loaded = for_evaluation(loaded)
     check(loaded, is_here=site is None)
     if site is None and (problem := flash_problem(loaded.experiment, is_here=True)):
@@ -75,13 +70,8 @@ def refuse_anothers(run_dir: Path) -> None:
 
 def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
     """Write the snapshot and lockfile. A STOP that came after the last attempt had ended goes: it would end this one.
-
-    Args:
-        is_in_job: by a job, or pods, that waited: a STOP is for these.
-
-    Raises:
-        ConfigError: the disk is full or not writable.
-    """
+    `is_in_job`: by a job, or pods, that waited: a STOP is for these.
+    Raises ConfigError: the disk is full or not writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if not is_in_job:

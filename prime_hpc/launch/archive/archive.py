@@ -142,13 +142,8 @@ def _sum(content: dict[str, Any]) -> str:
 
 def read_packed(path: Path, name: str) -> dict[str, Content]:
     """Read a packed file from the disk; returns its members.
-
-    Args:
-        name: final name, whose suffix says how it is compressed.
-
-    Raises:
-        StoreError: it is no whole archive.
-    """
+    `name`: final name, whose suffix says how it is compressed.
+    Raises StoreError: it is no whole archive."""
     _forget_cached(path)
     found: dict[str, Content] = {}
     with opened(path, name) as members:

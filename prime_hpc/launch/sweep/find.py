@@ -33,13 +33,8 @@ def find_file(word: str) -> Path | None:
 
 def find_sweep(word: str, argv: list[str] | None = None) -> Path:
     """Return the directory of a sweep that was submitted.
-
-    Args:
-        argv: flags with which the file was submitted, where they name or place it (`--output-dir`).
-
-    Raises:
-        ConfigError: there is none; says which there are.
-    """
+    `argv`: flags with which the file was submitted, where they name or place it (`--output-dir`).
+    Raises ConfigError: there is none; says which there are."""
     file = find_file(word)
     if file is not None:
         sweep_dir = load_base(file, argv or []).sweep_dir

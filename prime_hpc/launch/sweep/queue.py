@@ -199,13 +199,8 @@ def _lanes(
 
 def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[dict[str, Any]]:
     """Submit them in order; what is sent is on disk before sbatch is called. A refused part does not stop the others.
-
-    Returns:
-        the parts as JSON, with their job ids; those that Slurm refused have an `error`.
-
-    Raises:
-        SlurmRefused: Slurm cannot be reached or did not answer; parts before stay sent, later ones are not.
-    """
+    Returns the parts as JSON, with their job ids; those that Slurm refused have an `error`.
+    Raises SlurmRefused: Slurm cannot be reached or did not answer; parts before stay sent, later ones are not."""
     sent: list[str | None] = []
     told: list[dict[str, Any]] = []
     refusals: list[str] = []

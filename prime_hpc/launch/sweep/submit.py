@@ -67,10 +67,11 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     views = look(sweep, ask=ask_strictly)
     wanted = {view.row.index for view in views if view.state in (*states, "invalid")}
     jobs = jobs_of(sweep, pairs, wanted)
-    by_slurm = _for_slurm(points)
+    first = next((point.loaded.experiment for point in points if point.loaded), None)  # of those that are valid
+    by_slurm = first is not None and uses_slurm(first)
     if by_slurm:
         _stay_here(points)
-    site = load_site(_first_site(points))
+    site = load_site(first.slurm.site if first is not None else None)
     feed = feed if by_slurm else None
     jobs, findings = _sound(sweep, jobs, views, site, touch=not dry_run, feed=feed)
     report = Report(sweep, views, jobs, warnings=[*_warnings(sweep, points), *findings])
@@ -168,16 +169,6 @@ def _refuse_if_all_alike(points: Sequence[Point]) -> None:
 def _refuse_foreign(base: Base) -> None:
     if (base.sweep_dir / RUN_YAML).exists() and not (base.sweep_dir / POINTS).exists():
         raise ConfigError(Problem(f"{base.sweep_dir} holds a run: choose another name for the sweep", "name"))
-
-
-def _first_site(points: Sequence[Point]) -> str | None:
-    return next((point.loaded.experiment.slurm.site for point in points if point.loaded), None)
-
-
-def _for_slurm(points: Sequence[Point]) -> bool:
-    """Return whether the points go to Slurm: as `submit` decides of a run, by the first that is valid."""
-    first = next((point.loaded.experiment for point in points if point.loaded), None)
-    return first is not None and uses_slurm(first)
 
 
 def _warnings(sweep: Sweep, points: Sequence[Point]) -> list[str]:

@@ -1,6 +1,5 @@
 """Facts that the live view draws, read from the ends of a run's files: as much work for a run of ten million steps as
-for one of ten.
-"""
+for one of ten."""
 
 import os
 from collections.abc import Mapping, Sequence
