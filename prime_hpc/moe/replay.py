@@ -34,13 +34,8 @@ def replaying(routed: torch.Tensor | None) -> Iterator[None]:
 
 def install(hf: Any) -> int:
     """Let the routers of a causal LM follow `replaying`; before FSDP and recomputation wrap its blocks.
-
-    Returns:
-        the number of its layers with experts.
-
-    Raises:
-        ValueError: it has none.
-    """
+    Returns the number of its layers with experts.
+    Raises ValueError: it has none."""
     layers = moe_layers(hf)
     if not layers:
         raise ValueError(f"trainer.router_replay: {type(hf).__name__} has no experts; leave it out")
