@@ -177,8 +177,7 @@ class Console:
 
     def needs_s(self) -> float:
         """Return what one more step and a save took at most lately, in seconds: of a save all of it, also what went on
-        in the background, for at the end nothing else is waited for.
-        """
+        in the background, for at the end nothing else is waited for."""
         return max(self._times, default=0.0) + self._longest_save
 
     def close(self) -> None:

@@ -161,8 +161,7 @@ _CONSOLE: list[tuple[Any, dict[str, Any], str, int]] = []
 @contextlib.contextmanager
 def kept_logger() -> Iterator[None]:
     """Have the console's lines go on as they are set up after the body, which may run other people's code: `remove()`
-    and a sink of its own, as loguru's first page shows it, is what a package does to the one logger of its process.
-    """
+    and a sink of its own, as loguru's first page shows it, is what a package does to the one logger of its process."""
     first = _next_number()
     try:
         yield
