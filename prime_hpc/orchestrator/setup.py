@@ -97,13 +97,8 @@ def make_teacher(
     exp: Experiment, context: RoleContext, clients: Sequence[InferenceClient], pool: EnvPool, served_as: str
 ) -> Teacher | None:
     """Build the teacher of the configured algorithm; None where it needs none.
-
-    Args:
-        served_as: the policy's name on its servers.
-
-    Raises:
-        OrchestratorError: the algorithm asks for a teacher, and none is configured, or prompts hold images.
-    """
+    `served_as`: the policy's name on its servers.
+    Raises OrchestratorError: the algorithm asks for a teacher, and none is configured, or prompts hold images."""
     config = exp.orchestrator
     asked = get_algorithm(config.advantage.type).teacher
     if asked and exp.model.vision is not None:
