@@ -84,13 +84,8 @@ def _where_it_was_sent(ask: Callable[Concatenate[Path, P], R]) -> Callable[Conca
 
 def render_submission(loaded: Loaded, *, as_rendered: bool = False) -> Submission:
     """Plan and render; asks nobody and writes nothing.
-
-    Args:
-        as_rendered: the text without a token, as `render` prints it: the same each time.
-
-    Raises:
-        ConfigError: it cannot be placed, or no script can say it.
-    """
+    `as_rendered`: the text without a token, as `render` prints it: the same each time.
+    Raises ConfigError: it cannot be placed, or no script can say it."""
     experiment = loaded.experiment
     token = new_token()
     other = other_cluster(experiment.slurm.cluster)
