@@ -235,13 +235,8 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
 @contextlib.contextmanager
 def if_removable(what: str) -> Iterator[None]:
     """Remove what retention gives up, with a warning where that cannot be: no reason to end a run.
-
-    Args:
-        what: is removed, for people.
-
-    Raises:
-        FencedError: a newer attempt has begun.
-    """
+    `what`: is removed, for people.
+    Raises FencedError: a newer attempt has begun."""
     try:
         yield
     except FencedError:

@@ -125,13 +125,8 @@ def prune_batches(
 
 def list_batches_after(paths: RunPaths, step: int, *, spare_given: bool = False) -> list[int]:
     """Sorted steps above `step` whose batch is on disk.
-
-    Args:
-        spare_given: without those that no attempt wrote (incarnation 0): they were put there to be trained on.
-
-    Raises:
-        Unreadable: who wrote one cannot be told now.
-    """
+    `spare_given`: without those that no attempt wrote (incarnation 0): they were put there to be trained on.
+    Raises Unreadable: who wrote one cannot be told now."""
     after = [n for n in list_batches(paths) if n > step]
     return [n for n in after if not is_given(paths.rollouts_step(n))] if spare_given else after
 

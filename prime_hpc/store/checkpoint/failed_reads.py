@@ -72,13 +72,8 @@ class FailedReads:
 
     def confirm(self, error: ArtifactError, since: float | None = None) -> None:
         """Return where this error is the second one of its file; it is believed then.
-
-        Args:
-            since: when it was read first, by this process's clock, where that was noted.
-
-        Raises:
-            InDoubt: it is the first, or the first is too short ago.
-        """
+        `since`: when it was read first, by this process's clock, where that was noted.
+        Raises InDoubt: it is the first, or the first is too short ago."""
         now = self._clock()
         first = min(self._first.setdefault(error.file, now), since if since is not None else now)
         left = first + self._recheck_s - now

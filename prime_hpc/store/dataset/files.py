@@ -246,13 +246,8 @@ def first_columns(found: DataFiles, source: SFTSourceConfig) -> list[str] | None
 
 def first_parquet_rows(path: Path, source: SFTSourceConfig, most: int) -> Iterator[dict[str, Any]]:
     """Yield the first rows of a Parquet file as the trainer has them; none where pyarrow or the file is not to be had.
-
-    Args:
-        source: says which columns make samples: no other one is read.
-
-    Raises:
-        ValueError: it is no Parquet.
-    """
+    `source`: says which columns make samples: no other one is read.
+    Raises ValueError: it is no Parquet."""
     if (parquet := _open_parquet(path)) is None:
         return
     names = parquet.schema_arrow.names

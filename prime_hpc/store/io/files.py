@@ -164,13 +164,8 @@ def replace_link(path: Path, target: str) -> None:
 
 def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace a small file in one rename: readers see the old content or the new, never a part.
-
-    Args:
-        sync: False only where losing the change on a power cut costs nothing.
-
-    Raises:
-        StoreError: disk full, not writable, I/O error.
-    """
+    `sync`: False only where losing the change on a power cut costs nothing.
+    Raises StoreError: disk full, not writable, I/O error."""
     temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
     try:
         write_file(temporary, [data], sync=sync)

@@ -85,13 +85,8 @@ class RangeFile:
 @contextlib.contextmanager
 def open_ranges(path: Path) -> Iterator[RangeFile]:
     """Open `path`, which whoever comes first creates (mode 0644 & ~umask). Leaving the block makes nothing durable.
-
-    Args:
-        path: the file; its directory exists, and holds none of that name from before.
-
-    Raises:
-        StoreError: not writable, disk full.
-    """
+    `path`: the file; its directory exists, and holds none of that name from before.
+    Raises StoreError: not writable, disk full."""
     with disk_errors(path):
         files._before("create", path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)

@@ -210,8 +210,7 @@ class PendingClients:
 
     def first_to_go(self) -> socket.socket | None:
         """Choose who is let go where it is full: the silent before those that spoke, of the address with the most, the
-        oldest first; None while all are younger than `UNPROVEN_GRACE_S`.
-        """
+        oldest first; None while all are younger than `UNPROVEN_GRACE_S`."""
         now = self._clock()
         with self._lock:
             counts = Counter(one.host for one in self._waiting.values())
