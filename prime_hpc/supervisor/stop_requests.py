@@ -181,13 +181,8 @@ class Controls:
 
     def cancelled(self, outcome: str | None = None) -> StopRequest | None:
         """Return the end that a scancel asks for, whatever was asked for before it.
-
-        Args:
-            outcome: of the end that is under way; one after which the job does not come back is left as it is.
-
-        Returns:
-            None: the job was not cancelled.
-        """
+        `outcome`: of the end that is under way; one after which the job does not come back is left as it is.
+        None: the job was not cancelled."""
         is_slurms = self._allocation is not None and self._allocation.by_slurm
         if not is_slurms or outcome in FINAL or signal.SIGTERM not in self._signals:
             return None

@@ -1,6 +1,5 @@
 """Attempts of a run that ended without a word: killed with their node, or at once. The next attempt finds out what it
-can.
-"""
+can."""
 
 import shlex
 import time

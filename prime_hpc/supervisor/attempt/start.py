@@ -209,10 +209,6 @@ def _roll_back(experiment: Experiment, paths: RunPaths, start: Start | None, inc
         take_over(start, experiment, paths, incarnation)
         record_resume_choice(experiment, paths, start)
     if experiment.kind == "rl" and not is_parent(experiment):
-        _make_places(paths)
-
-
-def _make_places(paths: RunPaths) -> None:
-    """Make the directories in which roles of different nodes meet, before any of them could look for one too early."""
-    for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
-        files.make_dir(directory)
+        # Roles of different nodes meet in these: none may look for one before it is there.
+        for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
+            files.make_dir(directory)

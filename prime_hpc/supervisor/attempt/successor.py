@@ -42,13 +42,8 @@ class Refusal:
 
 def try_successor(run_dir: Path, job_id: str) -> Refusal | None:
     """Have the successor wait behind a job; one that does already is kept. Noted in the submit record.
-
-    Args:
-        job_id: of the job that runs now.
-
-    Returns:
-        why none waits; None: one does.
-    """
+    `job_id`: of the job that runs now.
+    Returns why none waits; None: one does."""
     try:
         queue_successor(run_dir, job_id)
         return None

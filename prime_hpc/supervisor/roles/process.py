@@ -421,13 +421,8 @@ def end_roles(
 
 def reap_roles(roles: Sequence[Role], others: Iterable[int]) -> list[int]:
     """Collect what has ended, and end what it left behind.
-
-    Args:
-        others: families of this process that have nothing to do with them.
-
-    Returns:
-        ids of the processes that had to be killed.
-    """
+    `others`: families of this process that have nothing to do with them.
+    Returns ids of the processes that had to be killed."""
     for role in roles:
         role.reap()
     return end_strays(os.getpid(), others, grace_s=1.0)
