@@ -86,8 +86,7 @@ def refuse_taken(experiment: Experiment) -> None:
 
 def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variable that has gloo use the network over which the ranks meet, where none is stated: by itself it
-    takes that of the machine's name, which often is the loopback address.
-    """
+    takes that of the machine's name, which often is the loopback address."""
     head = environ.get("MASTER_ADDR")
     if GLOO in environ or head is None or environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"):
         return {}

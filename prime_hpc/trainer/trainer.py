@@ -250,14 +250,8 @@ class Trainer:
             self.saver.finish()
 
     def report(self, step: int, metrics: dict[str, float], started: float) -> dict[str, float]:
-        """Write one step's metrics, status and console line.
-
-        Args:
-            started: `time.perf_counter()` when the step began.
-
-        Returns:
-            what was written: the metrics, times by phase, throughput.
-        """
+        """Write one step's metrics, status and console line. `started`: `time.perf_counter()` when the step began.
+        Returns what was written: the metrics, times by phase, throughput."""
         self.profiler.end(step)
         times = self.train_step.timer.take()
         training = times.get("time/forward_backward", 0.0) + times.get("time/optim", 0.0)
@@ -304,14 +298,8 @@ class Base:
 
 
 def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
-    """Load the model. Collective.
-
-    Args:
-        num_slots: adapters at once, with `model.lora`.
-
-    Raises:
-        ValueError: model, attention or dtype that cannot work; says which key to change.
-    """
+    """Load the model. Collective. `num_slots`: adapters at once, with `model.lora`.
+    Raises ValueError: model, attention or dtype that cannot work; says which key to change."""
     config, name = experiment.trainer, experiment.model.name
     source = resolve_source(name) if dist.get_rank() == 0 else None  # one download, then everyone finds the files
     dist.barrier()
@@ -405,13 +393,8 @@ def open_trainer(
 
 def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> TrainStep:
     """Return the train step of a loaded model. Collective where the objective needs another model.
-
-    Args:
-        slot: adapter that it trains, with `model.lora`; it begins as the base model.
-
-    Raises:
-        ValueError: an objective or optimizer that cannot work.
-    """
+    `slot`: adapter that it trains, with `model.lora`; it begins as the base model.
+    Raises ValueError: an objective or optimizer that cannot work."""
     config, policy = experiment.trainer, base.policy
     adapter = None
     if policy.adapters is not None:

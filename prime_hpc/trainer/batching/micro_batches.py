@@ -284,8 +284,7 @@ def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
 
 def rows_fit(batch: RankBatch, budget: int) -> bool:
     """Return whether every micro-batch fits the budget with a row for each sequence, padded to the longest; a row that
-    is longer must be alone.
-    """
+    is longer must be alone."""
     lengths = np.diff(batch.seq_offsets)
     parts = [lengths[batch.sequences_of(i)] for i in range(batch.num_micro_batches)]
     return bool((lengths > 0).all()) and all(len(n) * n.max() <= max(budget, n.max()) for n in parts if len(n))

@@ -267,14 +267,8 @@ def seq_len_of(experiment: Experiment) -> int:
 
 
 def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path, vocab_size: int) -> Recipe:
-    """How rows of a source become samples.
-
-    Args:
-        source: training or held-out rows.
-
-    Raises:
-        SFTDataError: no file is there.
-    """
+    """How rows of a source become samples. `source`: training or held-out rows.
+    Raises SFTDataError: no file is there."""
     config = experiment.sft.data
     try:
         found = find_data(source)

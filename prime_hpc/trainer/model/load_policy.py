@@ -89,7 +89,7 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
     if problem := family.refusal or family.dtype_problem(config.dtype) or vision_problem(stated, config.vision):
         raise ValueError(problem)
     # Images attend within themselves, by no kernel that knows samples.
-    kinds = {"text_config": _attention_of(family), "vision_config": "sdpa"}
+    kinds = {"text_config": "eager" if family.custom_attention else attention.register(), "vision_config": "sdpa"}
     try:
         with init_empty_weights(include_buffers=False):
             hf = (AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText).from_config(
@@ -106,10 +106,6 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
 
 def _says(source: Path, error: Exception) -> str:
     return f"no model can be built from {source / 'config.json'} ({type(error).__name__}: {error})"
-
-
-def _attention_of(family: Family) -> str:
-    return "eager" if family.custom_attention else attention.register()
 
 
 @torch.no_grad()

@@ -120,8 +120,7 @@ class RunSlots:
     @property
     def is_changing(self) -> bool:
         """True if a directory cannot be read as a run, and changed so lately that it may still be being written; or
-        whether none can be seen at all.
-        """
+        whether none can be seen at all."""
         return self._blind_since is not None or any(
             seen.stamp is not None and self._phase(name) is None for name, seen in self._seen.items()
         )

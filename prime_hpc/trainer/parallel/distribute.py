@@ -114,8 +114,7 @@ def reshard_all(policy: nn.Module) -> None:
 
 def gathers_from_itself(parallel: Parallel) -> bool:
     """Return whether the only rank is on a CPU: to free what it has copied from its own shards, and copy it again for
-    every micro-batch, costs more there than the memory is worth.
-    """
+    every micro-batch, costs more there than the memory is worth."""
     return parallel.fsdp.size() == 1 and parallel.fsdp.device_type == "cpu"
 
 

@@ -71,13 +71,8 @@ class VocabEmbedding(nn.Embedding):
 
 def split_tensors(hf: Any, parallel: Parallel) -> list[nn.Module]:
     """Split a causal LM over `parallel.tp`.
-
-    Returns:
-        modules whose parameters are whole on every rank and whose gradients are to be summed over `tp`.
-
-    Raises:
-        ValueError: sizes that the ranks do not divide, or a model whose plan is missing or unknown.
-    """
+    Returns modules whose parameters are whole on every rank and whose gradients are to be summed over `tp`.
+    Raises ValueError: sizes that the ranks do not divide, or a model whose plan is missing or unknown."""
     mesh = parallel.tp
     assert mesh is not None
     _check_sizes(hf, mesh.size())

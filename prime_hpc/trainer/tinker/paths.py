@@ -165,14 +165,8 @@ class Shelf:
         write_atomic(root / INDEX, json.dumps(asdict(index), indent=1), sync_name=True)
 
     def find(self, path: str, kind: Kind | None = None) -> Saved:
-        """Return the save that a path names.
-
-        Args:
-            kind: that it must be of; None: any.
-
-        Raises:
-            BadRequestError: there is none; says what there is.
-        """
+        """Return the save that a path names. `kind`: that it must be of; None: any.
+        Raises BadRequestError: there is none; says what there is."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise BadRequestError(f"{path} is no path of a save: {SCHEME}<adapter>/weights/<name>, or sampler_weights")

@@ -105,14 +105,8 @@ class AdapterPublisher:
         self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source), **own})
 
     def publish(self, version: int) -> Manifest | None:
-        """Write and commit `weights/step_<version>`.
-
-        Returns:
-            the manifest on rank 0, None elsewhere.
-
-        Raises:
-            StoreError: disk full, fenced, or other content has this name; on every rank.
-        """
+        """Write and commit `weights/step_<version>`. Returns the manifest on rank 0, None elsewhere.
+        Raises StoreError: disk full, fenced, or other content has this name; on every rank."""
         tensors = self._adapters.weights(self._slot)
         manifest = self._ranks.from_first(lambda: self._write(version, tensors))
         return manifest if self._ranks.rank == 0 else None
