@@ -83,15 +83,8 @@ class Given:
 
 def parse(verb: str, argv: list[str], action: str = "") -> Given:
     """Take a verb's own flags from the rest of its command line, as its row of `VERBS` states them.
-
-    Args:
-        verb: its name.
-        argv: after the verb (and its action).
-        action: its first word, where it has such; flags of other actions are not taken.
-
-    Raises:
-        ConfigError: a flag without its value.
-    """
+    `action`: its first word, where it has such; flags of other actions are not taken.
+    Raises ConfigError: a flag without its value."""
     spec = VERBS[verb]
     known = [flag for flag in spec.flags if not action or flag.names[-1] in spec.actions[action]]
     shown = [f"[{'|'.join(flag.names)}{flag.metavar and ' '}{flag.metavar}]" for flag in spec.flags if flag.text]
@@ -117,14 +110,8 @@ def parse(verb: str, argv: list[str], action: str = "") -> Given:
 
 def step_range(text: str | None, there: Sequence[int]) -> tuple[int, int]:
     """Return the first and the last step of `--steps`: `A:B`, `A:`, `:B` or `A`; an open end is that of what is there.
-
-    Args:
-        text: the flag's value; None: it was not given.
-        there: steps in order, at least one.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    `there`: steps in order, at least one.
+    Raises ConfigError: it is none of these."""
     match = re.fullmatch(r"(\d*)(:?)(\d*)", ":" if text is None else text)
     if match is None or not (match[1] or match[3] or text is None):
         raise ConfigError(f"--steps {text}: must be A:B, A:, :B or A")

@@ -27,8 +27,7 @@ class Offer:
 
     def text(self, prefix: str) -> str:
         """Return the text that the scripts read: a line of directives, then a word a line, a tab before its
-        description.
-        """
+        description."""
         kept = sorted({pair for pair in self.words if pair[0].startswith(prefix)})
         flags = {
             "files": self.files,
@@ -57,11 +56,7 @@ def split_line(line: str) -> list[str]:
 
 def complete(words: list[str], environ: Mapping[str, str] = os.environ) -> str:
     """List the words to offer for the last word.
-
-    Args:
-        words: of the command line from the program's name to the word under the cursor, which may be empty.
-        environ: says where runs are.
-    """
+    `words`: of the command line from the program's name to the word under the cursor, which may be empty."""
     if len(words) < 2:
         return Offer().text("")
     program, current = Path(words[0]).name, words[-1]

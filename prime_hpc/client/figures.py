@@ -20,15 +20,8 @@ _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})? (\S+)$", re.MULTILINE)
 
 
 def server_figures(url: str, key: str) -> dict[str, float | str]:
-    """Ask a server for its metrics, twice; takes 1.2 s at most.
-
-    Args:
-        url: of the server, with or without `/v1`.
-        key: that it wants.
-
-    Returns:
-        `running`, `waiting`: requests; `sampled_per_s`: tokens between the two questions; or `error`.
-    """
+    """Ask a server for its metrics, twice; takes 1.2 s at most. `url`: of the server, with or without `/v1`.
+    Returns `running`, `waiting`: requests; `sampled_per_s`: tokens between the two questions; or `error`."""
     address = f"{url.removesuffix('/v1')}/metrics"
     try:
         first, began = parse_figures(ask(address, timeout_s=TIMEOUT_S, key=key).decode()), time.monotonic()

@@ -70,16 +70,8 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Ask once; with another key where the server was started again by hand.
-
-        Args:
-            method, path: of the request.
-            body: JSON.
-            timeout_s: deadline of the whole answer; None: the caller's.
-            headers: besides the key's.
-
-        Raises:
-            NoAnswerError: no connection, no whole answer, or none in time.
-        """
+        `timeout_s`: deadline of the whole answer; None: the caller's.
+        Raises NoAnswerError: no connection, no whole answer, or none in time."""
         tried = self._key
         answer = await self._send(method, path, body, timeout_s, headers)
         if answer.status == 401 and not self._is_stated and tried != (found := find_key(self.base_url)):
@@ -129,10 +121,7 @@ class HttpClient:
 
 def ask(url: str, *, timeout_s: float, key: str | None = None, method: str = "GET") -> bytes:
     """Return the answer to one request, without an event loop.
-
-    Raises:
-        OSError: no answer in time, or a status that is no success.
-    """
+    Raises OSError: no answer in time, or a status that is no success."""
     request = Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}, method=method)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as answer:

@@ -70,10 +70,7 @@ def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.n
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], np.ndarray]:
     """Token ids and policy versions (int32) of a choice whose log-probabilities nobody asked for.
-
-    Raises:
-        VersionSpanError: the version spans do not cover the tokens.
-    """
+    Raises VersionSpanError: the version spans do not cover the tokens."""
     ids = choice.get("token_ids") or []
     return ids, versions_from_spans(choice.get("weight_versions"), len(ids))
 
@@ -108,10 +105,7 @@ def parse_choice(choice: Mapping[str, Any]) -> Generation:
 
 def parse_scores(rows: Sequence[Mapping[str, Any] | None] | None, token_ids: Sequence[int]) -> np.ndarray:
     """Turn `prompt_logprobs` of `/inference/v1/generate` into float32 [L].
-
-    Raises:
-        InferenceError: they are missing, of another length, or of other tokens.
-    """
+    Raises InferenceError: they are missing, of another length, or of other tokens."""
     if rows is None or len(rows) != len(token_ids):
         found = "none" if rows is None else f"{len(rows)}"
         raise InferenceError(f"prompt log-probabilities of {len(token_ids)} tokens were asked for, {found} came")
@@ -172,11 +166,7 @@ class InferenceClient:
             return False
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Wait until `health` holds.
-
-        Raises:
-            InferenceError: not ready after `deadline_s` seconds.
-        """
+        """Wait until `health` holds. Raises InferenceError: not ready after `deadline_s` seconds."""
         end = loop_time() + deadline_s
         while not await self.health():
             if loop_time() >= end:
@@ -193,10 +183,7 @@ class InferenceClient:
 
     async def policy_version(self, name: str = POLICY) -> int:
         """Return the version that samples now under a model name (0: the base model).
-
-        Raises:
-            InferenceError: status 404: no adapter has this name, or it is no server of ours.
-        """
+        Raises InferenceError: status 404: no adapter has this name, or it is no server of ours."""
         answer = await self._call("GET", "/policy_version" + _named(name))
         if not isinstance(answer.get("version"), int):
             raise InferenceError(f"{self.base_url}/policy_version names no version", 404)
@@ -208,10 +195,7 @@ class InferenceClient:
 
     async def load(self) -> dict[str, float]:
         """Return the server's figures of the moment: see `figures.parse_figures`; without those it does not tell.
-
-        Raises:
-            InferenceError: refused, failed, or no answer in 5 s.
-        """
+        Raises InferenceError: refused, failed, or no answer in 5 s."""
         return parse_figures((await self._ask("GET", "/metrics", timeout=5.0)).body.decode(errors="replace"))
 
     async def update_weights(self, path: Path | str, version: int, name: str = POLICY) -> dict[str, Any]:
@@ -235,10 +219,7 @@ class InferenceClient:
 
     async def sleep(self) -> dict[str, Any]:
         """Have the engines give up their memory; answered when it is free. The next `update_weights` wakes them.
-
-        Raises:
-            InferenceError: refused or failed.
-        """
+        Raises InferenceError: refused or failed."""
         return await self._call("POST", "/sleep", timeout=self._update_timeout_s)
 
     async def wake_up(self) -> dict[str, Any]:
@@ -257,7 +238,6 @@ class InferenceClient:
         Args:
             token_ids: prompt, int [L].
             sampling: vLLM sampling parameters (`max_tokens`, `temperature`, ...).
-            model: served model name.
 
         Raises:
             InferenceError: refused, failed, or no answer in time.
@@ -271,10 +251,7 @@ class InferenceClient:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask `/inference/v1/generate` as the caller has it; returns the server's answer as it came.
-
-        Raises:
-            InferenceError: refused, failed, or no answer in time.
-        """
+        Raises InferenceError: refused, failed, or no answer in time."""
         return await self._call("POST", "/inference/v1/generate", body)
 
     async def score(self, token_ids: Sequence[int] | np.ndarray, model: str = POLICY) -> np.ndarray:
@@ -282,7 +259,6 @@ class InferenceClient:
 
         Args:
             token_ids: int [L].
-            model: served model name.
 
         Returns:
             float32 [L]; 0 for the first token, -9999 where the model gives a token probability 0.

@@ -38,9 +38,7 @@ def server_key(stated: str | None, role: str, api_key_var: str, environ: Mapping
     one that the user's own clients on this machine find by themselves.
 
     Args:
-        stated: in the config.
         role: `inference` or `teacher`.
-        api_key_var: `orchestrator.client.api_key_var`.
 
     Raises:
         ValueError: no key can be kept safely.

@@ -19,7 +19,6 @@ def versions_from_spans(spans: Sequence[Mapping[str, Any]] | None, num_tokens: i
 
     Args:
         spans: `weight_versions` of one completion; None or [] is allowed only for zero tokens.
-        num_tokens: sampled tokens of the completion.
 
     Returns:
         int32 array, shape [num_tokens].

@@ -17,12 +17,7 @@ def short_id(identifier: str) -> str:
 
 
 def named_files(identifier: str, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the files that an environment is given, each with its argument; of rows also patterns and directories.
-
-    Args:
-        identifier: the environment's.
-        args: its arguments.
-    """
+    """Yield the files that an environment is given, each with its argument; of rows also patterns and directories."""
     for argument in ("files", "reward") if short_id(identifier) in READERS else ():
         for text in _listed(args.get(argument)):
             if place := _place(argument, text):

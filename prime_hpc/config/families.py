@@ -149,11 +149,7 @@ class Family:
         return f"models of model_type {self.model_type} train in float32 alone: their code mixes it with {dtype}"
 
     def rows_as(self, choice: Literal["auto", "packed", "single"]) -> Rows:
-        """How it trains with `trainer.rows`.
-
-        Raises:
-            ValueError: packed rows of a family that cannot be packed.
-        """
+        """How it trains with `trainer.rows`. Raises ValueError: packed rows of a family that cannot be packed."""
         if choice == "packed" and self.rows == "single":
             raise ValueError(
                 f"trainer.rows = packed: models of model_type {self.model_type} train one sample a row only "
@@ -164,10 +160,7 @@ class Family:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """How the model of a config trains.
-
-    Args:
-        config: the fields of a config.json, or those of a transformers config (`to_dict`).
-    """
+    `config`: the fields of a config.json, or those of a transformers config (`to_dict`)."""
     kind = str(config.get("model_type") or "")
     text = config.get("text_config")
     own = {**config, **text} if isinstance(text, Mapping) else dict(config)
@@ -189,12 +182,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def vision_problem(config: Mapping[str, Any], vision: str | None) -> str:
-    """Why a model does not train with a `model.vision`, as a sentence; empty: it does.
-
-    Args:
-        config: as `family_of` takes it.
-        vision: the key.
-    """
+    """Why a model does not train with a `model.vision`, as a sentence; empty: it does."""
     kind = str(config.get("model_type") or "")
     if vision is None and kind in VISION_ALONE:
         return f"models of model_type {kind} see images: set model.vision to frozen (or trained)"
@@ -235,11 +223,7 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 
 def rotary_problem(config: Mapping[str, Any], context: int) -> str:
     """Why trainer and engines cannot have the same rotary embedding; empty: they can.
-
-    Args:
-        config: of the model, as `family_of` takes it.
-        context: tokens of the longest sample.
-    """
+    `context`: tokens of the longest sample."""
     text = config.get("text_config")
     own = {**config, **text} if isinstance(text, Mapping) else dict(config)
     rope = own.get("rope_parameters") or own.get("rope_scaling")

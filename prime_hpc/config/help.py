@@ -207,8 +207,6 @@ def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str
     Args:
         entrypoint: its name (decides which keys need no prefix).
         usage: the usage line, without `usage: `.
-        summary: a sentence or two.
-        extra: lines on flags of the verb itself.
     """
     width = max(80, min(shutil.get_terminal_size((120, 24)).columns, 130))
     sections, _ = read_sections()

@@ -5,11 +5,7 @@ from prime_hpc.config.experiment import Experiment
 
 def remedies(experiment: Experiment, kind: str) -> list[str]:
     """Keys to change, what is likely to help most first; those that are set already are left out.
-
-    Args:
-        experiment: the run.
-        kind: `weights`, `gathered`, `gradients`, `optimizer`, `activations` or `head`; others have no remedy.
-    """
+    `kind`: `weights`, `gathered`, `gradients`, `optimizer`, `activations` or `head`; others have no remedy."""
     trainer, model = experiment.trainer, experiment.model
     more_ranks = (
         "more trainer.num_ranks"
@@ -50,12 +46,7 @@ def _recompute(experiment: Experiment) -> str | None:
 
 def advice(experiment: Experiment, by_kind: dict[str, float], limit: int = 2) -> str:
     """`head 3.1 GiB: a smaller ...; activations 2.0 GiB: ...` of the largest kinds that anything helps against.
-
-    Args:
-        experiment: the run.
-        by_kind: GiB.
-        limit: kinds to name.
-    """
+    `by_kind`: GiB."""
     largest = sorted(by_kind, key=lambda kind: -by_kind[kind])
     named = [(kind, remedies(experiment, kind)) for kind in largest]
     shown = [f"{kind} {by_kind[kind]:.1f} GiB: {', '.join(keys)}" for kind, keys in named if keys]

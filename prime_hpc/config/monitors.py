@@ -18,9 +18,7 @@ def open_metrics(
     stay its own.
 
     Args:
-        experiment: the run's.
         role: `trainer` or `orchestrator`: its own W&B run.
-        path: the JSON-lines file.
         run_dir: keeps the files of W&B and TensorBoard.
         beside: other runs of this process have writers too.
     """

@@ -120,10 +120,7 @@ NAMES: dict[str, Collection[str]] = {
 
 def import_object(name: str, key: str) -> Any:
     """Import the function or class at `module:attribute`.
-
-    Raises:
-        ConfigError: the import fails, or what is there cannot be called; names the key.
-    """
+    Raises ConfigError: the import fails, or what is there cannot be called; names the key."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(import_module(module), attribute)

@@ -77,11 +77,7 @@ class Secret:
         return self._problem
 
     def reveal(self) -> str:
-        """Return the text itself.
-
-        Raises:
-            ConfigError: it could not be read.
-        """
+        """Return the text itself. Raises ConfigError: it could not be read."""
         if self._problem is not None:
             raise ConfigError(self._problem)
         return self._text
@@ -125,10 +121,7 @@ _KNOWN: set[str] = set()
 
 def read_key_file(path: Path) -> str:
     """Return the secret in a file: its text without the line break at its end.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or somebody else can read or change it.
-    """
+    Raises ConfigError: it cannot be read, is empty, or somebody else can read or change it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -168,8 +161,7 @@ def _refuse_if_open_to_others(path: Path, about: os.stat_result) -> None:
 
 def names_secret(name: str) -> bool:
     """Return whether a key or an environment variable of this name holds a secret: `api_key`, `WANDB_API_KEY`,
-    `HF_TOKEN`.
-    """
+    `HF_TOKEN`."""
     name = name.replace("-", "_")
     if _ABOUT.search(name):
         return False
@@ -284,10 +276,7 @@ def put_back(
     tree: dict[str, Any], section: Any, above: str = "", prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a dump of a section with `@<above>secrets/PATH` in the place of each mask, and the texts by PATH.
-
-    Raises:
-        ConfigError: the text of a secret is not known.
-    """
+    Raises ConfigError: the text of a secret is not known."""
     texts: dict[str, str] = {}
     for path, secret in secrets_of(section):
         here: Any = tree
@@ -325,8 +314,6 @@ def written_secrets(folder: Path, texts: Mapping[str, str], keep: str = "", only
     writes the file that names them; the others are removed after it: until then the file as it was names those.
 
     Args:
-        folder: the run directory, or a sweep's.
-        texts: secrets by name.
         keep: beginning of the names of those that are not removed.
         only: beginning of the names of those that may be.
 

@@ -55,8 +55,6 @@ def load_site(
     one.
 
     Args:
-        name: of the profile, or its path.
-        environ: of the command.
         cluster: another cluster of the site, which takes this one's place.
 
     Raises:
@@ -97,11 +95,7 @@ def _usable(site: SiteConfig, path: Path) -> SiteConfig:
 
 
 def parse_site(path: Path) -> SiteConfig:
-    """Read and check one profile.
-
-    Raises:
-        ConfigError: naming the file and every key that is wrong.
-    """
+    """Read and check one profile. Raises ConfigError: naming the file and every key that is wrong."""
     from pydantic import ValidationError
 
     try:

@@ -55,7 +55,6 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     Secrets are written into `secrets/`, for their owner's eyes alone; the other files name those.
 
     Args:
-        exp: the resolved experiment.
         run_dir: the run directory; made if absent.
         command: the command line as it was typed; unused with `shared`.
         shared: from `share`, where several experiments are written by one command.
@@ -86,11 +85,7 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
 
 def share(command: list[str], folder: Path | None = None) -> Shared:
     """Return the lock, gathered once for all the snapshots that `command` writes.
-
-    Args:
-        command: the command line as it was typed.
-        folder: gets a `lock.json` of its own, to which those of the run directories are hard links.
-    """
+    `folder`: gets a `lock.json` of its own, to which those of the run directories are hard links."""
     lock = without_known(json.dumps(gather_lock(command), indent=1)) + "\n"
     if folder is None:
         return Shared(lock)

@@ -95,16 +95,8 @@ def check_complete(
     experiment: Experiment, entrypoint: str, provenance: dict[str, Origin], *, is_begun: bool = False
 ) -> None:
     """Refuse an experiment that lacks what an entrypoint cannot run without, or that cannot be meant.
-
-    Args:
-        experiment: the whole tree.
-        entrypoint: what it is for.
-        provenance: where its values were stated.
-        is_begun: it was taken before, perhaps by an earlier version: it goes on with what nobody can mean.
-
-    Raises:
-        ConfigError: says what is wrong.
-    """
+    `is_begun`: it was taken before, perhaps by an earlier version: it goes on with what nobody can mean.
+    Raises ConfigError: says what is wrong."""
     if not is_begun:
         problems = [Problem(text, key, origin_of(tuple(key.split(".")), provenance)) for key, text in _odd(experiment)]
         if problems:
@@ -271,10 +263,7 @@ def _check_connector(experiment: Experiment, provenance: dict[str, Origin]) -> N
 
 def check_secrets(experiment: Experiment, provenance: dict[str, Origin]) -> list[str]:
     """Warnings about secrets that others can read where they are stated.
-
-    Raises:
-        ConfigError: a file that is to hold one cannot be used; says why.
-    """
+    Raises ConfigError: a file that is to hold one cannot be used; says why."""
     problems: list[Problem] = []
     warnings: list[str] = []
     for path, secret in secrets_of(experiment):

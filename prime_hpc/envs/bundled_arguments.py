@@ -19,10 +19,7 @@ _DATA = ("vf.TaskData", "IntegerData", "prime_hpc.envs.tasksets.integers")
 @cache
 def argument_names(taskset: str) -> tuple[str, ...] | None:
     """Return the names that `args` of an environment may have; None: it is not a bundled one.
-
-    Args:
-        taskset: its short name, that of a benchmark too.
-    """
+    `taskset`: its short name, that of a benchmark too."""
     module = _module_of(taskset)
     return None if module is None else tuple(sorted({*_OF_EVERY_TASKSET, *_fields(module, *_CONFIG)}))
 
@@ -30,11 +27,7 @@ def argument_names(taskset: str) -> tuple[str, ...] | None:
 @cache
 def task_fields(taskset: str) -> tuple[str, ...] | None:
     """Return the fields that the data of its tasks has beside those of verifiers' own `TaskData`; None: it is not a
-    bundled one.
-
-    Args:
-        taskset: its short name, that of a benchmark too.
-    """
+    bundled one. `taskset`: its short name, that of a benchmark too."""
     module = _module_of(taskset)
     return None if module is None else tuple(sorted({*_fields(module, *_DATA)}))
 

@@ -42,8 +42,6 @@ class ChatClient(Client):
 
         Args:
             base_url: up to and with `/v1`.
-            api_key: sent as a Bearer token.
-            options: deadline and retries of a request.
             patience_s: for how long a request may be sent again: less than an episode's deadline, so that an API that
                 fails is not taken for a model that rambles.
         """

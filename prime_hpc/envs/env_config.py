@@ -54,10 +54,7 @@ IN_PROCESS = "in-process"
 
 def flat_id(module_name: str) -> str:
     """Import a module and make it importable under a name without dots, which is returned.
-
-    Raises:
-        ImportError: as the import does.
-    """
+    Raises ImportError: as the import does."""
     alias = module_name.replace(".", "_").lower()
     if alias not in sys.modules:
         sys.modules[alias] = importlib.import_module(module_name)
@@ -77,10 +74,7 @@ class FoundTaskset:
 
 def resolve_taskset(name: str) -> FoundTaskset:
     """Find the taskset `name`: a bundled short name, an installed module, a dotted path; v1 or `load_environment`.
-
-    Raises:
-        EnvError: not installed, a dependency of it missing, or neither kind of environment.
-    """
+    Raises EnvError: not installed, a dependency of it missing, or neither kind of environment."""
     from verifiers.v1.taskset import Taskset
     from verifiers.v1.utils.loaders import import_taskset, taskset_class
 
@@ -204,11 +198,7 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
 
 def sandbox_of(config: EnvConfig) -> SandboxConfig | None:
     """Return the sandboxes of an environment's episodes: those that it states, or, where its harness runs what a model
-    writes, the usual ones.
-
-    Raises:
-        EnvError: what the environment runs would not run in them.
-    """
+    writes, the usual ones. Raises EnvError: what the environment runs would not run in them."""
     from verifiers.v1.utils.loaders import default_harness_id, harness_class
 
     found = resolve_taskset(config.id)

@@ -36,14 +36,6 @@ from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.envs.task_sources import EnvSource
 
 
-def _lowest(versions: np.ndarray) -> int:
-    return int(np.minimum.reduce(versions))  # half of what `min()` costs
-
-
-def _highest(versions: np.ndarray) -> int:
-    return int(np.maximum.reduce(versions))
-
-
 @dataclass
 class _Solo:
     """The one trace of a single-agent run, in an episode's shape."""
@@ -164,7 +156,8 @@ class SourceRunner:
             result = episode_result(episode, lambda node: versions.get(id(node.logprobs)), duration_s, routing_of)
         else:
             sampled = [turn.versions for turn in turns if len(turn.versions)]
-            span = (min(map(_lowest, sampled)), max(map(_highest, sampled))) if sampled else ()
+            lowest, highest = np.minimum.reduce, np.maximum.reduce  # half of what `min()` and `max()` cost
+            span = (int(min(map(lowest, sampled))), int(max(map(highest, sampled)))) if sampled else ()
             result = episode_result(episode, None, duration_s, versions=span if self.settings.chat is None else None)
         if self.settings.keep_messages and result.state is EpisodeState.COMPLETED:
             return replace(result, conversations=conversations_of(episode))
@@ -172,8 +165,7 @@ class SourceRunner:
 
     def _refuse_other_sampling(self, episode: Any) -> None:
         """Raise EnvError where a seat that trains has drawn its tokens otherwise than the trainer computes: by a
-        `sampling` of its own, which `env_args` or the environment itself may state.
-        """
+        `sampling` of its own, which `env_args` or the environment itself may state."""
         for trace in episode.traces:
             own = of_distribution(trace.agent.config.sampling.model_dump())
             if trace.agent.trainable and own != self._distribution:
@@ -185,8 +177,7 @@ class SourceRunner:
 
     def _is_plain(self) -> bool:
         """Return whether an episode is nothing but one agent's run, here: no own Env, no retries, no deadlines of its
-        own.
-        """
+        own."""
         config = self.source.env_config
         if type(self.env) is not SingleAgentEnv or {"retries", "timeout"} & set(self.source.config.env_args):
             return False

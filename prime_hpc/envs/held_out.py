@@ -37,10 +37,7 @@ def content(task: Any) -> str:
 
 def as_json(data: Any, exclude: set[str]) -> str:
     """Return a task's data as JSON, without the fields `exclude`.
-
-    Raises:
-        EnvError: a field holds what JSON cannot say, so that nobody could tell whether two tasks are the same.
-    """
+    Raises EnvError: a field holds what JSON cannot say, so that nobody could tell whether two tasks are the same."""
     try:
         return str(data.model_dump_json(exclude=exclude))
     except ValueError as error:

@@ -49,10 +49,7 @@ def image_urls(messages: Iterable[Any]) -> list[str]:
 
 def decode_image(url: str) -> bytes:
     """Return the encoded image that a `data:` URL holds, byte for byte.
-
-    Raises:
-        ImageError: it is no `data:` URL of an image in base64.
-    """
+    Raises ImageError: it is no `data:` URL of an image in base64."""
     try:
         return decode_data_url(url)
     except ValueError as error:
@@ -105,10 +102,7 @@ def _named(part: Any) -> Any:
 
 async def inlined(messages: list[Any], *, fetch: bool) -> list[Any]:
     """Return messages with images that are files as `data:` URLs; with `fetch` those at addresses, too.
-
-    Raises:
-        ImageError: one cannot be read; names it.
-    """
+    Raises ImageError: one cannot be read; names it."""
     found = []
     for message in messages:
         content = message.content

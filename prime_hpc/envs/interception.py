@@ -35,10 +35,7 @@ class TurnRefused(Exception):
 
 def interception_of(endpoint: str) -> "PolicyInterception":
     """Return the interception that a harness was pointed to by verifiers.
-
-    Raises:
-        HarnessError: the endpoint is not one of this process's.
-    """
+    Raises HarnessError: the endpoint is not one of this process's."""
     found = _LIVE.get(endpoint.removesuffix("/v1"))
     if found is None:
         raise HarnessError(f"the in-process harness runs only inside prime-hpc's EnvPool (endpoint {endpoint})")
@@ -60,7 +57,6 @@ class PolicyInterception(InterceptionServer):
         Args:
             policies: client of each server, by the base URL that sessions name.
             serve_http: some harness or tool server of the environment is another process.
-            state_service_secrets: of the environment's shared tool servers.
         """
         super().__init__(state_service_secrets=state_service_secrets)
         self.policies = policies
@@ -96,10 +92,6 @@ class PolicyInterception(InterceptionServer):
 
     async def complete(self, secret: str, request: Request) -> Response:
         """One model call of an in-process harness: verifiers' steps for a request, in verifiers' order.
-
-        Args:
-            secret: the rollout's, as the harness got it.
-            request: the whole conversation and the tools.
 
         Raises:
             TurnRefused: a limit or a stop hook ended the rollout; the harness ends quietly.

@@ -47,10 +47,7 @@ def same_boxed(gold: str, found: str) -> bool:
 
 async def open_comparison() -> None:
     """Start what `same_answer` needs, before the first answer; what takes longer than `_PATIENCE_S` that one waits for.
-
-    Raises:
-        EnvError: it cannot be started.
-    """
+    Raises EnvError: it cannot be started."""
     try:
         await asyncio.wait_for(prepare(_COMPARE), _PATIENCE_S)
     except TimeoutError:

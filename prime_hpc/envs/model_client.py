@@ -99,7 +99,6 @@ class PolicyClient(Client):
         Args:
             base_url: `http://host:port`, with or without a trailing `/v1`.
             api_key: sent as a Bearer token; None: that of this user's own servers on this machine (`client.keys`).
-            renderer: turns messages into prompt tokens.
             max_model_len: prompt and completion tokens together, at most.
             patience_s: how long an unreachable server (being restarted) is asked again before a turn fails.
             with_logprobs: ask for them: what trains needs them; a fifth of a small model's server is spent on them.
@@ -341,8 +340,7 @@ def read_reply(
     renderer: PromptRenderer, completion_ids: list[int], prompt_ids: list[int], tools: list[dict[str, Any]] | None
 ) -> Any:
     """Return a reply as `renderers` reads it, all of it text where its JSON is more than Python reads; no call has a
-    name that is no text.
-    """
+    name that is no text."""
     try:
         parsed = renderer.renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
     except (RecursionError, ValueError):  # a number of thousands of digits, brackets a thousand deep
@@ -381,10 +379,7 @@ def content_of(parsed: Any, completion_ids: list[int], renderer: PromptRenderer)
 
 def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None:
     """Return the recorded experts of a call that saw and sampled so many tokens; None where it was aborted.
-
-    Raises:
-        ProviderError: they are of others: this is no server of ours.
-    """
+    Raises ProviderError: they are of others: this is no server of ours."""
     try:
         found = parse_routing(choice)
     except RoutingError as error:
@@ -397,11 +392,7 @@ def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None
 
 
 def _first_choice(raw: bytes) -> dict[str, Any]:
-    """Return the one choice of a generate answer.
-
-    Raises:
-        ProviderError: not JSON, or without a choice.
-    """
+    """Return the one choice of a generate answer. Raises ProviderError: not JSON, or without a choice."""
     try:
         data = from_json(raw)
         choice: dict[str, Any] = data["choices"][0]
@@ -417,10 +408,7 @@ def _to_wire(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _expanded(choice: Mapping[str, Any], num_images: int) -> list[int]:
     """Return the prompt as the engine saw it, with a token for each embedding of an image.
-
-    Raises:
-        ProviderError: it does not say, or has seen another number of images.
-    """
+    Raises ProviderError: it does not say, or has seen another number of images."""
     ids, places = choice.get("prompt_token_ids"), choice.get("mm_placeholders")
     found = places.get("image") if isinstance(places, dict) else None
     if not isinstance(ids, list) or not isinstance(found, list) or len(found) != num_images:

@@ -67,12 +67,7 @@ class EnvPool:
         self, settings: PoolSettings, servers: EnvServersConfig | None = None, log_dir: Path | None = None
     ) -> None:
         """Describe a pool; `async with` starts it.
-
-        Args:
-            settings: what is played, and who is asked.
-            servers: of workers, where environments have some; None: none has.
-            log_dir: of the workers' logs.
-        """
+        `servers`: of workers, where environments have some; None: none has."""
         self._settings = settings
         self._moved: dict[int, str] = {}
         self._servers = EnvServersConfig() if servers is None else servers
@@ -88,11 +83,7 @@ class EnvPool:
         self.sources = []
 
     async def __aenter__(self) -> "EnvPool":
-        """Load tokenizer and tasks, start tool servers.
-
-        Raises:
-            EnvError: something is not as configured.
-        """
+        """Load tokenizer and tasks, start tool servers. Raises EnvError: something is not as configured."""
         key_of_hosts(self._servers)  # before an environment's code runs
         # Importing verifiers and reading tasks takes seconds; the caller's heartbeat goes on meanwhile.
         with kept_logger():
@@ -160,10 +151,7 @@ class EnvPool:
 
     def demonstration(self, source_index: int, task_index: int, field: str, text: str) -> list[int]:
         """Tokens of a system message that shows a field of a task's data; `text` holds `{demonstration}`.
-
-        Raises:
-            EnvError: the task has no such field, or nothing in it; names those it has.
-        """
+        Raises EnvError: the task has no such field, or nothing in it; names those it has."""
         from verifiers.v1.task import TaskData
 
         data = self.sources[source_index].task(task_index).data
@@ -181,9 +169,7 @@ class EnvPool:
         """Play one episode to its end or its deadline, whichever comes first.
 
         Args:
-            source_index: which environment.
             task_index: which of its tasks, 0 <= task_index < sources[source_index].num_tasks.
-            url_index: which server.
 
         Returns:
             The result, also of episodes that fail, time out or are cut off by the pool's closing.

@@ -81,10 +81,7 @@ class PromptRenderer:
 
     def __init__(self, tokenizer: Any, renderer: Any, *, vision: bool = False) -> None:
         """Take a tokenizer and its renderer.
-
-        Raises:
-            EnvError: prompts hold images (`vision`), and the renderer writes none.
-        """
+        Raises EnvError: prompts hold images (`vision`), and the renderer writes none."""
         cache_short_texts(tokenizer)
         self.tokenizer = tokenizer
         self.renderer = renderer
@@ -144,8 +141,7 @@ class PromptRenderer:
 
     async def overflows(self, messages: list[dict[str, Any]], most: int) -> bool:
         """Return whether the texts of messages have more tokens than `most`, without encoding more of them than shows
-        it: a tool's ten megabytes take most of a minute, in which no other episode's text is encoded.
-        """
+        it: a tool's ten megabytes take most of a minute, in which no other episode's text is encoded."""
         texts = [text for message in messages for text in _texts(message.get("content"))]
         if sum(map(len, texts)) <= CHARS_A_TOKEN * most:
             return False
@@ -198,10 +194,7 @@ def _image_places(tokenizer: Any, renderer: Any) -> dict[int, int]:
 
 def cache_short_texts(tokenizer: Any) -> None:
     """Have a tokenizer keep the tokens of short texts: renderers encode the same headers for every reply. Idempotent.
-
-    Args:
-        tokenizer: its vocabulary must not change any more.
-    """
+    `tokenizer`: its vocabulary must not change any more."""
     encode = tokenizer.encode
     if getattr(encode, "remembers", False):
         return
@@ -235,10 +228,7 @@ def load_prompt_renderer(
     Args:
         tokenizer_path: local directory or hub name.
         renderer: a name of the `renderers` package, or `auto`.
-        enable_thinking: whether the chat template opens a think section.
-        trust_remote_code: run the tokenizer's own code, where it ships with one.
         chat_template: what the weights were trained with, in the place of the tokenizer's own.
-        vision: prompts hold images.
 
     Raises:
         EnvError: no tokenizer there, no such renderer, the tokenizer lacks tokens that the renderer needs, or the
@@ -264,10 +254,7 @@ def load_prompt_renderer(
 
 def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
     """Return the `renderers` renderer of that name; `enable_thinking` and whole histories where it has such knobs.
-
-    Raises:
-        EnvError: an unknown name, or a tokenizer that does not fit.
-    """
+    Raises EnvError: an unknown name, or a tokenizer that does not fit."""
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig, create_renderer
 

@@ -23,10 +23,7 @@ class RoutingError(ValueError):
 
 def parse_routing(choice: Mapping[str, Any]) -> np.ndarray | None:
     """Experts of one `choices[]` entry, uint8 or uint16 [positions, layers, k]; None where the server records none.
-
-    Raises:
-        RoutingError: they cannot be read, or are of another shape.
-    """
+    Raises RoutingError: they cannot be read, or are of another shape."""
     text = choice.get("routed_experts")
     if text is None:
         return None
@@ -44,7 +41,6 @@ def branch_routing(nodes: Sequence[Any], routing_of: RoutingOf) -> np.ndarray | 
 
     Args:
         nodes: of the branch, from its root on.
-        routing_of: see `RoutingOf`.
 
     Returns:
         None where no reply of it has any.

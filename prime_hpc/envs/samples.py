@@ -205,8 +205,6 @@ def trace_samples(
 
     Args:
         trace: a finished verifiers trace with tokens (any renderer, any number of branches).
-        versions_of: policy versions of a sampled node.
-        number: of the trace in its episode.
         routing_of: recorded experts of a sampled node; None: nobody records them.
 
     Raises:
@@ -280,15 +278,8 @@ def _branch_sample(
 
 def _with_images(sample: Sample, nodes: Sequence[Any], places: Mapping[int, int]) -> Sample:
     """Return a branch's sample with what its messages show: each image stands for one run of place tokens, in order.
-
-    Args:
-        sample: of the branch.
-        nodes: of the branch.
-        places: tokens that stand for images (1) or videos.
-
-    Raises:
-        ImageError: a message has another number of images than of runs.
-    """
+    `places`: tokens that stand for images (1) or videos.
+    Raises ImageError: a message has another number of images than of runs."""
     if not places:
         return sample
     kinds = [token for token, kind in places.items() if kind == 1]
@@ -322,10 +313,8 @@ def episode_result(
     """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says.
 
     Args:
-        episode: as verifiers returned it.
         versions_of: policy versions of a sampled node; None: nobody trains, or an API replied, which names no tokens:
             there are no samples, and nothing is usable for training.
-        duration_s: wall-clock seconds.
         routing_of: recorded experts of a sampled node; None: nobody records them.
         versions: oldest and newest of its sampled tokens, empty where it has none; None: they are in the samples, or
             an API replied.

@@ -140,16 +140,8 @@ class EnvSource:
 
     def __init__(self, config: EnvConfig, split: Split, seed: int, *, beside: Sequence[EnvConfig] = ()) -> None:
         """Find the taskset and load its tasks (an infinite one's are made as they are asked for, see `EndlessTasks`).
-
-        Args:
-            config: the environment.
-            split: which tasks.
-            seed: for tasksets that take one.
-            beside: the environments of the other split, none where that is not used.
-
-        Raises:
-            EnvError: not installed, wrong arguments, no tasks, or loading fails.
-        """
+        `beside`: the environments of the other split, none where that is not used.
+        Raises EnvError: not installed, wrong arguments, no tasks, or loading fails."""
         from verifiers.v1.utils.loaders import load_environment
 
         self.config = config
@@ -185,19 +177,12 @@ class EnvSource:
             raise EnvError(f"environment {self.name!r} has no tasks in its {split} split")
 
     def task(self, index: int) -> Any:
-        """Return the verifiers task number `index` of this split.
-
-        Raises:
-            IndexError: there is none.
-        """
+        """Return the verifiers task number `index` of this split. Raises IndexError: there is none."""
         return self.task_number(self.number(index))
 
     def number(self, index: int) -> int:
         """Return the number of a task in the whole split, of which `choose` may have kept a part.
-
-        Raises:
-            IndexError: there is none.
-        """
+        Raises IndexError: there is none."""
         if index < 0 or (self.num_tasks is not None and index >= self.num_tasks):
             raise IndexError(f"environment {self.name!r} has tasks 0..{(self.num_tasks or 0) - 1}, not {index}")
         return index if self._chosen is None else self._chosen[index]

@@ -35,11 +35,7 @@ class Side:
 
 
 def read_side(text: str) -> Side:
-    """Read one side.
-
-    Raises:
-        ConfigError: no such run, no evaluation there, or no such version.
-    """
+    """Read one side. Raises ConfigError: no such run, no evaluation there, or no such version."""
     name, at, number = text.rpartition("@")
     word = name if at and number.isdecimal() else text
     folder = Path(word).expanduser()
@@ -66,11 +62,7 @@ def _identity(record: Record) -> str:
 
 
 def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 10_000) -> dict[str, Any]:
-    """Paired differences, B minus A, by environment.
-
-    Raises:
-        ConfigError: no environment of both has a task of both.
-    """
+    """Paired differences, B minus A, by environment. Raises ConfigError: no environment of both has a task of both."""
     rows = {}
     for env in sorted(a.tasks.keys() & b.tasks.keys()):
         common = sorted(a.tasks[env].keys() & b.tasks[env].keys())

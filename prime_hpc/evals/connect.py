@@ -62,12 +62,8 @@ async def connect(
 
     Args:
         stack: closes all of it.
-        experiment: the tree of a run without a trainer.
-        context: of the role.
         bus: news of servers come over it.
         versions: those that will be served, one after another.
-        split: which tasks.
-        keep_messages: whether episodes bring their conversations.
 
     Raises:
         EvalError: no server is known or answers, or it refuses us.
@@ -108,10 +104,7 @@ def _client(experiment: Experiment, url: str, key: str | None) -> InferenceClien
 
 async def _is_api(config: StandaloneClientConfig, urls: Sequence[str], key: str | None, loads: bool, kind: str) -> bool:
     """Return whether the servers are no own ones; their models are asked for, so that a wrong key shows at once.
-
-    Raises:
-        EvalError: a server cannot be reached or refuses the key, or an API is to load versions.
-    """
+    Raises EvalError: a server cannot be reached or refuses the key, or an API is to load versions."""
     kinds = set()
     for url in urls:
         own = config.api == "tokens" or (config.api == "auto" and await _is_own(url, key))

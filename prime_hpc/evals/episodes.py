@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loguru import logger
 
@@ -101,10 +101,7 @@ def num_episodes(run_dir: Path) -> int:
 
 def read_records(path: Path) -> tuple[dict[Key, Record], int]:
     """All episodes of a file, one a key: one that is as it should be wins over a failed one, else the first.
-
-    Returns:
-        the episodes, and the bytes of whole lines: what is beyond them was cut off.
-    """
+    Returns the episodes, and the bytes of whole lines: what is beyond them was cut off."""
     records: dict[Key, Record] = {}
     end = 0
     for record, start, length in read_lines(path, Record):
@@ -128,7 +125,6 @@ def read_lines(path: Path, record_type: type[Record]) -> Iterator[tuple[Record |
 
     Args:
         path: may be missing.
-        record_type: what a line holds.
 
     Yields:
         the episode (None: the line holds none), and the line's first byte and length; half a last line is left out.
@@ -165,14 +161,7 @@ class EpisodeLog:
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
         """Read what is there, and cut off half a last line.
-
-        Args:
-            paths: the run's.
-            incarnation: number of the writer's attempt.
-
-        Raises:
-            OSError, StoreError: it cannot be read or written.
-        """
+        Raises OSError, StoreError: it cannot be read or written."""
         self.path = results_file(paths.root)
         self._paths, self._incarnation = paths, incarnation
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,14 +180,11 @@ class EpisodeLog:
         self._next_sync = time.monotonic() + SYNC_S
 
     def add(self, record: Record) -> None:
-        """Append one episode.
-
-        Raises:
-            StoreError: the disk is full (half a line is cut off again), or a newer attempt has begun (FencedError).
-        """
+        """Append one episode. Raises StoreError: the disk is full (half a line is cut off again), or a newer attempt
+        has begun (FencedError)."""
         if not replaces(record, self.records.get(record.key)):
             return
-        text = json.dumps(as_row(record), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(vars(record), ensure_ascii=False, allow_nan=False)
         line = text.encode(errors="replace") + b"\n"  # an environment's words may hold half a surrogate pair
         with disk_errors(self.path):
             try:
@@ -239,8 +225,3 @@ class EpisodeLog:
             return record is not None and not (record.has_failed and retry_failed)
 
         return [key for key in wanted if not is_there(key)]
-
-
-def as_row(record: Record) -> dict[str, Any]:
-    """As it stands in the file; shares the record's metrics."""
-    return dict(vars(record))

@@ -43,7 +43,6 @@ class Servers:
     def __init__(self, clients: Sequence[InferenceClient | None], urls: Sequence[str], patience_s: float) -> None:
         """Args:
         clients: of own servers; None of an API.
-        urls: one a server.
         patience_s: for so long no server may answer.
         """
         self._servers = [EvalServer(url, client) for url, client in zip(urls, clients, strict=True)]
@@ -55,10 +54,7 @@ class Servers:
 
     async def load(self, version: Version) -> None:
         """Every server but those that are lost, before or meanwhile, answers and serves `version`.
-
-        Raises:
-            EvalError: one does not in time, or refuses it.
-        """
+        Raises EvalError: one does not in time, or refuses it."""
         self._version = version
         await asyncio.gather(*(self._unless_lost(i) for i, server in enumerate(self._servers) if not server.is_lost))
 

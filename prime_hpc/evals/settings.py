@@ -83,12 +83,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
 
 def is_of(key: str, environments: Collection[str], step: int | None) -> bool:
     """Return whether a recorded setting decides how some environments were played under one version.
-
-    Args:
-        key: of `settings_of`.
-        environments: their labels.
-        step: the version; None: several, whose weights differ.
-    """
+    `step`: the version; None: several, whose weights differ."""
     if key.startswith(_STEP):
         return key == f"{_STEP}{step}"
     section, _, label = key.removesuffix(FILES).partition(".env.")
@@ -97,10 +92,7 @@ def is_of(key: str, environments: Collection[str], step: int | None) -> bool:
 
 def recorded(run_dir: Path) -> dict[str, Any] | None:
     """Read the settings that an evaluation's directory was begun with; None where it holds none.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    Raises ConfigError: the file cannot be read."""
     path = run_dir / RESULTS / FILE
     if not path.exists():
         return None
@@ -113,10 +105,7 @@ def recorded(run_dir: Path) -> dict[str, Any] | None:
 
 def refuse_others(experiment: Experiment, run_dir: Path) -> None:
     """Raise where a directory's episodes were played in another way; new environments and versions may join.
-
-    Raises:
-        ConfigError: names the file and every key that differs.
-    """
+    Raises ConfigError: names the file and every key that differs."""
     before = recorded(run_dir)
     if before is None:
         if results_file(run_dir).exists() and results_file(run_dir).stat().st_size:
@@ -141,10 +130,7 @@ def refuse_others(experiment: Experiment, run_dir: Path) -> None:
 
 def record(experiment: Experiment, run_dir: Path) -> dict[str, Any]:
     """Write the settings where there are none, and add environments and versions that joined; returns what is recorded.
-
-    Raises:
-        StoreError: the directory cannot be written.
-    """
+    Raises StoreError: the directory cannot be written."""
     path = run_dir / RESULTS / FILE
     merged = (recorded(run_dir) or {}) | settings_of(experiment)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,10 +147,7 @@ def _versions(experiment: Experiment) -> list[Version]:
 
 def _weights_of(folder: Path) -> str | None:
     """Sum over a version's weights: its manifest's; where it has none, of samples of its files.
-
-    Raises:
-        ConfigError: one of these cannot be read: another sum would stand for other weights.
-    """
+    Raises ConfigError: one of these cannot be read: another sum would stand for other weights."""
     try:
         return read_manifest(folder).digest if (folder / MANIFEST).is_file() else weights_fingerprint(folder) or None
     except (StoreError, OSError) as error:
@@ -173,10 +156,7 @@ def _weights_of(folder: Path) -> str | None:
 
 def _sum_of(named: Sequence[tuple[str, str]], key: str) -> str:
     """Sum over files, as `named_files` gives them; `key` names them in the config.
-
-    Raises:
-        ConfigError: a file is not there or cannot be read.
-    """
+    Raises ConfigError: a file is not there or cannot be read."""
     total = xxhash.xxh3_64()
     try:
         rows = [text for argument, text in named if argument == "files"]  # together: one of them may be empty

@@ -38,8 +38,6 @@ def bootstrap_interval(
     Args:
         values: one a task.
         confidence: 0.95 gives the 2.5th and the 97.5th percentile.
-        num_resamples: of the tasks, with replacement.
-        seed: the same gives the same interval.
 
     Raises:
         ValueError: no task.
@@ -63,8 +61,6 @@ def sign_flip_test(
 
     Args:
         differences: one a task.
-        num_permutations: random sign patterns.
-        seed: of them.
 
     Raises:
         ValueError: no pair.

@@ -30,11 +30,6 @@ _MOST_CHARACTERS = 300
 def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfig, ks: Sequence[int]) -> dict[str, Any]:
     """Scores of one environment under one version.
 
-    Args:
-        records: its episodes.
-        config: threshold, confidence, resamples.
-        ks: of pass@k.
-
     Returns:
         counts; `avg` (mean over tasks of the mean over a task's rollouts, with its interval), `pass` by k (over the
         tasks with at least k scored rollouts); tokens of completions and prompts; the environment's own metrics.
@@ -97,15 +92,7 @@ def summarize(
     settings: Mapping[str, Any],
     model: str,
 ) -> dict[str, Any]:
-    """Return the whole summary.
-
-    Args:
-        versions: those done, each with the episodes that were asked of it.
-        records: all episodes that are there.
-        config: the evaluation's.
-        settings: with which the episodes were played.
-        model: for people.
-    """
+    """Return the whole summary. `versions`: those done, each with the episodes that were asked of it."""
     rows = []
     for version, keys in versions:
         there = [records[key] for key in keys if key in records]
@@ -166,10 +153,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any], lines: Sequence[str
 
 def draw(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Return the scores as PNG: over steps, or of one version as bars.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    Raises ImportError: matplotlib is not installed."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -37,10 +37,7 @@ def weights_root(stated: Path) -> Path:
 
 def find_versions(config: StandaloneEvalConfig) -> list[Version]:
     """Return the versions that an evaluation asks for, in order; of all those whose weights are in files.
-
-    Raises:
-        ConfigError: there is no such directory, step or version at all, or one went over the network alone.
-    """
+    Raises ConfigError: there is no such directory, step or version at all, or one went over the network alone."""
     if config.weights_dir is None:
         return [Version(0)]
     root = weights_root(config.weights_dir)
@@ -78,10 +75,7 @@ def version_template(config: StandaloneEvalConfig) -> str | None:
 
 def adapter_rank(versions: list[Version]) -> int | None:
     """Largest rank of the adapters among versions; None where they are whole models.
-
-    Raises:
-        ConfigError: some are adapters and some are not, or an adapter's config cannot be read.
-    """
+    Raises ConfigError: some are adapters and some are not, or an adapter's config cannot be read."""
     ranks, whole = [], []
     for version in versions:
         if version.path is None:

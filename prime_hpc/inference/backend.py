@@ -119,7 +119,6 @@ class OverNodes(Protocol):
 
         Args:
             dp_size: data-parallel engines, as many on each node.
-            num_nodes: of the server.
             address, port: where its first node waits for the others.
         """
 
@@ -128,12 +127,7 @@ class TellsWhy(Protocol):
     """A backend whose engines say in the server's log why they ended."""
 
     def death_reason(self, words: str, log: str) -> str:
-        """Return why a server ended.
-
-        Args:
-            words: its own last ones.
-            log: the end of its log, since its last start.
-        """
+        """Return why a server ended. `log`: the end of its log, since its last start."""
 
 
 class StepsBesideCache(Protocol):
@@ -145,7 +139,6 @@ class StepsBesideCache(Protocol):
         Args:
             num_heads: of a layer.
             shared_width: of a head's keys and values together, where several heads share them; else 0.
-            vocab_size: of the model.
             max_len: tokens of the sequence.
             width: bytes of a value of the cache.
         """
@@ -153,10 +146,7 @@ class StepsBesideCache(Protocol):
 
 def node_options(name: str, dp_size: int, num_nodes: int, address: str, port: int) -> list[list[str]]:
     """Return further words of a server's command on each of its nodes: see `OverNodes`.
-
-    Raises:
-        ConfigError: the backend's servers have one node each.
-    """
+    Raises ConfigError: the backend's servers have one node each."""
     backend: Any = load_backend(name)
     if num_nodes == 1:
         return [["--data-parallel-size", str(dp_size)]]
@@ -188,10 +178,7 @@ def section(experiment: Experiment) -> InferenceConfig:
 
 def load_backend(name: str, key: str = "inference.backend") -> Backend:
     """Return the backend that a config names: one of the table, or `module:ATTRIBUTE`.
-
-    Raises:
-        ConfigError: there is none at that path; names the key.
-    """
+    Raises ConfigError: there is none at that path; names the key."""
     module, _, attribute = BACKENDS.get(name, name).partition(":")
     try:
         found: Backend = getattr(import_module(module), attribute)
@@ -210,10 +197,7 @@ def engines_title(servers: InferenceConfig) -> str:
 
 def check_backend(experiment: Experiment, key: str, device: Device) -> Backend:
     """Return the backend of a group of engines, ready to start on a device.
-
-    Raises:
-        ValueError: it is not installed, or cannot do what the config asks for.
-    """
+    Raises ValueError: it is not installed, or cannot do what the config asks for."""
     name = section(experiment).backend
     backend = load_backend(name, f"{key}.backend")
     if missing := backend.missing():

@@ -41,10 +41,7 @@ class BadVersionError(ValueError):
 
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of a Hugging Face model folder, in the order of their names.
-
-    Raises:
-        BadVersionError: no such folder, no weights in it, or a file that its index names is missing.
-    """
+    Raises BadVersionError: no such folder, no weights in it, or a file that its index names is missing."""
     if not path.is_dir():
         raise BadVersionError(f"{path} is not a directory on this node")
     try:
@@ -59,10 +56,7 @@ def weight_files(path: Path) -> list[Path]:
 
 def read_signature(path: Path) -> Signature:
     """Names and shapes of all tensors of a model folder.
-
-    Raises:
-        BadVersionError: as `weight_files`, or a file is not whole safetensors.
-    """
+    Raises BadVersionError: as `weight_files`, or a file is not whole safetensors."""
     signature: Signature = {}
     for file in weight_files(path):
         for name, entry in read_header(file).items():
@@ -111,8 +105,6 @@ def receive_version(
     """Bring a version onto this node while the engines sample.
 
     Args:
-        reader: of this server.
-        path: its folder.
         version: number that the caller gives it; the manifest must agree where it names one.
         expected: the base model's signature; None skips the comparison (base not in safetensors).
         tied: input and output embeddings are one tensor, so `lm_head.weight` may be there or not.
@@ -138,7 +130,6 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
     """Refuse an adapter that is incomplete or belongs to another model.
 
     Args:
-        path: its folder.
         version: number that the caller gives it; the manifest must agree where it names one.
         expected: the base model's signature; None skips the comparison.
         max_rank: largest rank that the engines have room for.
@@ -196,7 +187,6 @@ def verify_version(path: Path, version: int) -> Manifest:
     """Return the manifest of a version that is complete.
 
     Args:
-        path: its folder.
         version: number that the manifest must not contradict.
 
     Raises:
@@ -228,10 +218,7 @@ def digest_of(path: Path) -> str | None:
 
 def compare_signatures(found: Signature, expected: Signature, tied: bool, path: Path) -> None:
     """Check that a version's tensors are the base model's; arguments as of `receive_version`.
-
-    Raises:
-        BadVersionError: they are not; says which.
-    """
+    Raises BadVersionError: they are not; says which."""
     optional = {LM_HEAD} if tied else set()
     missing = sorted(expected.keys() - found.keys() - optional)
     unknown = sorted(found.keys() - expected.keys() - optional)

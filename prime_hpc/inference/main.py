@@ -131,20 +131,14 @@ def _default_port(experiment: Experiment, replica: int) -> int:
 
 def _require_model(name: str) -> None:
     """Refuse a path at which nothing is, which backends take for a name at the hub and say nothing of paths.
-
-    Raises:
-        ValueError: that.
-    """
+    Raises ValueError: that."""
     if name.startswith(("/", ".")) and not Path(name).exists():
         raise NodeError(f"the model {name}: no such directory on {socket.gethostname()}")
 
 
 def _bind(host: str, port: int, key: str) -> socket.socket:
     """Take the port before the slow part of the start-up.
-
-    Raises:
-        ValueError: the port is taken or the address is not this machine's.
-    """
+    Raises ValueError: the port is taken or the address is not this machine's."""
     if port:
         sockets.reserve(port)  # under a supervisor, that one has
     try:

@@ -25,11 +25,7 @@ class Policy(Protocol):
     """That samples now."""
 
     def served(self, name: str) -> tuple[int, str]:
-        """Version and folder that sample under a model name.
-
-        Raises:
-            BadVersionError: nothing is served under it.
-        """
+        """Version and folder that sample under a model name. Raises BadVersionError: nothing is served under it."""
 
     def adapter_versions(self) -> dict[str, int]:
         """Model name -> version of every adapter that is served."""
@@ -46,17 +42,11 @@ class Policy(Protocol):
 
     async def reload(self, name: str) -> dict[str, Any]:
         """Go back to the base model, version 0; an adapter of another name is unloaded.
-
-        Raises:
-            BadVersionError, PolicyFailedError: as `update`.
-        """
+        Raises BadVersionError, PolicyFailedError: as `update`."""
 
     async def serve_base(self, name: str) -> dict[str, Any]:
         """Let a further model name stand for the base model until an adapter is loaded under it.
-
-        Raises:
-            BadVersionError: the server serves no adapters.
-        """
+        Raises BadVersionError: the server serves no adapters."""
 
     async def sleep(self) -> dict[str, Any]:
         """Give up the engines' memory; requests wait until an update or `wake_up`. The answer says `asleep`.
@@ -68,7 +58,4 @@ class Policy(Protocol):
 
     async def wake_up(self) -> dict[str, Any]:
         """Take the memory back and go on with the version as it was.
-
-        Raises:
-            BadVersionError, PolicyFailedError: as `sleep`.
-        """
+        Raises BadVersionError, PolicyFailedError: as `sleep`."""

@@ -35,10 +35,7 @@ def make_scratch() -> Path:
 
 def require_semaphores() -> None:
     """Refuse a machine whose processes cannot lock each other out: the C library keeps such locks in /dev/shm.
-
-    Raises:
-        ValueError: /dev/shm is missing, or cannot be written.
-    """
+    Raises ValueError: /dev/shm is missing, or cannot be written."""
     try:
         multiprocessing.get_context("fork").Lock()
     except OSError as error:

@@ -14,7 +14,6 @@ class WholeModel:
 
     def __init__(self, name: str, base_path: Path | None, scratch: Path, *, tied: bool) -> None:
         """Args:
-        name: of the base model.
         base_path: folder of its safetensors; None where it has none on this node.
         scratch: directory on this node for what is fetched, deleted with the server.
         tied: see `receive_version`.
@@ -39,11 +38,7 @@ class WholeModel:
         self.version, self.path, self._digest = version, str(folder), digest
 
     def _folder(self, path: str, version: int) -> Path:
-        """Return the folder of a version that is to be loaded.
-
-        Raises:
-            BadVersionError: it cannot be one.
-        """
+        """Return the folder of a version that is to be loaded. Raises BadVersionError: it cannot be one."""
         if not Path(path).is_absolute():
             raise BadVersionError(f"{path} is not an absolute path")
         if version == BASE_VERSION:
@@ -55,11 +50,7 @@ class WholeModel:
         return await asyncio.to_thread(receive_version, self._reader, folder, version, self._signature, self._tied)
 
     def _base(self) -> Received:
-        """Return the base model, to go back to.
-
-        Raises:
-            BadVersionError: it has no safetensors on this node.
-        """
+        """Return the base model, to go back to. Raises BadVersionError: it has no safetensors on this node."""
         if self._base_path is None:
             raise BadVersionError(
                 f"the base model {self._base_name} has no safetensors on this node: restart the server"

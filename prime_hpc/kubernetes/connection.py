@@ -24,11 +24,7 @@ CONNECT_S = 5.0
 
 
 def read_key(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the run's key.
-
-    Raises:
-        ConfigError: the pod names no file of it, or the file holds none.
-    """
+    """Return the run's key. Raises ConfigError: the pod names no file of it, or the file holds none."""
     path = environ.get(KEY_FILE)
     if not path:
         raise ConfigError(f"{KEY_FILE} is not set: this runs in a pod of `prime-hpc render --target kubernetes`")
@@ -43,10 +39,7 @@ def read_key(environ: Mapping[str, str] = os.environ) -> str:
 
 def connect(host: str, key: str) -> socket.socket:
     """Return a connection to a pod that has proved to know the run's key.
-
-    Raises:
-        OSError: the pod is not there (yet), or belongs to another run.
-    """
+    Raises OSError: the pod is not there (yet), or belongs to another run."""
     connection = socket.create_connection((host, PORT), CONNECT_S)
     try:
         prove(connection, key, PURPOSE)

@@ -95,15 +95,8 @@ def _asked(requests: Mapping[str, str]) -> Manifest:
 
 
 def manifests(experiment: Experiment, values: Values | None = None) -> list[Manifest]:
-    """Return the objects of a run.
-
-    Args:
-        experiment: as it was resolved.
-        values: default: what the experiment states, with a new key.
-
-    Raises:
-        ConfigError: the experiment cannot run as pods, or states a secret, which a ConfigMap would show to many.
-    """
+    """Return the objects of a run. `values`: default: what the experiment states, with a new key.
+    Raises ConfigError: the experiment cannot run as pods, or states a secret, which a ConfigMap would show to many."""
     section = section_of(experiment)
     _refuse_secrets(experiment)
     own = for_pods(experiment)

@@ -40,11 +40,7 @@ class Component:
 
 
 def section_of(experiment: Experiment) -> KubernetesConfig:
-    """Return the section.
-
-    Raises:
-        ConfigError: the experiment has none.
-    """
+    """Return the section. Raises ConfigError: the experiment has none."""
     if experiment.kubernetes is None or not experiment.kubernetes.image:
         raise ConfigError(Problem("which image holds prime-hpc? State kubernetes.image", "kubernetes.image"))
     return experiment.kubernetes
@@ -61,14 +57,8 @@ def for_pods(experiment: Experiment) -> Experiment:
 
 
 def components_of(experiment: Experiment) -> list[Component]:
-    """Return the kinds of pods, in the order of the placement's components.
-
-    Args:
-        experiment: as `for_pods` returns it.
-
-    Raises:
-        ConfigError: the roles do not fit nodes of `slurm.gpus_per_node` GPUs.
-    """
+    """Return the kinds of pods, in the order of the placement's components. `experiment`: as `for_pods` returns it.
+    Raises ConfigError: the roles do not fit nodes of `slurm.gpus_per_node` GPUs."""
     if num_env_nodes(experiment):
         raise ConfigError(Problem("hosts of environments in pods are your own: env_servers.addresses", ENV_NODES))
     placement = place_slurm(experiment, SITE)
@@ -83,10 +73,7 @@ def components_of(experiment: Experiment) -> list[Component]:
 
 def object_name(experiment: Experiment) -> str:
     """Return the run's name as Kubernetes takes it (RFC 1123: small letters, digits, hyphens).
-
-    Raises:
-        ConfigError: nothing is left of it, or it is too long.
-    """
+    Raises ConfigError: nothing is left of it, or it is too long."""
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-")
     if not name or not name[0].isalpha() or len(name) > MOST_LETTERS:
         message = f"{experiment.name!r} makes no name of Kubernetes objects: "
@@ -110,11 +97,7 @@ def describe_pods(experiment: Experiment) -> str:
 
 def read_nodes(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return the nodes that this process's roles may use: the run's pods, or those of its Slurm job; None outside of
-    either.
-
-    Raises:
-        ConfigError: the variables contradict each other.
-    """
+    either. Raises ConfigError: the variables contradict each other."""
     if PODS not in environ:
         return read_allocation(environ)
     said = json.loads(environ[PODS])

@@ -51,17 +51,8 @@ def _dump(data: Any) -> str:
 
 def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
     """Write a Helm chart of the experiment: the objects of `manifests`, the cluster's part of them as values.
-
-    Args:
-        experiment: as it was resolved.
-        folder: new, or an earlier chart's.
-
-    Returns:
-        the files.
-
-    Raises:
-        ConfigError: the experiment cannot run as pods, or the folder is no chart's or cannot be written.
-    """
+    `folder`: new, or an earlier chart's.
+    Raises ConfigError: the experiment cannot run as pods, or the folder is no chart's or cannot be written."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "Chart.yaml").is_file():
         raise ConfigError(Problem(f"{folder} holds something else than a chart; name a new folder", "--chart"))
     section, components = section_of(experiment), components_of(for_pods(experiment))

@@ -26,10 +26,7 @@ class Nodes:
     @classmethod
     def of(cls, flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> "Nodes | None":
         """Read torchrun's flags and variables; None: one machine.
-
-        Raises:
-            ConfigError: they do not say where the ranks meet, or which machine this is.
-        """
+        Raises ConfigError: they do not say where the ranks meet, or which machine this is."""
         count = _whole(flags, "--nnodes", 1) or 1
         rank = _whole(flags, "--node-rank", 0)
         if count == 1:
@@ -44,10 +41,7 @@ class Nodes:
 
 def _meeting_point(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, int]:
     """Return address and port of `--rdzv-endpoint`, else of the flags or variables that name the head.
-
-    Raises:
-        ConfigError: nothing names them, or they are none.
-    """
+    Raises ConfigError: nothing names them, or they are none."""
     endpoint = flags.get("--rdzv-endpoint")
     if endpoint is None:
         address = flags.get("--master-addr", environ.get("MASTER_ADDR"))
@@ -73,10 +67,7 @@ def ranks_of_all(flags: Mapping[str, str]) -> int | None:
 
 def run_trainer(loaded: Loaded, nodes: Nodes) -> NoReturn:
     """Become this machine's torchrun.
-
-    Raises:
-        ConfigError: the experiment cannot run here, or its ranks do not divide among the machines.
-    """
+    Raises ConfigError: the experiment cannot run here, or its ranks do not divide among the machines."""
     experiment = loaded.experiment
     check(loaded, "trainer")
     ranks = experiment.trainer.num_ranks

@@ -63,10 +63,8 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
     """End a run and its successor.
 
     Args:
-        run_dir: the run directory.
         now: do not let it save.
         timeout_s: so long it may take to save; then it is ended all the same.
-        say: told what goes on meanwhile.
 
     Raises:
         SlurmRefused: Slurm cannot be asked whether there is a job, or be told to end it.
@@ -244,7 +242,6 @@ class _Cancel:
         line yet. After a crash another attempt may follow in the same job, which its line says a moment later.
 
         Args:
-            whom: this asks, for people.
             job_id: of its Slurm job, if it is one.
             process: without Slurm, the open attempt whose process it is.
         """

@@ -55,13 +55,11 @@ def check(
     """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it.
 
     Args:
-        loaded: the experiment.
         role: the role alone; None: the whole run.
         by_slurm: it runs as a job, whose preflight asks for room too.
         starts_elsewhere: the job starts from another Python environment than this one (a container, a pack): one that
             is not installed here is for lint to warn of, and for the job's own check to refuse.
         waits: the job waits for another one (`slurm.dependency`), which may make the model or the data.
-        is_here: it runs on this machine.
     """
     experiment = loaded.experiment
     problems = [
@@ -252,10 +250,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
 
 def read_vocabulary(name: str) -> dict[str, int] | None:
     """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen.
-
-    Raises:
-        ValueError: the file cannot be read, or is no JSON.
-    """
+    Raises ValueError: the file cannot be read, or is no JSON."""
     config = find_config(name)
     path = config.parent / "tokenizer.json" if config is not None else None
     if path is None or not path.is_file():

@@ -38,10 +38,7 @@ class Parent:
 
 def find_parent(word: str) -> Parent:
     """Return the parent that a word means: a run (directory, name, job id), or an experiment file not submitted yet.
-
-    Raises:
-        ConfigError: there is none, or its trainer trains one run only.
-    """
+    Raises ConfigError: there is none, or its trainer trains one run only."""
     file = Path(word).expanduser()
     if file.suffix in _EXPERIMENTS and file.is_file():
         experiment = load_experiment([str(file)], "submit").experiment
@@ -66,7 +63,6 @@ def load_child(parent: Parent, arguments: list[str], identifier: str | None) -> 
     """Return a child's experiment: its own file and flags over what the parent states.
 
     Args:
-        parent: the parent.
         arguments: the child's file (`child.yaml`) and `--key value` flags.
         identifier: its id; None: the `name` that its file states, else the file's name.
 
@@ -95,10 +91,7 @@ def _without_resume(parent: Experiment) -> list[str]:
 
 def add_child(parent: Parent, loaded: Loaded) -> Path:
     """Make a child's directory; returns it.
-
-    Raises:
-        ConfigError: there is a child of this id, its environments are not installed, or the disk is full.
-    """
+    Raises ConfigError: there is a child of this id, its environments are not installed, or the disk is full."""
     from prime_hpc.launch.checks import check
 
     final = loaded.experiment.run_dir
@@ -154,11 +147,7 @@ def _is_away(parent_dir: Path) -> bool:
 
 
 def find_child(parent_dir: Path, word: str) -> Path:
-    """Return a child's directory by its id.
-
-    Raises:
-        ConfigError: there is none; names those that there are.
-    """
+    """Return a child's directory by its id. Raises ConfigError: there is none; names those that there are."""
     names = list_children(parent_dir)
     for name in (word, PREFIX + word):
         if name in names:
@@ -222,10 +211,7 @@ def _stop_child(path: Path, timeout_s: float) -> str:
 
 def resume_child(path: Path) -> str:
     """Have a child that ended be taken up again; returns what was said of it before.
-
-    Raises:
-        ConfigError: it has not ended, or has no step left.
-    """
+    Raises ConfigError: it has not ended, or has no step left."""
     state = read_state(path)
     if state is None or not state.has_ended:
         at_rest = state is not None and _is_away(path.parent)

@@ -32,10 +32,8 @@ def pack_environment(
     """Pack an environment; the file and its facts appear by a rename each.
 
     Args:
-        venv: the virtual environment.
         output: of the pack; None: beside the environment.
         kind: one of `SUFFIXES`.
-        say: told how it goes.
         start: how nodes start from it: `unpack`, or `mount`.
 
     Returns:

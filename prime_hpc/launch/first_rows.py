@@ -33,9 +33,6 @@ def wrong_row(
     """Return what is wrong with the first rows of JSON lines or Parquet, with file and row; None where nothing is.
 
     Args:
-        found: files of the source.
-        source: its column names.
-        config: how rows are read.
         vocab_size: of the model; None: not known.
         sees_images: whether they may hold images (`model.vision`).
     """

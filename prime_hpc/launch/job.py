@@ -22,13 +22,8 @@ USAGE = "usage: python -m prime_hpc.launch.job RUN_DIR [-- FILE [--KEY VALUE ...
 
 
 def local_job(run_dir: str, environ: dict[str, str | None]) -> int:
-    """Supervise the run in `run_dir`; returns its exit code.
-
-    Args:
-        run_dir: holds `run.yaml`.
-        environ: variables that submitit's LocalExecutor has changed, as they were (None: not set): it hides all GPUs
-            from a job that asked for none.
-    """
+    """Supervise the run in `run_dir`; returns its exit code. `environ`: variables that submitit's LocalExecutor has
+    changed, as they were (None: not set): it hides all GPUs from a job that asked for none."""
     from prime_hpc.supervisor.main import supervise
 
     if os.getsid(0) != os.getpid():
@@ -117,10 +112,7 @@ def _drop_successor(run_dir: Path, record: "SubmissionRecord | None") -> None:
 
 def _prepare(run_dir: Path, argv: list[str]) -> None:
     """Make the run directory that `submit` would have made.
-
-    Raises:
-        ConfigError: the experiment is wrong, or names another run directory than the script does.
-    """
+    Raises ConfigError: the experiment is wrong, or names another run directory than the script does."""
     from prime_hpc.config import ConfigError, load_experiment
     from prime_hpc.config.site import load_site, write_site
     from prime_hpc.launch.prepare import prepare_run

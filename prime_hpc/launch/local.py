@@ -69,12 +69,7 @@ def run(loaded: Loaded) -> int:
 
 def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
     """Say how a run on this machine goes on, which nobody starts again; empty where it is complete.
-
-    Args:
-        experiment: of the run.
-        run_dir: its directory.
-        again: the command that goes on from the newest checkpoint.
-    """
+    `again`: the command that goes on from the newest checkpoint."""
     row = next(iter(read_rows(run_dir / ATTEMPTS_JSONL)[-1:]), None)
     if row is None or row.get("outcome") == "completed":
         return ""
@@ -223,7 +218,6 @@ def end_local(run_dir: Path, controller: int | None) -> None:
     """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job.
 
     Args:
-        run_dir: the run.
         controller: its process, known to be submitit's; None: there is none. That either ends by itself meanwhile does
             not matter.
     """
@@ -280,11 +274,7 @@ def run_role(loaded: Loaded, role: str) -> int:
 
 def _resume_by_hand(experiment: Experiment, run_dir: Path) -> dict[str, str]:
     """Find where an orchestrator that no supervisor starts goes on: after the step that the trainer by hand resumes
-    from.
-
-    Raises:
-        ConfigError: there is no such checkpoint in this run's directory.
-    """
+    from. Raises ConfigError: there is no such checkpoint in this run's directory."""
     wanted = experiment.ckpt.resume_step if experiment.ckpt is not None else None
     if wanted is None or RESUME_STEP in os.environ:
         return {}

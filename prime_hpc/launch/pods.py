@@ -47,10 +47,7 @@ RENDERED = "pods.yaml"
 
 def run_in_pods(file: Path) -> int:
     """Run one attempt and, where none follows, tell the other pods; returns the exit code.
-
-    Raises:
-        ConfigError: this is no pod of a run.
-    """
+    Raises ConfigError: this is no pod of a run."""
     key, nodes = read_key(), read_nodes()
     if nodes is None or PODS not in os.environ:
         raise ConfigError(f"{PODS} is not set: this runs in a pod of `prime-hpc render --target kubernetes`")
@@ -127,11 +124,7 @@ def _is_same(run_dir: Path, text: str) -> bool:
 
 
 def _await_pods(hosts: list[str], key: str, timeout_s: float) -> None:
-    """Return once all pods answer.
-
-    Raises:
-        ConfigError: some do not within `timeout_s`.
-    """
+    """Return once all pods answer. Raises ConfigError: some do not within `timeout_s`."""
     began = said = time.monotonic()
     missing = dict.fromkeys(hosts, "")
     while missing:

@@ -42,14 +42,8 @@ _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
 
 def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
     """Check the experiment, make its run directory and write what was asked into it.
-
-    Args:
-        loaded: the experiment.
-        site: profile of the cluster that it runs on; None: on this machine.
-
-    Raises:
-        ConfigError: the experiment cannot run here, or its run directory holds another run.
-    """
+    `site`: profile of the cluster that it runs on; None: on this machine.
+    Raises ConfigError: the experiment cannot run here, or its run directory holds another run."""
     loaded = for_evaluation(loaded)
     check(loaded, is_here=site is None)
     if site is None and (problem := flash_problem(loaded.experiment, is_here=True)):
@@ -66,11 +60,7 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
 
 
 def refuse_anothers(run_dir: Path) -> None:
-    """Raise where a directory that exists is another user's.
-
-    Raises:
-        ConfigError: it is; nothing in it was changed.
-    """
+    """Raise where a directory that exists is another user's. Raises ConfigError: it is; nothing in it was changed."""
     if run_dir.exists():
         try:
             refuse_other_owner(run_dir)
@@ -80,15 +70,8 @@ def refuse_anothers(run_dir: Path) -> None:
 
 def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
     """Write the snapshot and lockfile. A STOP that came after the last attempt had ended goes: it would end this one.
-
-    Args:
-        loaded: what to write.
-        run_dir: where.
-        is_in_job: by a job, or pods, that waited: a STOP is for these.
-
-    Raises:
-        ConfigError: the disk is full or not writable.
-    """
+    `is_in_job`: by a job, or pods, that waited: a STOP is for these.
+    Raises ConfigError: the disk is full or not writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if not is_in_job:
@@ -169,11 +152,7 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
 
 
 def refuse_to_delete(run_dir: Path) -> None:
-    """Raise where a directory is anything but one run of this user's.
-
-    Raises:
-        ConfigError: saying what it is.
-    """
+    """Raise where a directory is anything but one run of this user's. Raises ConfigError: saying what it is."""
 
     def refuse(what: str) -> ConfigError:
         return ConfigError(Problem(f"{run_dir} {what}, so it is not deleted; choose another --name", "clean"))
@@ -219,7 +198,6 @@ def for_evaluation(loaded: Loaded, *, waits: bool = False) -> Loaded:
     `eval.weights_dir`, so that the engines have room for them.
 
     Args:
-        loaded: the experiment.
         waits: its job waits for another one (`slurm.dependency`), which may make the versions.
 
     Raises:

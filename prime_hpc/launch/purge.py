@@ -49,11 +49,7 @@ def warn_s(site: SiteConfig) -> float:
 
 def first_purge(folder: Path, site: SiteConfig) -> Purge | None:
     """Return what would be purged first of a directory or file; None where nothing ever is.
-
-    Args:
-        folder: it, and all that lies below it.
-        site: says whether, and by which time.
-    """
+    `folder`: it, and all that lies below it."""
     if site.purge_days is None or not _is_on_scratch(folder, site):
         return None
     oldest, first, count = float("inf"), folder, 0

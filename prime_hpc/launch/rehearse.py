@@ -27,7 +27,6 @@ def rehearse(experiment: Experiment, gpu_gib: float | None) -> dict[str, Any]:
     """Peak memory of one trainer rank, from a run of the train step on fake tensors.
 
     Args:
-        experiment: the run.
         gpu_gib: memory of one GPU; None: not known.
 
     Returns:

@@ -25,7 +25,6 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
     Relative paths count from the directory in which the run was first submitted: this process goes there.
 
     Args:
-        run_dir: the run directory.
         overrides: command line, e.g. `--ckpt.resume-step 40 --max-steps 200`.
 
     Raises:
@@ -65,7 +64,6 @@ def without_dependency(experiment: Experiment, run_dir: Path) -> Experiment:
     Its `run.yaml` keeps what was waited for, so that another submit tells it from what is stated anew.
 
     Args:
-        experiment: as it is to go on.
         run_dir: its run directory, whose `run.yaml` says what it was told before.
     """
     from prime_hpc.config.snapshot import load_run

@@ -28,7 +28,6 @@ def storage_problems(experiment: Experiment, role: str | None, by_slurm: bool) -
     """List the homes of a run that cannot be written, or have no room for what it keeps there at once.
 
     Args:
-        experiment: whose.
         role: the one that is started by hand; None: the whole run.
         by_slurm: in a job, whose nodes may see file systems that this machine does not.
     """

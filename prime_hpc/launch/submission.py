@@ -53,10 +53,8 @@ def submit(
     """Start an experiment as a job.
 
     Args:
-        loaded: the experiment.
         follow: show the job's log until it ends; None: only for a job on this machine.
         dry_run: say what would be submitted; nothing is written and Slurm is not asked.
-        as_json: print the submit record as JSON.
         ranking: of the shapes among which this one was chosen; kept with the run.
 
     Returns:
@@ -96,10 +94,7 @@ def submit(
 
 def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster.
-
-    Raises:
-        SlurmRefused: there is none, though the experiment is meant for one: it would run on the login node.
-    """
+    Raises SlurmRefused: there is none, though the experiment is meant for one: it would run on the login node."""
     if experiment.launch != "auto":
         return experiment.launch == "slurm"
     why = why_not_in_force(environ)
@@ -270,11 +265,7 @@ def _state(info: JobInfo | None) -> str:
 
 def follow_job(job_id: str, log: Path) -> int:
     """Copy a Slurm job's log to the terminal until the job has ended, and its successors' where it has any; Ctrl-C ends
-    the showing, not the job.
-
-    Returns:
-        0: it is COMPLETED; 1: it ended otherwise; 130: interrupted.
-    """
+    the showing, not the job. Returns 0: it is COMPLETED; 1: it ended otherwise; 130: interrupted."""
     offset, said, state = 0, "", ""
     asked = float("-inf")
     try:

@@ -13,8 +13,6 @@ def convert(hf: Any, model: Iterable[str], stored: Mapping[str, Any]) -> tuple[d
     """Make a model's tensors of stored ones. The loop is that of `convert_and_load_state_dict_in_model`.
 
     Args:
-        hf: the transformers model.
-        model: names of its tensors.
         stored: by the checkpoint's names, tensors or what takes part in torch's functions as they do.
 
     Returns:

@@ -24,10 +24,7 @@ class _Active:
 @contextmanager
 def replaying(routed: torch.Tensor | None) -> Iterator[None]:
     """Send the tokens of the passes inside to these experts (keep it open over the backward pass, too).
-
-    Args:
-        routed: int16 [tokens, layers, k], see `MicroBatch.routed`; None: every choice is live.
-    """
+    `routed`: int16 [tokens, layers, k], see `MicroBatch.routed`; None: every choice is live."""
     before, _Active.routed = _Active.routed, routed
     try:
         yield
@@ -37,13 +34,8 @@ def replaying(routed: torch.Tensor | None) -> Iterator[None]:
 
 def install(hf: Any) -> int:
     """Let the routers of a causal LM follow `replaying`; before FSDP and recomputation wrap its blocks.
-
-    Returns:
-        the number of its layers with experts.
-
-    Raises:
-        ValueError: it has none.
-    """
+    Returns the number of its layers with experts.
+    Raises ValueError: it has none."""
     layers = moe_layers(hf)
     if not layers:
         raise ValueError(f"trainer.router_replay: {type(hf).__name__} has no experts; leave it out")

@@ -45,10 +45,7 @@ def moe_layers(hf: Any) -> list[MoeLayer]:
 
 def use_float32_routers(hf: Any) -> None:
     """Make every router multiply in float32 and keep its logits so, whatever the model computes in.
-
-    Raises:
-        ValueError: there is none, or none that can be found.
-    """
+    Raises ValueError: there is none, or none that can be found."""
     layers = moe_layers(hf)
     gates = [_gate(layer) for layer in layers]
     if not layers or None in gates:

@@ -35,8 +35,6 @@ def mean_of(
     """Mean of one column over the measured rows; 0 where they lack it.
 
     Args:
-        rows: every step's.
-        key: the column.
         weight: the column by which rows count; that of the seconds makes a mean of rates what all steps came to.
         num_warm: steps that are left out.
     """

@@ -86,10 +86,7 @@ class Tail:
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows appended since the last call.
-
-        Raises:
-            OSError: the file cannot be read now; nothing is skipped, the next call goes on from the same place.
-        """
+        Raises OSError: the file cannot be read now; nothing is skipped, the next call goes on from the same place."""
         if self._offset is None:  # it could not be asked at first
             self._offset = self._size()
         try:
@@ -152,10 +149,7 @@ class Console:
 
     def tick(self, waiting: dict[str, float]) -> None:
         """Show what is new.
-
-        Args:
-            waiting: label of each role that is not ready, and for how many seconds it has been starting.
-        """
+        `waiting`: label of each role that is not ready, and for how many seconds it has been starting."""
         self._show_waiting(waiting)
         trained = [row for row in self._new_rows(self._trainer) if "time/step" in row]
         for run in {row["run"] for row in trained if "run" in row} - self._orchestrators.keys():
@@ -183,8 +177,7 @@ class Console:
 
     def needs_s(self) -> float:
         """Return what one more step and a save took at most lately, in seconds: of a save all of it, also what went on
-        in the background, for at the end nothing else is waited for.
-        """
+        in the background, for at the end nothing else is waited for."""
         return max(self._times, default=0.0) + self._longest_save
 
     def close(self) -> None:

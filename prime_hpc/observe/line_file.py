@@ -15,11 +15,7 @@ class LineFile:
             self.append("\n")
 
     def append(self, lines: str) -> None:
-        """Write whole lines.
-
-        Raises:
-            OSError: the file cannot be written, e.g. the disk is full; names it.
-        """
+        """Write whole lines. Raises OSError: the file cannot be written, e.g. the disk is full; names it."""
         rest = memoryview(lines.encode(errors="replace"))  # half a surrogate pair is no UTF-8
         try:
             while rest:

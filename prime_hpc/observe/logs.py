@@ -122,7 +122,6 @@ def setup_logger(
         file: also append to this file.
         file_level: least severe level of the file; default `level`.
         json_lines: one JSON object a line instead of text.
-        console: write to stdout.
     """
     asked = os.environ.get("PRIME_LOG_LEVEL", "").upper()
     is_level = asked in LEVELS
@@ -162,8 +161,7 @@ _CONSOLE: list[tuple[Any, dict[str, Any], str, int]] = []
 @contextlib.contextmanager
 def kept_logger() -> Iterator[None]:
     """Have the console's lines go on as they are set up after the body, which may run other people's code: `remove()`
-    and a sink of its own, as loguru's first page shows it, is what a package does to the one logger of its process.
-    """
+    and a sink of its own, as loguru's first page shows it, is what a package does to the one logger of its process."""
     first = _next_number()
     try:
         yield

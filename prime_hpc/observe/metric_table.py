@@ -27,7 +27,6 @@ def gauge(text: str, *labels: str, of: str | Mapping[str, str] = "") -> Family:
     """Declare what goes up and down.
 
     Args:
-        text: for people.
         labels: besides the run.
         of: its metric in the rows; with a label each of them and the label's value.
     """

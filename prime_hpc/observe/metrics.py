@@ -55,9 +55,7 @@ class MetricsWriter:
         """Open `path` for appending.
 
         Args:
-            path: the JSON-lines file.
             wandb: `wandb_arguments`, or None.
-            tensorboard: folder of event files, or None.
             mlflow: arguments of `MlflowRun`, or None.
         """
         self._file = LineFile(path)
@@ -130,7 +128,6 @@ class MetricsWriter:
         """Give W&B, where it is on, a table of rollouts and histograms; the file has the numbers alone.
 
         Args:
-            step: of the batch.
             rows: of one form; a column for each of their fields.
             distributions: values by name; those without any are left out.
         """
@@ -220,11 +217,8 @@ def wandb_arguments(
 
     Args:
         project: as in the experiment, like `offline` (None: as W&B itself decides) and `config`.
-        name: of the W&B run.
         run_id: stated; None: that of the role's earlier life in this run directory, else a new one.
-        offline: see `project`.
         run_dir: keeps `wandb/`.
-        config: see `project`.
         role: whose run it is, for the file that keeps its id; "" keeps none.
     """
     arguments: dict[str, Any] = {"project": project, "name": name, "dir": str(run_dir), "config": config}

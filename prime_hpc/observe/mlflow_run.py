@@ -25,7 +25,6 @@ class MlflowRun:
     Args:
         tracking_uri: a server's address, or `file:...` of a folder.
         experiment: name under which runs are collected.
-        name: of the run.
         parameters: the config, flat.
         id_file: keeps the run's id for later attempts.
     """

@@ -76,10 +76,7 @@ def write_report(
 
 def left_out(figures: Mapping[str, Any]) -> str:
     """Word what of SFT's rows did not train as it is, and why; empty where all did.
-
-    Args:
-        figures: of a step, `data/...`, which count from the run's beginning.
-    """
+    `figures`: of a step, `data/...`, which count from the run's beginning."""
     found = [f"{int(figures[f'data/{k}']):,} {words}" for k, words in _LEFT_OUT.items() if figures.get(f"data/{k}")]
     return f"of {int(figures['data/rows']):,} rows so far: {', '.join(found)}" if found else ""
 
@@ -164,11 +161,7 @@ def draw(
     trainer: list[dict[str, Any]],
     orchestrator: list[dict[str, Any]],
 ) -> Path:
-    """Write the curve as PNG and return its path.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write the curve as PNG and return its path. Raises ImportError: matplotlib is not installed."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -35,7 +35,6 @@ class Deadlines:
 
         Args:
             what: is waited for, for the message.
-            version: of the weights that it needs.
             reason: `servers`, `weights` or `rollouts`: what it waits for.
             now: on the loop's clock.
 

@@ -1,6 +1,5 @@
 """Counts between two batches, and the row of `metrics/orchestrator.jsonl` that they become. Pure but for the sample
-log's file.
-"""
+log's file."""
 
 import json
 import time

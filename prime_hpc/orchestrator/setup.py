@@ -57,10 +57,7 @@ def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
 
 def teacher_urls(exp: Experiment, context: RoleContext) -> list[str]:
     """Of the teacher's servers: those that the run has started, else those of `orchestrator.teacher`.
-
-    Raises:
-        OrchestratorError: an orchestrator that was started by hand knows of no server.
-    """
+    Raises OrchestratorError: an orchestrator that was started by hand knows of no server."""
     config = exp.orchestrator.teacher
     assert config is not None, "the config refuses it"
     urls = context.teacher_urls or config.urls
@@ -100,17 +97,8 @@ def make_teacher(
     exp: Experiment, context: RoleContext, clients: Sequence[InferenceClient], pool: EnvPool, served_as: str
 ) -> Teacher | None:
     """Build the teacher of the configured algorithm; None where it needs none.
-
-    Args:
-        exp: the run's.
-        context: knows the servers that the run has started.
-        clients: of the policy's servers.
-        pool: the training environments.
-        served_as: the policy's name on its servers.
-
-    Raises:
-        OrchestratorError: the algorithm asks for a teacher, and none is configured, or prompts hold images.
-    """
+    `served_as`: the policy's name on its servers.
+    Raises OrchestratorError: the algorithm asks for a teacher, and none is configured, or prompts hold images."""
     config = exp.orchestrator
     asked = get_algorithm(config.advantage.type).teacher
     if asked and exp.model.vision is not None:
@@ -217,12 +205,7 @@ def _environments_beside(exp: Experiment, split: Split) -> Sequence[EnvConfig]:
 
 def warn_of_few_open_files(exp: Experiment, limit: int) -> None:
     """Say so where a process may have fewer open files than connections, one an episode whose reply is sampled: those
-    above the limit would look like servers that cannot be reached.
-
-    Args:
-        exp: the run's.
-        limit: of open files of this process.
-    """
+    above the limit would look like servers that cannot be reached."""
     config = exp.orchestrator
     numbers = [config.env_servers.workers if env.workers is None else env.workers for env in config.env]
     processes = min(max(1, number) if isinstance(number, int) else 1 for number in numbers)
@@ -235,12 +218,7 @@ def warn_of_few_open_files(exp: Experiment, limit: int) -> None:
 
 
 def make_endless_tasks(pool: EnvPool, state: dict[str, Any]) -> None:
-    """Make the tasks of endless environments up to where a resumed run goes on: slow, so not on the event loop.
-
-    Args:
-        pool: the training environments.
-        state: the orchestrator's, of `load_resume_state`.
-    """
+    """Make the tasks of endless environments up to where a resumed run goes on: slow, so not on the event loop."""
     for source, used in zip(pool.sources, state["prompts"]["counts"], strict=False):  # changed ones are refused later
         if source.num_tasks is None and used > 0:
             with contextlib.suppress(Exception):  # an endless taskset's code: the episode that needs the task says why

@@ -38,7 +38,6 @@ def due_versions(intervals: Sequence[int], last: int, start: int, on_disk: Seque
     Args:
         intervals: every so many steps, of each source; the base model and the last version too.
         last: steps of the run.
-        start: steps done.
         on_disk: versions that are there.
         done: versions that have been evaluated.
     """
@@ -99,10 +98,7 @@ class EvalLoop:
 
     async def run(self) -> None:
         """Evaluate every due version.
-
-        Raises:
-            OrchestratorError: a server does not answer or refuses a version, or a version does not come.
-        """
+        Raises OrchestratorError: a server does not answer or refuses a version, or a version does not come."""
         paths, versions = self._parts.paths, self.versions
         if versions:
             set_floor(paths, READER, versions[0])

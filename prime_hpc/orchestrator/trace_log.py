@@ -25,9 +25,6 @@ class TraceLog:
 
     def __init__(self, config: TracesConfig, paths: RunPaths, env_names: list[str], incarnation: int) -> None:
         """Args:
-        config: `orchestrator.traces`.
-        paths: of the run.
-        env_names: labels of the training environments.
         incarnation: of this attempt, which stands in every line: an attempt that resumes collects its first step again.
         """
         self._config, self._folder = config, paths.root / "traces"

@@ -172,10 +172,7 @@ class WeightSync:
 
     async def hold(self) -> int:
         """Let no server begin to load anything until `go_on`, once those that do have loaded.
-
-        Returns:
-            the newest version that a server was given.
-        """
+        Returns the newest version that a server was given."""
         self._may_follow.clear()
         while self._is_updating or self._loading or any(lock.locked() for lock in self._locks):
             await asyncio.sleep(HOLD_LOOK_S)
@@ -193,10 +190,7 @@ class WeightSync:
 
     async def sleep(self) -> None:
         """Put the engines to sleep until the next version, which wakes them. They are given no memory before that.
-
-        Raises:
-            OrchestratorError: a server refuses, so that the trainer's memory would be taken.
-        """
+        Raises OrchestratorError: a server refuses, so that the trainer's memory would be taken."""
         self._asleep = True
         await asyncio.gather(*(self._sleep_one(index) for index in range(len(self._clients))))
 
@@ -311,10 +305,7 @@ class WeightSync:
 
     async def serve(self, version: int) -> None:
         """Have the servers that are ready load a version; the others get it when they are back (`run`, `keep`).
-
-        Raises:
-            OrchestratorError: a server refuses it.
-        """
+        Raises OrchestratorError: a server refuses it."""
         start = loop_time()
         self.current, self.paused_seconds, self._asleep = version, 0.0, False
         self._is_updating = True

@@ -74,7 +74,6 @@ def account(
     Args:
         attempts: rows of `attempts.jsonl`.
         trainer, orchestrator: sums of their steps, one an attempt.
-        devices: of the roles.
         submitted: of the first submission, as far as that is known, epoch seconds.
         until: when the last attempt was last seen alive, if it has written no end, epoch seconds; 0: nobody says.
         goes_on: the last attempt, in that case.
@@ -121,11 +120,7 @@ def account(
 
 def charged_hours(spent: Mapping[str, Any]) -> float | None:
     """Return the device-hours of a run: what Slurm accounted for, and of attempts that it does not know those of
-    `attempt_hours`; None: nothing says what its jobs held.
-
-    Args:
-        spent: of `account`.
-    """
+    `attempt_hours`; None: nothing says what its jobs held."""
     slurm, rows = spent["slurm"], spent["rows"]
     held = [row["held_hours"] is not None for row in rows]
     if not (slurm is not None or any(held)) or (spent["unit"] != "GPU" and not all(held)):
@@ -137,11 +132,7 @@ def charged_hours(spent: Mapping[str, Any]) -> float | None:
 
 def attempt_hours(spent: Mapping[str, Any]) -> list[float]:
     """Return the hours of each attempt: what its job held, or where that is not known what its roles had. Hours of CPUs
-    are not added to those of processes: there all attempts are counted in one of both.
-
-    Args:
-        spent: of `account`.
-    """
+    are not added to those of processes: there all attempts are counted in one of both."""
     rows = spent["rows"]
     if spent["unit"] != "GPU" and any(row["held_hours"] is None for row in rows):
         return [row["device_hours"] for row in rows]
@@ -279,11 +270,7 @@ def _slurm(
 
 def suggest_split(config: Mapping[str, Any], spent: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the split for the page and its JSON form; None where a run has not both sides, or no step yet.
-
-    Args:
-        config: the resolved tree, of this version or an older one.
-        spent: of `accounting.account`.
-    """
+    `config`: the resolved tree, of this version or an older one."""
     trainer, engines = int(spent["trainer_devices"]), int(spent["engine_devices"])
     total = spent["total"]
     running = total["wall"] - total["trainer"]["start"] - total["trainer"]["end"]

@@ -28,7 +28,6 @@ def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS, *, may_be_no
     """Find the runs.
 
     Args:
-        words: runs, sweeps, folders.
         most: runs at most; None: all.
         may_be_none: a folder without runs means none, and is no mistake.
 

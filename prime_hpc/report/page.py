@@ -20,7 +20,6 @@ def render_page(runs: Sequence[Mapping[str, Any]], *, title: str, made: str) -> 
 
     Args:
         runs: of `view_run`, by one order.
-        title: of the page.
         made: when and by what it was made.
     """
     data = {"title": title, "made": made, **_shared_config(runs)}

@@ -54,9 +54,7 @@ class Phases:
     ) -> None:
         """Args:
         names: of the phases, in their order; the last one is the rest of the step.
-        attempts: rows of `attempts.jsonl`.
         most_blocks: held at once.
-        role: whose steps they are.
         ready: as for `ready_at`: before that seats are empty for the start.
         """
         self._most = most_blocks
@@ -185,11 +183,7 @@ class Phases:
 
 def ready_at(attempt: Mapping[str, Any], ready: Mapping[int, float]) -> float | None:
     """Return when all roles of an attempt were ready, epoch seconds; None where nobody says.
-
-    Args:
-        attempt: row of `attempts.jsonl`.
-        ready: of `timeline.ready_times`, for those that did not live to write it.
-    """
+    `ready`: of `timeline.ready_times`, for those that did not live to write it."""
     began, start = number_of(attempt.get("began")), number_of(section_of(attempt, "seconds").get("start"))
     if began is not None and start is not None:
         return began + start

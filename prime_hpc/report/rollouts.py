@@ -68,7 +68,6 @@ def choose_rollouts(paths: RunPaths, env_names: Sequence[str], model: str, budge
     """Read them.
 
     Args:
-        paths: the run.
         env_names: labels of the environments, in the config's order.
         model: `model.name`, where a tokenizer may lie.
         budget_bytes: about so many characters of JSON at most.

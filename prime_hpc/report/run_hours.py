@@ -57,9 +57,6 @@ def read_hours(
     """Account for a run; memory does not grow with its steps.
 
     Args:
-        path: of the run.
-        config: of `read_config`.
-        attempts: rows of `attempts.jsonl`.
         is_under_way: an attempt that has written no end goes on: its job is not in the queue again.
         lives: of jobs with the run's ids, where Slurm's accounting says.
         curves: of `trainer` and `orchestrator`, that take every row too; None: nobody wants them.

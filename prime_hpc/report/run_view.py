@@ -68,13 +68,7 @@ def limits_for(num_runs: int) -> Limits:
 
 def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobLife] = ()) -> dict[str, Any]:
     """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`.
-
-    Args:
-        path: of the run.
-        status: of the run.
-        limits: of the page.
-        lives: of the run's jobs, where Slurm's accounting says.
-    """
+    `lives`: of the run's jobs, where Slurm's accounting says."""
     notes: list[str] = []
     config = read_config(path, notes)
     attempts = read_rows(path / ATTEMPTS_JSONL)

@@ -72,8 +72,6 @@ def own_lives(
     counter begins anew, and every cluster has a counter of its own.
 
     Args:
-        lives: of `ask_lives`.
-        attempts: rows of `attempts.jsonl`.
         submission: of `read_record`; {} where there is none.
 
     Returns:

@@ -67,7 +67,6 @@ def read_usage(
     """Yield the usage of each run that has any. A run that shares its parent's trainer has none of its own.
 
     Args:
-        runs: directories and names.
         folder: sweeps are named relative to it.
         since: epoch seconds: what was before is left out, of an attempt the part of it; None: all.
         left_out: is told which runs' hours are not known here, by name, and why.
@@ -102,11 +101,7 @@ def read_usage(
 
 
 def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: float | None) -> Usage | None:
-    """Return a run's usage; None where it had none in that time.
-
-    Raises:
-        OSError, ConfigError: its files do not tell.
-    """
+    """Return a run's usage; None where it had none in that time. Raises OSError, ConfigError: its files do not tell."""
     notes: list[str] = []
     config = read_config(path, notes)
     attempts = read_attempts(path / ATTEMPTS_JSONL)

@@ -109,9 +109,7 @@ def introduce(role: str, index: int, run_dir: str | os.PathLike[str], **facts: A
     """Begin to tell. Once a process; again in a child that was forked, which must not speak for its parent.
 
     Args:
-        role: as in logs.
         index: rank, or number of the server.
-        run_dir: whose process it is.
         facts: whatever else others may need to know of it.
     """
     global _page

@@ -42,12 +42,7 @@ class Device:
 
 def planned_device(stated: Stated = "auto", environ: Mapping[str, str] = os.environ) -> Device:
     """Return the device of this process: given by whoever started it, else (started by hand) by the config, else by
-    what is there.
-
-    Args:
-        stated: `device` of the experiment.
-        environ: of the process.
-    """
+    what is there."""
     told = environ.get(DEVICE)
     if told:
         kind, _, count = told.partition(":")

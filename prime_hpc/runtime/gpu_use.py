@@ -54,14 +54,8 @@ def has_program() -> bool:
 
 
 def gpu_use() -> list[GpuUse]:
-    """Ask the first program that is here and answers.
-
-    Returns:
-        [] where no program is there, or the node has no GPU.
-
-    Raises:
-        OSError: none of those that are here answered; says why the first did not.
-    """
+    """Ask the first program that is here and answers. Returns [] where no program is there, or the node has no GPU.
+    Raises OSError: none of those that are here answered; says why the first did not."""
     problem: OSError | None = None
     for command, parse in _PROGRAMS:
         program = shutil.which(command[0])

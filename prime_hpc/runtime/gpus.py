@@ -83,7 +83,6 @@ def memory_gib(gpus: Sequence[str], run: Runner = run_command) -> float | None:
 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES takes them.
-        run: runs nvidia-smi.
 
     Returns:
         None where it does not tell of each: a MIG slice has less than its GPU, and numbers that CUDA_VISIBLE_DEVICES

@@ -81,10 +81,7 @@ def look(run_dir: str | None = None, pids: Collection[int] = ()) -> list[Row]:
 
 def probe(folder: str | os.PathLike[str], within_s: float = PROBE_WITHIN_S) -> Row:
     """Ask the file system of a directory for a listing and for the directory's own entry, in a thread.
-
-    Returns:
-        `{"seconds"}`, `{"error"}`, or `{"hangs": seconds}` where it did not answer within `within_s`.
-    """
+    Returns `{"seconds"}`, `{"error"}`, or `{"hangs": seconds}` where it did not answer within `within_s`."""
     found: Row = {}
     path = Path(folder)
 
@@ -105,13 +102,7 @@ def probe(folder: str | os.PathLike[str], within_s: float = PROBE_WITHIN_S) -> R
 
 def words_here(run_dir: str) -> list[Row]:
     """Return the words of all processes on this node that say to be a run's; compared as text, nothing is waited for.
-
-    Args:
-        run_dir: of the run.
-
-    Returns:
-        the words (`role`, `index`, `began`, ...), `pid` being the process's id out here, not in its container.
-    """
+    Returns the words (`role`, `index`, `began`, ...), `pid` being the process's id out here, not in its container."""
     return [{**one.word, "pid": one.pid} for one in _own_processes().values() if one.word.get("run_dir") == run_dir]
 
 

@@ -45,12 +45,7 @@ def page_locked(like: "torch.Tensor", device: "torch.device | None" = None) -> "
 
 
 def lock_pages(address: int, nbytes: int, device: "torch.device | None" = None) -> bool:
-    """Register host memory with CUDA; False, with a warning, where it refuses.
-
-    Args:
-        address, nbytes: of the memory.
-        device: see `page_locked`.
-    """
+    """Register host memory with CUDA; False, with a warning, where it refuses."""
     import torch
 
     cudart: Any = torch.cuda.cudart()

@@ -67,8 +67,7 @@ class RoleContext:
     @property
     def bus_run(self) -> str:
         """The run whose topics are its own on a bus that several runs share: those of this attempt of its run. What
-        was announced in an earlier attempt is kept there for as long as the hub lives, and holds no longer.
-        """
+        was announced in an earlier attempt is kept there for as long as the hub lives, and holds no longer."""
         return f"{self.run}/{self.incarnation}" if self.run else ""
 
     @property

@@ -27,7 +27,6 @@ def tied(
     """Return the command line that runs `command` tied to this process: to the thread that starts it, for the kernel.
 
     Args:
-        command: program and arguments.
         environ: the environment that it is going to have: PATH says where the program is.
         deaf_to: signals that it ignores until it has handlers of its own. Block them while it is started, and the time
             before its first step is covered too.

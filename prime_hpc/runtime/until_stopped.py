@@ -26,10 +26,8 @@ async def until_stopped(
     """Run `work` until it is done or told to stop; then it is cancelled, and has `STOP_GRACE_S` to let go.
 
     Args:
-        work: the role's.
         subscribe: of the bus; the topic is `stop`, which may spare roles by name.
         done: reports that the role has ended well; called here only where the process has to be ended.
-        name: of the role.
         advice: follows the reason in the log.
 
     Raises:

@@ -33,10 +33,6 @@ class Derived:
 def derive_shapes(words: Sequence[str], loaded: Loaded) -> Derived:
     """Put derived shapes in the place of `auto`; an experiment that states shapes, or none, stays as it is.
 
-    Args:
-        words: the experiment's command line.
-        loaded: of this command line.
-
     Raises:
         ConfigError: shapes are derived for `kind: rl` with engines of its own alone, and this is another run; or a
             shape is chosen already.

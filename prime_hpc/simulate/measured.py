@@ -66,10 +66,7 @@ class Measured:
 
 def read_measured(path: Path, name: str) -> Measured:
     """Read a run directory; metrics that are absent, torn or not finite are left out.
-
-    Raises:
-        ConfigError: it has no `run.yaml` that this version can read, or is no run of `kind: rl`.
-    """
+    Raises ConfigError: it has no `run.yaml` that this version can read, or is no run of `kind: rl`."""
     try:
         experiment = read_experiment(path / RUN_YAML)
     except ConfigError as error:

@@ -89,8 +89,6 @@ def predict(
     """Predict the experiment as it is and in other shapes, those with the fewest trainer ranks first.
 
     Args:
-        experiment: as it is.
-        calibration: of finished runs.
         shapes: of `setting.parse_shape`; empty: other splits of as many GPUs, where they can be laid out.
         site: of a Slurm job: failure rate and nodes, for the expected loss.
 

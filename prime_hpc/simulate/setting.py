@@ -48,10 +48,7 @@ class Setting:
 
 def setting_of(experiment: Experiment) -> Setting:
     """Return the counts of an experiment.
-
-    Raises:
-        ConfigError: it trains nothing by reinforcement, or its trainer trains many runs.
-    """
+    Raises ConfigError: it trains nothing by reinforcement, or its trainer trains many runs."""
     if experiment.kind != "rl":
         raise ConfigError(f"kind: {experiment.kind}: only kind: rl has engines beside a trainer to be simulated")
     if experiment.trainer.max_concurrent_runs > 1:
@@ -79,10 +76,7 @@ def setting_of(experiment: Experiment) -> Setting:
 
 def parse_shape(text: str) -> dict[str, int]:
     """Return the numbers of `trainer=2,inference=6`.
-
-    Raises:
-        ConfigError: a key that there is not, a value that is no whole number, a key twice.
-    """
+    Raises ConfigError: a key that there is not, a value that is no whole number, a key twice."""
     found: dict[str, int] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
@@ -101,7 +95,6 @@ def reshaped(experiment: Experiment, shape: Mapping[str, int]) -> Experiment:
     """Return the experiment in another shape.
 
     Args:
-        experiment: as it is.
         shape: of `parse_shape`: `trainer` ranks, `inference` GPUs of all engines, `servers`, `async` level, `batch`
             size, `group` size, `concurrent` episodes.
 

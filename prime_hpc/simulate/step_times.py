@@ -57,7 +57,6 @@ def find_predictor(experiment: Experiment, named: Sequence[str]) -> StepTimes | 
 
     Args:
         experiment: its output folder is where runs like it are looked for: of the same model, environments and LoRA.
-        named: runs, as the command line names them.
 
     Returns:
         the predictor; or why there is none, in a sentence.

@@ -68,10 +68,7 @@ def job_argument(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return the allocation that this process is the batch step of; None outside a job.
-
-    Raises:
-        ConfigError: the variables contradict each other (a shell inside another job).
-    """
+    Raises ConfigError: the variables contradict each other (a shell inside another job)."""
     job_id = job_argument(environ)
     if not job_id or ("SLURM_JOB_NODELIST" not in environ and "SLURM_JOB_NODELIST_HET_GROUP_0" not in environ):
         return None

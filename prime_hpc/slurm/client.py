@@ -45,7 +45,6 @@ class SlurmError(RuntimeError):
         """Keep what was asked and answered.
 
         Args:
-            argv: the command.
             code: its exit status, the negative number of the signal that ended it; None: it did not start, or did not
                 answer in time.
             stderr: what it said, or why it could not be asked.
@@ -143,10 +142,7 @@ def why_not_in_force(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def sbatch_answer(text: str) -> tuple[str, str | None]:
     """Job id and cluster of `12` or `12;cluster`, whatever a site's wrapper says around it.
-
-    Raises:
-        SlurmError: it holds no job id.
-    """
+    Raises SlurmError: it holds no job id."""
     for line in reversed(text.split("\n")):
         job_id, _, cluster = line.strip().partition(";")
         if job_id.isdigit():
@@ -167,9 +163,7 @@ def run_slurm(
     """Run a Slurm command; return its standard output.
 
     Args:
-        argv: the command; found on PATH.
         timeout_s: it is killed after this.
-        stdin: text to feed it; None: nothing.
         extra: variables added to its environment (sbatch hands them on to the job).
         dies_with_us: it is killed when this process is: an sbatch that lives on could make a job of which nobody knows.
         with_stderr: standard error follows it: the answer of some is there.
@@ -222,11 +216,6 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
     """Rows of squeue, one a job, a component or an array's task, those that ended in the last minutes too; none where
     it knows no such job (any more).
 
-    Args:
-        which: options that choose the jobs.
-        fields: of its --Format.
-        timeout_s: deadline.
-
     Raises:
         SlurmError: it cannot be asked, or answers in a form that is not known here: none of the jobs is gone.
     """
@@ -246,13 +235,7 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
 
 def sacct_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]] | None:
     """Rows of the accounting, one a life of a job or of a component; None where there is none, or where it does not
-    answer: nothing may depend on it.
-
-    Args:
-        which: options that choose the jobs.
-        fields: of sacct.
-        timeout_s: deadline.
-    """
+    answer: nothing may depend on it."""
     argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
     try:
         text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
@@ -293,10 +276,7 @@ class ShownJob:
 
 def show_job(job_id: str, timeout_s: float = TIMEOUT_S) -> list[ShownJob]:
     """Ask about a job: each component, a het job's leader first.
-
-    Raises:
-        SlurmError: it cannot be asked, or there is no such job.
-    """
+    Raises SlurmError: it cannot be asked, or there is no such job."""
     argv = ["scontrol", "show", "job", "--oneliner", job_id]
     text = run_slurm(argv, timeout_s)
     if shown := parse_shown(text, job_id):

@@ -66,10 +66,7 @@ def container_of(
     experiment: Experiment, site: SiteConfig, run_dir: Path, job_id: str, environ: Mapping[str, str]
 ) -> Container | None:
     """Return the container of a run's steps, as this node sees what is to be mounted; None where the site has none.
-
-    Raises:
-        ConfigError: its environment definition cannot be written into the run directory.
-    """
+    Raises ConfigError: its environment definition cannot be written into the run directory."""
     if site.container is None:
         return None
     paths = [_there(path) for path in stated_paths(experiment, site, run_dir).values()] + _caches(environ)

@@ -175,7 +175,6 @@ class RunExecutor(slurm.SlurmExecutor):
 
         Args:
             directory: the run's; a sweep's for an array. The script is kept there as `job.sbatch`.
-            text: of `render_job`.
             options: of sbatch, over those in the script, e.g. `--dependency=afternotok:12`.
             environment: variables that the job gets besides this process's.
         """

@@ -17,7 +17,6 @@ def assign_gpus(
     """Role -> its GPUs; a list that is shorter than `need` says that there are too few.
 
     Args:
-        available: of the node.
         need: role -> how many, in the order in which they are served.
         named: role -> those that its key names, which win and may overlap; None: the first that no key names.
     """
@@ -34,10 +33,7 @@ def assign_gpus(
 
 def at_positions(positions: Sequence[int], visible: Sequence[str], key: str) -> list[str]:
     """Return the GPUs at some positions of the visible ones.
-
-    Raises:
-        ConfigError: there is none at one of them, or one is named twice.
-    """
+    Raises ConfigError: there is none at one of them, or one is named twice."""
     if len(set(positions)) == len(positions) and all(0 <= i < len(visible) for i in positions):
         return [visible[i] for i in positions]
     last = len(visible) - 1
@@ -56,7 +52,6 @@ def gpu_environment(gpus: Sequence[str], environ: Mapping[str, str], *, trains: 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES takes them.
         environ: of the role so far: what the user states there stays.
-        trains: whether it is the trainer's.
     """
     found = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | Device("cuda" if gpus else "cpu", len(gpus)).to_env()
     if gpus:

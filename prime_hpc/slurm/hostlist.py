@@ -6,10 +6,7 @@ from collections.abc import Iterable
 
 def expand_hosts(text: str) -> list[str]:
     """Host names of a Slurm host list, in its order: `n[1-3,07-08],m2` and `r[1-2]n[0-1]`.
-
-    Raises:
-        ValueError: a bracket is not closed, or holds something else than numbers.
-    """
+    Raises ValueError: a bracket is not closed, or holds something else than numbers."""
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names = [""]

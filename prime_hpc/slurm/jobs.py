@@ -120,7 +120,6 @@ def jobs(
 
     Args:
         ids: job ids (`12`; of an array `12` or `12_3`), others are passed over; None: all jobs of this user.
-        timeout_s: deadline of each question.
         of_others: all of this user's jobs are known not to be among them.
 
     Returns:
@@ -174,22 +173,14 @@ def job(job_id: str, timeout_s: float = TIMEOUT_S) -> JobInfo | None:
 
 def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
     """Return this user's jobs whose comment carries the token, oldest first; of an array all its tasks.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
+    Raises SlurmError: Slurm cannot be asked."""
     mine = [info for info in jobs(None, timeout_s).values() if info.token == token]
     return sorted(mine, key=lambda info: tuple(int(part) for part in info.job_id.split("_")))
 
 
 def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
     """Return the same from the accounting, where there is one: jobs that the controller may have forgotten.
-
-    Args:
-        token: of the submission.
-        since: epoch seconds after which it was submitted.
-        timeout_s: deadline of the question.
-    """
+    `since`: epoch seconds after which it was submitted."""
     begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
     rows = _sacct(["-u", str(os.getuid()), "-S", begin, "-E", "now"], timeout_s)
     return [row for row in rows if token_of(row.comment) == token]

@@ -82,10 +82,7 @@ class RoleOptions:
 
 def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOptions:
     """Options of one role.
-
-    Raises:
-        ConfigError: a value that no batch script can hold, or an `extra` that has a key of its own.
-    """
+    Raises ConfigError: a value that no batch script can hold, or an `extra` that has a key of its own."""
     levels = _levels(role, experiment, site)
     options: Options = {}
     for name in KEYED:
@@ -271,11 +268,7 @@ def _size(name: str, text: str) -> float:
 
 
 def parse_mem_mib(text: str) -> float:
-    """sbatch's memory size in MiB; `0` is 0.
-
-    Raises:
-        ConfigError: not a size.
-    """
+    """sbatch's memory size in MiB; `0` is 0. Raises ConfigError: not a size."""
     match = _MEM.match(text.strip())
     if not match:
         raise ConfigError(Problem(f"{text!r} is no memory size (for instance 500G, 64000M, 0 for all)", "slurm.mem"))
@@ -284,12 +277,7 @@ def parse_mem_mib(text: str) -> float:
 
 def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -> Mode:
     """Resolve `slurm.restart.how` for a cluster: `auto` takes a requeue where the site allows it.
-
-    Args:
-        config: the experiment's Slurm section.
-        site: the cluster.
-        partition: of the batch component, names separated by commas.
-    """
+    `partition`: of the batch component, names separated by commas."""
     how = config.restart.how
     if how != "auto":
         return how
@@ -298,11 +286,7 @@ def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -
 
 
 def num_env_nodes(experiment: Experiment) -> int:
-    """Return how many nodes of the job play episodes.
-
-    Raises:
-        ConfigError: nothing would be played there.
-    """
+    """Return how many nodes of the job play episodes. Raises ConfigError: nothing would be played there."""
     own, config = experiment.slurm.orchestrator, experiment.orchestrator
     more = (own.nodes or 1) - 1 if own is not None else 0
     if not more:

@@ -146,10 +146,7 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
 
 def _device(experiment: Experiment, site: SiteConfig, group: RoleGroup) -> Literal["cuda", "cpu"]:
     """Decide a role's device. `auto` is decided here, by the GPUs that the job asks for, and nowhere else.
-
-    Raises:
-        ConfigError: `device` is cuda and the role's nodes have no GPU.
-    """
+    Raises ConfigError: `device` is cuda and the role's nodes have no GPU."""
     stated = stated_device(experiment, site)
     if group.role == "orchestrator" or stated == "cpu" or (group.role == "trainer" and computes_on_cpu(experiment)):
         return "cpu"
@@ -172,10 +169,7 @@ def computes_on_cpu(experiment: Experiment) -> bool:
 
 def stated_port(experiment: Experiment, placement: Placement, group: RoleGroup) -> int | None:
     """HTTP port of a server whose section states one: servers of a group that share a node count up from it.
-
-    Returns:
-        None where the node finds a free one.
-    """
+    Returns None where the node finds a free one."""
     if group.role not in ENGINE_ROLES:
         return None
     first = servers_of(experiment, group.role).server.port
@@ -213,10 +207,7 @@ def placed_roles(experiment: Experiment) -> list[SlurmRole]:
 
 def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["packed", "het"], str]:
     """Return the layout, and why.
-
-    Raises:
-        ConfigError: the layout that was asked for, or that the roles need, cannot be had.
-    """
+    Raises ConfigError: the layout that was asked for, or that the roles need, cannot be had."""
     slurm = experiment.slurm
     asked = [resolve(role, experiment, site) for role in placed_roles(experiment)]
     if slurm.orchestrator is not None and experiment.samples and experiment.trains:

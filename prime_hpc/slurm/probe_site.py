@@ -73,10 +73,7 @@ class SiteDraft:
 
 def probe(ask: Ask | None = None, interfaces: Callable[[], list[str]] | None = None) -> SiteDraft:
     """Ask Slurm and draft a profile.
-
-    Raises:
-        SlurmError: Slurm is missing, hangs or refuses (the accounting and sbatch alone may).
-    """
+    Raises SlurmError: Slurm is missing, hangs or refuses (the accounting and sbatch alone may)."""
     answers = ask_slurm(ask or partial(run_slurm, of_user=True))  # no partition where he may send no job
     cards = (interfaces or network_cards)()
     return draft_site(answers, cards)

@@ -84,14 +84,8 @@ def _where_it_was_sent(ask: Callable[Concatenate[Path, P], R]) -> Callable[Conca
 
 def render_submission(loaded: Loaded, *, as_rendered: bool = False) -> Submission:
     """Plan and render; asks nobody and writes nothing.
-
-    Args:
-        loaded: the experiment.
-        as_rendered: the text without a token, as `render` prints it: the same each time.
-
-    Raises:
-        ConfigError: it cannot be placed, or no script can say it.
-    """
+    `as_rendered`: the text without a token, as `render` prints it: the same each time.
+    Raises ConfigError: it cannot be placed, or no script can say it."""
     experiment = loaded.experiment
     token = new_token()
     other = other_cluster(experiment.slurm.cluster)
@@ -254,17 +248,11 @@ def send(
     """Submit a rendered script through submitit; the caller holds `submitting`.
 
     Args:
-        directory: the run directory.
         text: of `render_job`, with the token.
-        token: of this submission.
         layout: `packed` or `het`.
-        command: as it was typed, for the record.
         function: that the job is for submitit: (run directory, environment) -> exit code.
         options: of sbatch, over the script's.
         other: cluster of the site that it goes to; None: this one.
-
-    Returns:
-        the job id.
 
     Raises:
         NothingQueued: sbatch refused, or is missing; the record says so.
@@ -321,15 +309,7 @@ def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) ->
 @_where_it_was_sent
 def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     """At the beginning of a job: of two successors that waited for the same one, and were released at once when it died
-    before it had left one, that which started first goes on.
-
-    Args:
-        run_dir: the run directory.
-        environ: the job's environment.
-
-    Returns:
-        why this job ends here; None: it goes on.
-    """
+    before it had left one, that which started first goes on. Returns why this job ends here; None: it goes on."""
     record, job_id = read_record(run_dir), job_argument(environ)
     if record is None or job_id is None or job_id == record.get("job_id") or "SLURM_ARRAY_TASK_ID" in environ:
         return None
@@ -350,11 +330,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
 
     Args:
         run_dir: the run directory, with its `job.sbatch`.
-        job_id: of the job that runs (or waits) now.
         is_first: no other can be there yet: nobody is asked.
-
-    Returns:
-        the successor's job id.
 
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
@@ -421,7 +397,6 @@ def drop_successor(run_dir: Path, before: SubmissionRecord | None = None) -> str
     """Take the successor out of the queue: for a job that ends ill and is not to come back.
 
     Args:
-        run_dir: the run directory.
         before: its record as it was, should the directory be gone.
 
     Returns:

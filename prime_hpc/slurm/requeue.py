@@ -81,8 +81,6 @@ def leave_out(job: Sequence[ShownJob], job_id: str, exclude: Sequence[str], num_
 
     Args:
         job: what `requeue` returned; of another than was requeued nothing.
-        job_id: its leader.
-        exclude: nodes.
         num_nodes: that a homogeneous job needs; 0: as many as each component states.
     """
     if not exclude:

@@ -83,12 +83,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:
-    """Return a failed sbatch as an error about the config.
-
-    Args:
-        error: of sbatch.
-        layout: `het` or `packed`.
-    """
+    """Return a failed sbatch as an error about the config. `layout`: `het` or `packed`."""
     if error.is_unreachable:
         return SlurmRefused(Problem(str(error), "launch"))
     words = error_lines(error.stderr)
@@ -126,11 +121,6 @@ def _partitions() -> str:
 def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
     """Return the job that an sbatch without an answer made all the same; of a het job the first component.
 
-    Args:
-        token: of the submission.
-        error: sbatch's end.
-        layout: of the job, for the explanation.
-
     Raises:
         NothingQueued: sbatch refused, or there is none.
         SlurmRefused: it cannot be known now.
@@ -160,9 +150,7 @@ def jobs_of_cut_off_submit(token: str, sent: float, directory: Path, key: str) -
     Waits as long as a request may still be on its way.
 
     Args:
-        token: of the submission.
         sent: when, in seconds since the epoch.
-        directory: the run's or sweep's.
         key: of the config, that an error names.
 
     Raises:

@@ -55,13 +55,9 @@ def render_job(
     """Return the batch script.
 
     Args:
-        placement: of `place_slurm`.
-        experiment: gives names, paths, environment and how the job survives.
-        site: the cluster's profile.
         python: interpreter of the supervisor, an absolute path.
         command_tail: experiment file and overrides, absolute, from which a script sent by hand prepares the run.
         token: goes into the job's comment, by which a submit whose answer was lost is found again.
-        array: for a sweep.
         cwd: directory from which the experiment's relative paths count, and in which the script starts wherever sbatch
             is called; None: where sbatch is called.
 
@@ -129,13 +125,7 @@ def escape_pattern(path: str) -> str:
 
 
 def restart_mode(experiment: Experiment, site: SiteConfig, placement: Placement) -> Mode:
-    """How the job comes back: what was asked, or what the site and the partitions of its batch component allow.
-
-    Args:
-        experiment: states the policy.
-        site: the cluster's profile.
-        placement: of the experiment there.
-    """
+    """How the job comes back: what was asked, or what the site and the partitions of its batch component allow."""
     return resolve_mode(experiment.slurm, site, str(placement.components[0].options.get("partition", "")))
 
 
@@ -177,11 +167,7 @@ def _job_options(
 
 def _explicit(component: Component, carried: Options) -> Options:
     """Return a component's options with those written out that Slurm would hand on to it from the components before.
-
-    Args:
-        component: the component.
-        carried: what was handed on so far; updated.
-    """
+    `carried`: what was handed on so far; updated."""
     asked = dict(component.options)
     if component.index:
         for name in JOB_WIDE:

@@ -57,12 +57,8 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Unpack[
     writes a file of its own, and who reads takes the later word about each field.
 
     Args:
-        run_dir: the run directory, or a sweep's.
         by_job: whether this is the job; None: as the environment says.
         fields: of `SubmissionRecord`; others stay as they are.
-
-    Returns:
-        the whole record.
     """
     record, now = read_json(run_dir / SUBMIT_JSON) or {}, time.time()
     if by_job is None:  # with `--export=NONE`, and of a script that was sent by hand, the job's id alone tells
@@ -107,13 +103,9 @@ def open_record(
     """Return the record of a new submission in place of an earlier one.
 
     Args:
-        run_dir: the run directory, or a sweep's.
-        token: of this submission.
         state: `sending`, `local`, or `sent` of what needs no sbatch of its own.
-        command: as it was typed.
         layout: `packed`, `het` or `local`.
         cluster: Slurm's name, where it is known.
-        more: further fields of `SubmissionRecord`.
     """
     known = {"token": token, "state": state, "job_id": None, "time": time.time(), "command": command, "layout": layout}
     client = {"cluster": cluster, "successor": None, "host": socket.gethostname(), "pid": os.getpid()}
@@ -263,10 +255,6 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
 
     A job of a submission that was replaced (its answer came so late that the run was submitted again) may not. The
     record of one that may learns its job id, if sbatch's answer was lost.
-
-    Args:
-        run_dir: the run directory.
-        environ: the job's environment.
 
     Returns:
         why not; None: it may.

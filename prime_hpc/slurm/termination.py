@@ -90,10 +90,7 @@ def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequenc
     All that Slurm does by itself (a preemption, a requeue, a lost node) it does to all components.
 
     Args:
-        job_id: the leader's, which runs.
-        restarts: of this attempt.
         began: of this attempt, epoch seconds.
-        hosts: of the allocation.
     """
     over = [part for part in _of_running(job_id) if _is_over(part) and part.restarts <= restarts]
     if not over or lost_hosts(hosts, began):
@@ -121,11 +118,9 @@ def why_terminated(
     """Decide what a SIGTERM in the batch step means.
 
     Args:
-        job_id: the leader's.
         restarts: SLURM_RESTART_COUNT of this attempt.
         began: of this attempt, epoch seconds.
         ends_at: the time limit.
-        hosts: of the allocation.
         words: of slurmstepd in the job's log (`JobLog.words`).
     """
     try:
@@ -171,10 +166,7 @@ def parse_termination(
     Args:
         job: of a het job the leader.
         partition: `scontrol show partition --oneliner` of the job's partition.
-        restarts: of this attempt.
         lost: nodes that Slurm calls down.
-        past_limit: whether the time limit is reached.
-        words: of slurmstepd.
     """
     state, again = job.state, job.restarts > restarts
     mode = field(partition, "PreemptMode")
@@ -202,7 +194,6 @@ def lost_hosts(hosts: Sequence[str], since: float, *, silent_end: bool = False) 
     """Of these, the nodes that Slurm calls down or silent, or that were started again.
 
     Args:
-        hosts: node names.
         since: epoch seconds.
         silent_end: the attempt on them ended without a word: then a slurmd that was started again counts as well.
     """

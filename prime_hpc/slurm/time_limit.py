@@ -20,7 +20,6 @@ class TimeLimit:
     """When the job has to end, as Slurm says it now. `start` and `stop` around the attempt.
 
     Args:
-        job_id: the leader's.
         ends_at: as read at the start, epoch seconds; None: unknown or unlimited.
         look_s: between two questions.
     """

@@ -32,11 +32,7 @@ def parse_duration(text: str) -> float | None:
 
 
 def parse_time_s(text: str, key: str = "slurm.time") -> int | None:
-    """Parse sbatch's `--time` to seconds; None: no limit.
-
-    Raises:
-        ConfigError: not a time.
-    """
+    """Parse sbatch's `--time` to seconds; None: no limit. Raises ConfigError: not a time."""
     if text.strip().lower() in ("unlimited", "infinite", "-1"):
         return None
     seconds = parse_duration(text)

@@ -11,18 +11,8 @@ MAX_LEN = 4096
 
 def write_tiny_qwen3(directory: Path, seed: int, phrases: Iterable[str] = ()) -> int:
     """Write config, weights (float32) and tokenizer of the tiny Qwen3 into `directory`; the same bytes for one seed.
-
-    Args:
-        directory: to be made.
-        seed: of the weights.
-        phrases: texts that are one token each, see `tokenizer.find_phrases`.
-
-    The vocabulary is exactly the tokenizer's: a padded row would be an id that can be sampled and means nothing.
-    The head is untied from the embeddings, as in the larger Qwen3 models.
-
-    Returns:
-        Number of parameters.
-    """
+    `phrases`: texts that are one token each, see `tokenizer.find_phrases`.
+    Returns the number of parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

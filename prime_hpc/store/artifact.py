@@ -78,8 +78,6 @@ def prepare_stage(
     """Rank 0: an empty `stage_dir(final, incarnation)`; what an interrupted try left there is removed.
 
     Args:
-        final: the artifact's name.
-        incarnation: number of the writer's attempt.
         run: whose incarnations fence it; default: the run directory two levels up.
         file_bytes: about the size of its largest file, for the stripes on Lustre.
 
@@ -100,10 +98,7 @@ def prepare_stage(
 
 def _check_writer(run: RunPaths, incarnation: int) -> None:
     """Refuse to begin an artifact of an old attempt, or of a run whose directory is gone: it is not made again.
-
-    Raises:
-        FencedError, StoreError: one of both.
-    """
+    Raises FencedError, StoreError: one of both."""
     if check_incarnation(run, incarnation) < incarnation and not run.root.is_dir():
         raise StoreError(f"{run.root} was deleted or moved under the run: nothing more is written there")
 
@@ -112,7 +107,6 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Make files durable (fsync, mode 0644 & ~umask) and sum them. Each rank calls it for the files that it wrote.
 
     Args:
-        directory: the stage.
         names: relative posix names, sub-directories allowed.
 
     Raises:
@@ -136,7 +130,6 @@ def commit_stage(
     Args:
         stage: from `prepare_stage`; every file in it is named in the manifest, summed by `hash_files`.
         final: the artifact's name; same parent as the stage.
-        manifest: what it holds.
         run: whose incarnations fence it; default: the run directory two levels up.
 
     Returns:
@@ -242,13 +235,8 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
 @contextlib.contextmanager
 def if_removable(what: str) -> Iterator[None]:
     """Remove what retention gives up, with a warning where that cannot be: no reason to end a run.
-
-    Args:
-        what: is removed, for people.
-
-    Raises:
-        FencedError: a newer attempt has begun.
-    """
+    `what`: is removed, for people.
+    Raises FencedError: a newer attempt has begun."""
     try:
         yield
     except FencedError:
@@ -413,9 +401,6 @@ def clean_stale_stages(parent: Path, before_incarnation: int | None = None) -> l
     Args:
         parent: `rollouts`, `weights`, `checkpoints`, `leases`.
         before_incarnation: spare stages of this attempt and newer ones; None: remove all.
-
-    Returns:
-        The names that were removed.
     """
     removed = []
     for name in sorted(files.list_dir(parent)):

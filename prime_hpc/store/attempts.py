@@ -82,10 +82,7 @@ class Ended(Exception):
 
 def read_attempts(path: Path) -> list[AttemptRow]:
     """Return the attempts so far, the last word about each; torn and foreign lines are left out.
-
-    Raises:
-        OSError: it is there and cannot be read (`run_dirs.read_rows` takes that for none).
-    """
+    Raises OSError: it is there and cannot be read (`run_dirs.read_rows` takes that for none)."""
     try:
         return parse_attempts(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -99,21 +96,14 @@ def saved_claims(rows: Iterable[AttemptRow]) -> list[tuple[int, int]]:
 
 def rows_with(path: Path, own: Attempt) -> list[AttemptRow]:
     """Return the attempts so far, in order, of one of them what this process knows: its end may not have been written.
-
-    Raises:
-        OSError: as for `read_attempts`.
-    """
+    Raises OSError: as for `read_attempts`."""
     rows = {row["attempt"]: row for row in read_attempts(path)}
     rows[own.attempt] = cast(AttemptRow, asdict(own))
     return [rows[number] for number in sorted(rows)]
 
 
 def write_attempt(path: Path, attempt: Attempt) -> None:
-    """Rewrite the file with this attempt's line added or replaced.
-
-    Raises:
-        StoreError: disk full, not writable.
-    """
+    """Rewrite the file with this attempt's line added or replaced. Raises StoreError: disk full, not writable."""
     rewrite_row(path, cast(AttemptRow, asdict(attempt)))
 
 
@@ -123,11 +113,8 @@ def close_attempt(
     """Note how an attempt ended.
 
     Args:
-        attempt: that is over.
-        ended: why.
         saved_step: its newest whole checkpoint.
         seconds: that it took, by what for.
-        now: epoch seconds.
     """
     attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
     attempt.saved_step, attempt.permanent = saved_step, ended.permanent
@@ -200,11 +187,7 @@ def _take(log_dir: Path) -> bool:
 
 
 def show_latest_logs(paths: RunPaths, attempt: Attempt) -> None:
-    """Let `logs/latest` lead to an attempt's logs.
-
-    Raises:
-        StoreError: disk full, not writable.
-    """
+    """Let `logs/latest` lead to an attempt's logs. Raises StoreError: disk full, not writable."""
     latest = paths.root / "logs" / "latest"
     files.make_dir(latest.parent)
     files.replace_link(latest, f"attempt_{attempt.attempt}")

@@ -91,7 +91,6 @@ class RolloutArchiver:
         a batch that could not be archived stays as it is.
 
         Args:
-            trained: the step that was taken last.
             keep: steps of checkpoints that are still being written: their batches are not touched.
         """
         if self._thread is not None and self._thread.is_alive():

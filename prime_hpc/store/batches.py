@@ -37,10 +37,7 @@ def read_state(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> dict[
 
 def read_state_bytes(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> bytes:
     """Return the same as it is in its file.
-
-    Raises:
-        ArtifactError: names the file, what was expected and what was found.
-    """
+    Raises ArtifactError: names the file, what was expected and what was found."""
     path = directory / STATE
 
     def read() -> bytes:
@@ -101,21 +98,16 @@ def _discard(paths: RunPaths, step: int, incarnation: int) -> None:
 def prune_batches(
     paths: RunPaths, keep_last: int, trained: int, incarnation: int = 0, *, keep: Collection[int] = ()
 ) -> list[int]:
-    """Delete old batches. One process calls it: trainer rank 0, after a step that all ranks have taken.
+    """Delete old batches; returns their steps. One process calls it: trainer rank 0, after a step of all ranks.
 
     Kept are the newest `keep_last` of the batches up to `trained`, everything after it, `keep`, and what no attempt
     wrote: batches that somebody put there to be trained on. A checkpoint needs no batch once it is whole: the
     orchestrator's state is part of it.
 
     Args:
-        paths: the run.
         keep_last: at least 1.
         trained: the step that was taken last.
-        incarnation: number of the caller's attempt.
         keep: steps of checkpoints that are still being written.
-
-    Returns:
-        The steps that were removed.
 
     Raises:
         FencedError: a newer attempt has begun.
@@ -133,15 +125,8 @@ def prune_batches(
 
 def list_batches_after(paths: RunPaths, step: int, *, spare_given: bool = False) -> list[int]:
     """Sorted steps above `step` whose batch is on disk.
-
-    Args:
-        paths: the run.
-        step: at which the run goes on.
-        spare_given: without those that no attempt wrote (incarnation 0): they were put there to be trained on.
-
-    Raises:
-        Unreadable: who wrote one cannot be told now.
-    """
+    `spare_given`: without those that no attempt wrote (incarnation 0): they were put there to be trained on.
+    Raises Unreadable: who wrote one cannot be told now."""
     after = [n for n in list_batches(paths) if n > step]
     return [n for n in after if not is_given(paths.rollouts_step(n))] if spare_given else after
 
@@ -155,15 +140,7 @@ def is_given(directory: Path) -> bool:
 
 
 def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0, *, spare_given: bool = False) -> list[int]:
-    """Delete the batches of steps above `step`: a resumed run makes them anew. Supervisor only.
-
-    Args:
-        paths, step, spare_given: see `list_batches_after`.
-        incarnation: number of the attempt that begins.
-
-    Returns:
-        The steps that were removed.
-    """
+    """Delete the batches of steps above `step`, which a resumed run makes anew; returns those. Supervisor only."""
     removed = list_batches_after(paths, step, spare_given=spare_given)
     for n in reversed(removed):
         for directory in (paths.rollouts_step(n), paths.archived_step(n)):

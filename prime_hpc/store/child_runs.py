@@ -96,11 +96,7 @@ def phase_text(state: ChildState) -> str:
 
 
 def read_state_strictly(child: Path) -> ChildState | None:
-    """Return the trainer's last word; None where it never said one.
-
-    Raises:
-        OSError: it cannot be read now.
-    """
+    """Return the trainer's last word; None where it never said one. Raises OSError: it cannot be read now."""
     try:
         row: dict[str, Any] = json.loads((child / STATE).read_bytes())
         return ChildState(**row)

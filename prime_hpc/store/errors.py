@@ -17,7 +17,6 @@ class ArtifactError(StoreError):
     """A file of an artifact is not what its manifest says.
 
     Args:
-        file: the file at fault.
         expected: what the manifest (or the protocol) promises.
         found: what is on disk.
     """
@@ -33,8 +32,6 @@ class Unreadable(StoreError):
     """It cannot be read now, so nothing is known of it: whether it is whole, or whether it is there at all.
 
     Args:
-        file: what was read.
-        why: in words.
         number: errno, where the system gave one.
     """
 

@@ -45,11 +45,7 @@ class Exported:
 
 
 def require_pyarrow() -> Any:
-    """Return the pyarrow module.
-
-    Raises:
-        StoreError: it is not installed; says how to get it.
-    """
+    """Return the pyarrow module. Raises StoreError: it is not installed; says how to get it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -70,7 +66,6 @@ def export_batches(
     versions (-1: not sampled), advantages, ...; null where the batch does not have it).
 
     Args:
-        paths: the run.
         steps: batches to write, in this order.
         output: the file; replaced if it exists.
         env_names: label of each environment, in the config's order.

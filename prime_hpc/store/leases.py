@@ -26,7 +26,6 @@ def set_floor(paths: RunPaths, reader: str, floor: int) -> None:
     """Declare that `reader` still needs every version >= `floor`.
 
     Args:
-        paths: the run.
         reader: name of the reader, e.g. `orchestrator`.
         floor: the lowest version that it may still open.
 

@@ -29,7 +29,6 @@ class Manifest:
         step: the training step it belongs to, if any.
         version: the policy version it holds or was made by, if any.
         writer: who wrote it, for people.
-        incarnation: number of the attempt that wrote it.
         files: relative posix names -> size and sum.
         meta: plain JSON of the kind's own.
     """
@@ -68,11 +67,7 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """Return the content of manifest.json, with a sum of its own.
-
-        Raises:
-            ValueError: `meta` is not plain JSON.
-        """
+        """Return the content of manifest.json, with a sum of its own. Raises ValueError: `meta` is not plain JSON."""
         try:
             content = json.loads(_canonical(self._as_json()))
         except TypeError as error:
@@ -82,11 +77,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> "Manifest":
-        """Parse manifest.json.
-
-        Raises:
-            ArtifactError: not JSON, a newer format, a changed byte, a field missing.
-        """
+        """Parse manifest.json. Raises ArtifactError: not JSON, a newer format, a changed byte, a field missing."""
         try:
             content = json.loads(data)
         except ValueError as error:
@@ -116,7 +107,6 @@ def read_manifest(directory: Path, *, deadline_s: float = 0.0) -> Manifest:
     """Read and check `manifest.json`.
 
     Args:
-        directory: an artifact.
         deadline_s: keep trying this many seconds.
 
     Raises:
@@ -141,8 +131,6 @@ def verify_artifact(
     """Check an artifact against its manifest: sizes, and with `deep` the sum of every file.
 
     Args:
-        directory: an artifact.
-        deep: read everything.
         names: check only these of its files; None: all.
         deadline_s: keep trying this many seconds (a network file system may show old sizes for a while).
 

@@ -35,11 +35,8 @@ def run_role(
     """Run the role; returns the exit code.
 
     Args:
-        role: its name.
-        work: its coroutine function.
         errors: those of its work that are no bugs, beside wrong configs and the store's: their message says enough.
         advice: follows the reason in the log where it is told to stop.
-        argv: the command line; default: this process's.
     """
     parser = argparse.ArgumentParser(description=f"The process of `{role}`; the supervisor starts it.")
     parser.add_argument("run_dir", type=Path, help="directory that holds run.yaml")

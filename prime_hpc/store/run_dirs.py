@@ -221,10 +221,7 @@ def job_ids(path: Path) -> set[str]:
 
 def find_run(word: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the run directory that a RUN argument means.
-
-    Raises:
-        ConfigError: there is none, or the word fits several; it names what is near.
-    """
+    Raises ConfigError: there is none, or the word fits several; it names what is near."""
     folder = outputs_folder(environ)
     direct = Path(word).expanduser()
     for candidate in (direct, folder / word):

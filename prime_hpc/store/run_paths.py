@@ -29,7 +29,6 @@ class RunPaths:
     """Paths below one run directory.
 
     Args:
-        root: the run directory.
         checkpoints_root: where checkpoints live when not in `<root>/checkpoints` (`ckpt.path`).
     """
 
@@ -140,7 +139,6 @@ def list_steps(parent: Path, digits: int = 6) -> list[int]:
     Artifacts get their name by one rename when they are whole, so a name is enough: no file is opened.
 
     Args:
-        parent: a directory of artifacts.
         digits: padding of the numbers; 0 for checkpoints.
     """
     numbers = (parse_step(name, digits) for name in files.list_dir(parent))
@@ -162,7 +160,6 @@ def claim_incarnation(paths: RunPaths, after: int | None = None) -> int:
     """Begin a new attempt: takes the next number atomically (exclusive create, decided by the file server).
 
     Args:
-        paths: the run.
         after: the newest attempt when the caller looked at the run; what it decided then holds only if no other has
             begun since. None: whichever number is next.
 
@@ -209,11 +206,7 @@ def record_start(paths: RunPaths, incarnation: int, step: int) -> None:
 
 def incarnation_starts(paths: RunPaths, names: Iterable[str] | None = None) -> dict[int, int]:
     """Incarnation -> the step that it went on from; attempts that changed nothing are not in it.
-
-    Args:
-        paths: the run.
-        names: in `incarnation/`, where they were listed already.
-    """
+    `names`: in `incarnation/`, where they were listed already."""
     found = (_START.fullmatch(name) for name in (files.list_dir(paths.incarnation) if names is None else names))
     return {int(match.group(1)): int(match.group(2)) for match in found if match is not None}
 
@@ -223,7 +216,6 @@ def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
     counts as not there. What a still newer attempt went on from is the run's own, whoever wrote it.
 
     Args:
-        step, incarnation: of the artifact.
         starts: from `incarnation_starts`.
     """
     below = max((number for number, start in starts.items() if number > incarnation and start < step), default=0)
@@ -262,10 +254,7 @@ def refuse_other_owner(run_dir: Path) -> None:
 
 def check_incarnation(paths: RunPaths, incarnation: int) -> int:
     """Refuse to go on as an old attempt; returns the newest one, which is lower only where the directory is gone.
-
-    Raises:
-        FencedError: an attempt with a higher number has begun.
-    """
+    Raises FencedError: an attempt with a higher number has begun."""
     newest = current_incarnation(paths)
     if incarnation < newest:
         raise FencedError(

@@ -18,10 +18,7 @@ def adapters_root(run_dir: Path) -> Path:
 
 def count_saves(run_dir: Path) -> int:
     """Return the numbers of the adapters' newest saves, summed up; what cannot be understood counts as none.
-
-    Raises:
-        OSError: that cannot be told now.
-    """
+    Raises OSError: that cannot be told now."""
     root = adapters_root(run_dir)
     return sum(_newest(root / name / INDEX) for name in files.list_dir(root))
 

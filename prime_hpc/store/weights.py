@@ -58,10 +58,7 @@ class Link:
 
 def link_of(manifest: Manifest) -> Link | None:
     """Return a version's link; None for a version that is whole.
-
-    Raises:
-        ValueError: the manifest says something else there.
-    """
+    Raises ValueError: the manifest says something else there."""
     said = manifest.meta.get(KEY)
     if said is None:
         return None
@@ -163,13 +160,8 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     chain.
 
     Args:
-        paths: the run.
         keep_last: at least 1.
-        incarnation: number of the caller's attempt.
         keep: further versions to spare.
-
-    Returns:
-        The versions that were removed.
 
     Raises:
         FencedError: a newer attempt has begun.
@@ -237,11 +229,7 @@ def newest_with_weights(paths: RunPaths) -> int | None:
 
 
 def remove_versions_after(paths: RunPaths, version: int, incarnation: int = 0) -> list[int]:
-    """Delete the versions above `version`: a run resumed there makes them anew. Supervisor only.
-
-    Returns:
-        The versions that were removed.
-    """
+    """Delete the versions above `version`: a run resumed there makes them anew. Supervisor only."""
     removed = [v for v in list_versions(paths) if v > version]
     for v in reversed(removed):
         clear_name(paths, paths.weights_step(v), incarnation)

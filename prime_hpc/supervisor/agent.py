@@ -249,10 +249,7 @@ class Agent:
 
     def _find_reach(self) -> dict[str, Any]:
         """Find where others reach this node's part: addresses, and ports that are reserved until this agent ends.
-
-        Raises:
-            ConfigError: no port is free, or this node is not in a network that the config names.
-        """
+        Raises ConfigError: no port is free, or this node is not in a network that the config names."""
         serving, collectives = self._network.place("serving"), self._network.place("collectives")
         within = self._network.ports or ports.BUILT_IN
         base = ports.run_base(self._paths.root, self._environ.get("SLURM_JOB_ID"), within)
@@ -416,10 +413,7 @@ class Agent:
 
     def _task_gpus(self, order: LaunchOrder) -> list[str]:
         """GPUs of this task, as CUDA_VISIBLE_DEVICES takes them; [] on the CPU.
-
-        Raises:
-            ConfigError: the node shows fewer than the plan gives this role.
-        """
+        Raises ConfigError: the node shows fewer than the plan gives this role."""
         if order.gpus is None:
             return []
         visible = visible_gpus(self._environ)

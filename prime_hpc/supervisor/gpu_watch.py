@@ -32,8 +32,6 @@ def sample_forever(
     """Sample this node's GPUs every `EVERY_S` until `over`; ends at once where no program tells of GPUs.
 
     Args:
-        say: takes a sample.
-        over: ends it.
         named: the run's GPUs, as CUDA_VISIBLE_DEVICES takes them: by their numbers, else all that are seen are sampled
             (a machine, or a node without cgroups, shows others' too).
     """

@@ -19,7 +19,6 @@ class Pulse:
 
     Args:
         publish: says one pulse; must not block.
-        clock: of the supervisor.
         stall_s: a loop that has not ticked for so long is given up.
     """
 

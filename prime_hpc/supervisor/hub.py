@@ -15,11 +15,7 @@ Listener = Callable[[str, dict[str, Any]], None]
 
 def host_of_hub(network: Network, environment: Mapping[str, str], *, on_nodes: bool) -> tuple[str, str | None]:
     """Return the address on which the supervisor listens, and the name by which others reach it where that is every
-    address of the node.
-
-    Raises:
-        ConfigError: no such network on this node.
-    """
+    address of the node. Raises ConfigError: no such network on this node."""
     host = sockets.loopback()
     if on_nodes:
         place = network.place("control")
@@ -45,7 +41,6 @@ class Hubs:
         """Open the hub of an attempt: on this machine alone, or (`on_nodes`) on the network that the config names.
 
         Args:
-            environment: of the roles.
             incarnation: of the attempt; who states a lower one is not heard.
             listener: called with (topic, payload) of each message from now on, in a hub's thread.
 

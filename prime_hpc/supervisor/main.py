@@ -90,10 +90,7 @@ OF_THE_BATCH_HOST = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBL
 
 def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], Urls]:
     """Return the roles of a one-node run, and the URLs of the servers of each group of engines.
-
-    Raises:
-        ConfigError: too few GPUs, or a port that is taken.
-    """
+    Raises ConfigError: too few GPUs, or a port that is taken."""
     serving, training = split_gpus(experiment, usable_gpus(experiment, environ))
     within = Network.of(experiment.network.model_dump()).ports
     base = ports.run_base(run_dir, environ.get("SLURM_JOB_ID"), within or ports.BUILT_IN)
@@ -138,7 +135,6 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
     """Run one attempt of the run in `run_dir` and return its exit code.
 
     Args:
-        run_dir: holds `run.yaml`.
         environ: environment of the roles; default this process's.
         in_job: this process is the batch step of a Slurm job: roles are steps on its nodes, or pods, and the job comes
             back by itself as `slurm.restart` says.
@@ -381,8 +377,6 @@ def _apply_restart_policy(
     """After the attempt's end: have the job start again where the policy says so. Returns the job's exit code.
 
     Args:
-        experiment, run_dir, allocation: the run, and its job.
-        code: the attempt's.
         own: the attempt. That it could not be written down, on a full disk, changes nothing.
         controls: that listened to the end; a scancel or a STOP that came while it was written down holds as well.
 

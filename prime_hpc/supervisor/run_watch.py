@@ -22,15 +22,9 @@ class RunWatch:
     """All of them, from the attempt's start to `close`.
 
     Args:
-        experiment: says what is watched.
-        run_dir: of the run.
-        attempt: its number.
-        clock: of the supervisor.
-        environment: of the roles.
         on_nodes: what listens does so for other machines too.
         bus_statuses: the last word of each role's processes.
         roles: of the attempt; more may come.
-        publish: of the hub.
         controls: by which a save or the end is asked for.
     """
 

@@ -97,13 +97,8 @@ class ServerLoads:
 
 def doing(statuses: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Say by role what its processes do now and for whom they wait, those that do the same as one.
-
-    Args:
-        statuses: the last word of each process, by role and index.
-
-    Returns:
-        rows of `phase`, `awaits`, `since` (epoch seconds, the earliest) and `count`.
-    """
+    `statuses`: the last word of each process, by role and index.
+    Returns rows of `phase`, `awaits`, `since` (epoch seconds, the earliest) and `count`."""
     found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for (role, _), row in sorted(statuses.items(), key=lambda item: item[0]):
         word = row.get("doing") or {}

@@ -181,13 +181,8 @@ class Controls:
 
     def cancelled(self, outcome: str | None = None) -> StopRequest | None:
         """Return the end that a scancel asks for, whatever was asked for before it.
-
-        Args:
-            outcome: of the end that is under way; one after which the job does not come back is left as it is.
-
-        Returns:
-            None: the job was not cancelled.
-        """
+        `outcome`: of the end that is under way; one after which the job does not come back is left as it is.
+        None: the job was not cancelled."""
         is_slurms = self._allocation is not None and self._allocation.by_slurm
         if not is_slurms or outcome in FINAL or signal.SIGTERM not in self._signals:
             return None
@@ -196,11 +191,7 @@ class Controls:
 
     def final_request(self, outcome: str | None = None) -> StopRequest | None:
         """Return an end after which the job does not come back, whatever else the attempt ends of: a scancel, Ctrl-C,
-        or what the file STOP, which is looked for, or an alarm has asked for.
-
-        Args:
-            outcome: as for `cancelled`.
-        """
+        or what the file STOP, which is looked for, or an alarm has asked for. `outcome`: as for `cancelled`."""
         if outcome in FINAL:
             return None
         if (cancel := self.cancelled()) is not None:

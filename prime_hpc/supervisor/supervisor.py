@@ -79,8 +79,6 @@ class Supervisor:
         led: LedRoles | None = None,
     ) -> None:
         """Args:
-        experiment, run_dir, attempt: what is run.
-        plan: its roles.
         controls: that listen since the attempt began; default: new ones.
         led: what the job's earlier attempt has left.
         """

@@ -14,11 +14,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the kernel's list of CPUs, `0-3,8`, as numbers.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the kernel's list of CPUs, `0-3,8`, as numbers. Raises ValueError: it is none."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -48,12 +44,7 @@ def near_cpus(address: str, allowed: set[int], ranks: int, devices: Path = PCI_D
 
 
 def bind_to_gpu(device: torch.device, ranks: int) -> None:
-    """Keep this process, and the threads that it starts from now on, on the CPUs near its GPU.
-
-    Args:
-        device: of this rank.
-        ranks: on this node.
-    """
+    """Keep this process, and the threads that it starts from now on, on the CPUs near its GPU."""
     try:
         address = pci_address(device)
     except (AttributeError, RuntimeError) as error:  # a virtual GPU has no place on the bus

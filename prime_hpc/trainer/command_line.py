@@ -57,10 +57,7 @@ def resolve(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -
 
 def refuse_taken(experiment: Experiment) -> None:
     """Raise where a trainer by hand would go over another run, or over its own earlier steps.
-
-    Raises:
-        ConfigError: saying what to do.
-    """
+    Raises ConfigError: saying what to do."""
     run_dir = experiment.run_dir.resolve()
     if experiment.kind == "sft" and experiment.samples:
         message = "environments are played beside a supervised run alone: submit it, run it with `sft`, or leave it out"
@@ -89,8 +86,7 @@ def refuse_taken(experiment: Experiment) -> None:
 
 def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variable that has gloo use the network over which the ranks meet, where none is stated: by itself it
-    takes that of the machine's name, which often is the loopback address.
-    """
+    takes that of the machine's name, which often is the loopback address."""
     head = environ.get("MASTER_ADDR")
     if GLOO in environ or head is None or environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"):
         return {}
@@ -100,10 +96,7 @@ def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 def agree_on_config(experiment: Experiment, words: Sequence[str]) -> None:
     """Raise on every rank where one of them resolved another config than rank 0; rank 0 writes it down. Collective.
-
-    Raises:
-        ConfigError: naming the nodes' first differing key, or that another rank has one.
-    """
+    Raises ConfigError: naming the nodes' first differing key, or that another rank has one."""
     ranks, own = RankGroup(), experiment.model_dump(mode="json")
     differs = sorted(_differing(ranks.broadcast(own), own))
     if any(ranks.gather_all(bool(differs))):

@@ -26,13 +26,8 @@ and the choice between them depend on what NCCL measures at its start."""
 
 def make_deterministic(environ: MutableMapping[str, str] = os.environ) -> None:
     """Switch it on for this process. Before CUDA and NCCL start: both read their variables once.
-
-    Args:
-        environ: of this process. What it states for NCCL stays.
-
-    Raises:
-        ValueError: CUBLAS_WORKSPACE_CONFIG is set to something else.
-    """
+    `environ`: of this process. What it states for NCCL stays.
+    Raises ValueError: CUBLAS_WORKSPACE_CONFIG is set to something else."""
     if environ.setdefault(CUBLAS, CUBLAS_VALUES[0]) not in CUBLAS_VALUES:
         raise ValueError(
             f"trainer.deterministic: with {CUBLAS} = {environ[CUBLAS]} in the environment, cuBLAS repeats nothing; "

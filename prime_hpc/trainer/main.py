@@ -209,10 +209,7 @@ def train(
 
 def _run_dir(arguments: Sequence[str]) -> tuple[Path, Experiment | None]:
     """Return the run directory, and the experiment where the command line states it.
-
-    Raises:
-        ConfigError: that experiment cannot run.
-    """
+    Raises ConfigError: that experiment cannot run."""
     if is_by_hand(arguments):
         experiment = resolve(arguments)
         os.environ.update(collectives_interface())

@@ -40,11 +40,8 @@ def explain(
     """Return the error's first sentence, the largest kinds, and what helps.
 
     Args:
-        error: from the allocator.
-        experiment: the run.
         held: from `held_bytes`.
         peak: bytes that were allocated at most.
-        rank, step: where and when.
     """
     by_kind = {kind: size / GIB for kind, size in held.items()}
     by_kind["activations"] = max(0.0, peak / GIB - sum(by_kind.values()))

@@ -29,7 +29,6 @@ class StepProfiler:
         """Args:
         config: None: nothing is traced.
         folder: where traces go; made when there is one.
-        rank: this rank.
         apart: a trace for each step: between two of them other runs of this process have their turns, and a second
             profiler beside this one ends the process.
         """
@@ -93,7 +92,6 @@ def snapshot_when_out_of_memory(log_dir: Path, rank: int, *, with_stacks: bool =
 
     Args:
         log_dir: of the role in this attempt; exists.
-        rank: this rank.
         with_stacks: remember also which code has allocated each block; costs some time at every allocation.
 
     Returns:
@@ -120,10 +118,7 @@ def snapshot_when_out_of_memory(log_dir: Path, rank: int, *, with_stacks: bool =
 
 def last_collectives(most: int = 4) -> list[dict[str, Any]]:
     """Return the collectives that this rank began last, newest first, from torch's flight recorder (NCCL and gloo).
-
-    Returns:
-        `group`, `number` in it, `name`, `sizes`, `is_over`; [] where this torch has no recorder.
-    """
+    Returns `group`, `number` in it, `name`, `sizes`, `is_over`; [] where this torch has no recorder."""
     from torch._C import _distributed_c10d
 
     dump = getattr(_distributed_c10d, "_dump_nccl_trace_json" if torch.cuda.is_available() else "", None)

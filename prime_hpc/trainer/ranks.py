@@ -50,7 +50,6 @@ def file_store(world_size: int, *, engines_join: bool = False) -> FileStore | No
     say.
 
     Args:
-        world_size: ranks that meet.
         engines_join: see `stay_on_loopback`.
 
     Raises:

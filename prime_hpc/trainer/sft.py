@@ -19,11 +19,7 @@ _RL_ONLY = ("reward", "lag_mean", "lag_max")
 
 def run_sft(trainer: Trainer) -> None:
     """Train until `max_steps` or the end of `sft.data.num_epochs`, or until the supervisor publishes "stop"; returns
-    when all saves are whole. Collective.
-
-    Raises:
-        SFTDataError: the data set cannot be trained on; names the row.
-    """
+    when all saves are whole. Collective. Raises SFTDataError: the data set cannot be trained on; names the row."""
     data = build_data(trainer)
     held_out = _held_out(trainer)
     start, progress = trainer.resume()
@@ -65,13 +61,8 @@ def run_sft(trainer: Trainer) -> None:
 
 def end_with(trainer: Trainer, last: int | None) -> dict[str, float]:
     """Have the run end with step `last`, which the data say, and tell everybody; None: with `max_steps`.
-
-    Returns:
-        what every step's metrics say of it.
-
-    Raises:
-        ValueError: the learning-rate schedule does not fit into so many steps.
-    """
+    Returns what every step's metrics say of it.
+    Raises ValueError: the learning-rate schedule does not fit into so many steps."""
     if last is None:
         return {}
     trainer.experiment = trainer.experiment.model_copy(update={"max_steps": last})
@@ -94,8 +85,7 @@ def _is_published(trainer: Trainer, step: int) -> bool:
 
 def _may_prune(trainer: Trainer) -> bool:
     """Return whether older versions may go: those that engines wait for to evaluate, once they have said what they
-    need.
-    """
+    need."""
     return trainer.experiment.sft.save_interval is None and min_floor(trainer.paths) is not None
 
 

@@ -33,9 +33,7 @@ class TokenLog:
     """Of one run, on rank 0.
 
     Args:
-        path: of the file.
         per_step: sequences a step; those with the best and the worst reward first.
-        max_steps: of the run.
     """
 
     def __init__(self, path: Path, per_step: int, max_steps: int) -> None:
@@ -102,7 +100,6 @@ def token_rows(part: RankBatch, logprobs: NDArray[np.float32], count: int) -> li
     Args:
         part: a micro-batch.
         logprobs: float32[N], the trainer's of its trained tokens, in their order.
-        count: of the rows, at most.
     """
     mask = part.target_mask()
     both = np.full(part.num_tokens, np.nan, np.float32)

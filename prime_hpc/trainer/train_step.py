@@ -87,13 +87,9 @@ class TrainStep:
         row_tokens: int = 0,
     ) -> None:
         """Args:
-        policy: sharded model.
-        optimizer: over its parameters.
-        optim, scheduler: learning rate and clipping.
         max_steps: length of the schedule.
         normalize: `token`, `sequence` or `batch`, see `objectives.target_weights`.
         reshard: free gathered parameters between a step's micro-batches.
-        device: this rank's device.
         peak_flops: FLOP/s of one rank, for MFU.
         with_entropy: measure the policy's entropy at the targets.
         batch_tokens: constant of `normalize = batch`.
@@ -131,7 +127,6 @@ class TrainStep:
         Args:
             step: 1-based.
             batch: this rank's part; all ranks have the same number of micro-batches.
-            objective: the loss.
             watch: wraps the objective, to keep what it sees.
 
         Returns:
@@ -217,8 +212,6 @@ class TrainStep:
 
         Args:
             batch: of `lay_out`.
-            objective: the loss.
-            facts: of the batch.
             retarget: returns the i-th micro-batch with other targets than its own tokens.
 
         Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:

@@ -250,16 +250,8 @@ class Trainer:
             self.saver.finish()
 
     def report(self, step: int, metrics: dict[str, float], started: float) -> dict[str, float]:
-        """Write one step's metrics, status and console line.
-
-        Args:
-            step: the step.
-            metrics: of the train step.
-            started: `time.perf_counter()` when the step began.
-
-        Returns:
-            what was written: the metrics, times by phase, throughput.
-        """
+        """Write one step's metrics, status and console line. `started`: `time.perf_counter()` when the step began.
+        Returns what was written: the metrics, times by phase, throughput."""
         self.profiler.end(step)
         times = self.train_step.timer.take()
         training = times.get("time/forward_backward", 0.0) + times.get("time/optim", 0.0)
@@ -306,16 +298,8 @@ class Base:
 
 
 def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
-    """Load the model. Collective.
-
-    Args:
-        experiment: names it.
-        device: this rank's.
-        num_slots: adapters at once, with `model.lora`.
-
-    Raises:
-        ValueError: model, attention or dtype that cannot work; says which key to change.
-    """
+    """Load the model. Collective. `num_slots`: adapters at once, with `model.lora`.
+    Raises ValueError: model, attention or dtype that cannot work; says which key to change."""
     config, name = experiment.trainer, experiment.model.name
     source = resolve_source(name) if dist.get_rank() == 0 else None  # one download, then everyone finds the files
     dist.barrier()
@@ -341,10 +325,7 @@ def build_trainer(
     experiment: Experiment, context: RoleContext, device: torch.device, bus: Bus, status: Status
 ) -> Trainer:
     """Load the model and everything around it. Collective.
-
-    Raises:
-        ValueError: model, attention, schedule or dtype that cannot work; says which key to change.
-    """
+    Raises ValueError: model, attention, schedule or dtype that cannot work; says which key to change."""
     check_schedule(experiment)
     return open_trainer(load_base(experiment, device), experiment, context, bus, status)
 
@@ -362,8 +343,6 @@ def open_trainer(
 
     Args:
         base: from `load_base`.
-        experiment, context: the run.
-        bus, status: its own.
         slot: adapter that it trains, with `model.lora`; it begins as the base model.
 
     Raises:
@@ -414,15 +393,8 @@ def open_trainer(
 
 def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> TrainStep:
     """Return the train step of a loaded model. Collective where the objective needs another model.
-
-    Args:
-        base: from `load_base`.
-        experiment: the run.
-        slot: adapter that it trains, with `model.lora`; it begins as the base model.
-
-    Raises:
-        ValueError: an objective or optimizer that cannot work.
-    """
+    `slot`: adapter that it trains, with `model.lora`; it begins as the base model.
+    Raises ValueError: an objective or optimizer that cannot work."""
     config, policy = experiment.trainer, base.policy
     adapter = None
     if policy.adapters is not None:

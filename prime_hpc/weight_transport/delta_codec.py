@@ -184,11 +184,7 @@ class DeltaFile:
 
 
 def parse(content: bytes, path: Path) -> DeltaFile:
-    """Take a file apart.
-
-    Raises:
-        ArtifactError: it is none of these, or cut short.
-    """
+    """Take a file apart. Raises ArtifactError: it is none of these, or cut short."""
     view = memoryview(content)
     try:
         if bytes(view[:8]) != MAGIC:

@@ -170,10 +170,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 def apply_changes(folder: Path, manifest: Manifest, image: Path) -> None:
     """Bring whole files from the base of a version to that version, in place.
-
-    Raises:
-        ArtifactError: a file of changes is damaged, or the files were not the base.
-    """
+    Raises ArtifactError: a file of changes is damaged, or the files were not the base."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads + 1, thread_name_prefix="delta") as pool:  # one more: it waits for the file system
         contents = _read_ahead(pool, [folder / name for name in manifest.files])

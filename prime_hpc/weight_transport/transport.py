@@ -76,11 +76,7 @@ class Sender(Protocol):
 
     def write(self, place: Place, values: Any) -> None:
         """Take the bytes of one place (C-contiguous), which stay as they are until `finalize`. May be called from one
-        further thread.
-
-        Raises:
-            StoreError: disk full, I/O error.
-        """
+        further thread. Raises StoreError: disk full, I/O error."""
 
     def finalize(self) -> tuple[dict[str, FileEntry], dict[str, Any]]:
         """Make this rank's files durable once all ranks have written; their entries, and facts (plain JSON) for
@@ -123,10 +119,7 @@ class WeightTransport(Protocol):
 
 def load_transport(name: str) -> WeightTransport:
     """Return a transport of the table.
-
-    Raises:
-        StoreError: there is none of that name (a version of a newer prime-hpc).
-    """
+    Raises StoreError: there is none of that name (a version of a newer prime-hpc)."""
     if name not in TRANSPORTS:
         raise StoreError(f"weight transport {name!r} is not known here; known are {', '.join(TRANSPORTS)}")
     module, _, attribute = TRANSPORTS[name].partition(":")
@@ -161,10 +154,7 @@ class VersionReader:
 
     def fetch(self, folder: Path, transport: str) -> Path:
         """Return a folder with the whole version, good until the next call.
-
-        Raises:
-            StoreError: see `Receiver.fetch`; or an unknown transport.
-        """
+        Raises StoreError: see `Receiver.fetch`; or an unknown transport."""
         if transport not in self._receivers:
             self._receivers[transport] = load_transport(transport).receiver(self.scratch)
         return self._receivers[transport].fetch(folder)

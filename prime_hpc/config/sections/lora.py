@@ -1,6 +1,5 @@
 """The `model.lora` section: low-rank adapters instead of training the whole model. Which modules a target names is
-decided here, so that `lint`, the trainer and the export agree.
-"""
+decided here, so that `lint`, the trainer and the export agree."""
 
 import math
 import re
@@ -60,15 +59,8 @@ def matches(target: str, module: str) -> bool:
 
 
 def select_modules(config: LoraConfig, modules: Collection[str]) -> list[str]:
-    """Return the modules that get adapters, in the given order.
-
-    Args:
-        config: states the targets.
-        modules: full names of the model's linear modules.
-
-    Raises:
-        ValueError: a target matches nothing, or the output head; says which modules there are.
-    """
+    """Return the modules that get adapters, in the given order. `modules`: full names of the model's linear modules.
+    Raises ValueError: a target matches nothing, or the output head; says which modules there are."""
     unused = [t for t in config.target_modules if not any(matches(t, m) for m in modules)]
     default = config.target_modules == list(DEFAULT_TARGETS)
     if len(unused) == len(config.target_modules) or (unused and not default):

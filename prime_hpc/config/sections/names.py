@@ -20,21 +20,14 @@ def is_import_path(name: str) -> bool:
 
 def known_or_import(name: str, known: Collection[str], what: str, form: str = "module:function") -> str:
     """`name` itself, where it is one of `known` or an import path.
-
-    Raises:
-        ValueError: it is neither; names the nearest and all known ones.
-    """
+    Raises ValueError: it is neither; names the nearest and all known ones."""
     if name in known or is_import_path(name):
         return name
     raise ValueError(f"{_unknown(name, known, what)}; your own is `{form}`")
 
 
 def known_name(name: str, known: Collection[str], what: str) -> str:
-    """`name` itself, where it is one of `known`.
-
-    Raises:
-        ValueError: it is not; names the nearest and all known ones.
-    """
+    """`name` itself, where it is one of `known`. Raises ValueError: it is not; names the nearest and all known ones."""
     if name in known:
         return name
     raise ValueError(_unknown(name, known, what))

@@ -133,10 +133,7 @@ class EnvConfig(Section):
 
 def check_labels(envs: Iterable[EnvConfig]) -> None:
     """Refuse two environments of one label: the figures and results of one would take the other's place.
-
-    Raises:
-        ValueError: names the label.
-    """
+    Raises ValueError: names the label."""
     names = [env.name or env.id for env in envs]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:

@@ -84,10 +84,7 @@ class ParallelConfig(Section):
 
     def dims(self, num_ranks: int) -> ParallelDims:
         """Return the sizes of all dimensions.
-
-        Raises:
-            ValueError: they do not multiply to `num_ranks`, or `ep` does not divide one copy's ranks.
-        """
+        Raises ValueError: they do not multiply to `num_ranks`, or `ep` does not divide one copy's ranks."""
         fixed = {"dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
         if self.dp_shard is not None:
             fixed["dp_shard"] = self.dp_shard

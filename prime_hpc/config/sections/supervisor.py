@@ -1,6 +1,5 @@
 """The supervisor's section, its deadlines; alarms over the run's figures; and the Kubernetes section, the pods that it
-may lead instead of nodes.
-"""
+may lead instead of nodes."""
 
 from pathlib import PurePosixPath
 from typing import Any, Literal

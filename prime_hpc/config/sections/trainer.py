@@ -298,10 +298,7 @@ class TrainerConfig(Section):
 
     def defers_sync(self, whole_bytes: float) -> bool:
         """Return whether gradients stay whole until a step's last micro-batch (`no_sync`).
-
-        Args:
-            whole_bytes: of one rank's whole gradients in float32, after tensor and expert parallelism.
-        """
+        `whole_bytes`: of one rank's whole gradients in float32, after tensor and expert parallelism."""
         return whole_bytes <= NO_SYNC_BYTES if self.no_sync is None else self.no_sync
 
     @model_validator(mode="after")

@@ -38,12 +38,7 @@ class CoerceError(ValueError):
 
 def coerce(value: Any, node: Node, *, typed: bool) -> Any:
     """Return the value of a leaf, free or list key from what was stated.
-
-    Args:
-        value: what the source holds.
-        node: the key.
-        typed: True when the source has types (a file), False when all it has is text (a flag, a variable).
-    """
+    `typed`: True when the source has types (a file), False when all it has is text (a flag, a variable)."""
     annotation = node.annotation
     if is_reference(value) and not is_literal_of(value, node) and not _is_list_with_references(value, node):
         return value
@@ -74,7 +69,6 @@ def find_empty(values: Any, path: tuple[str, ...] = ()) -> Iterator[Node]:
 
     Args:
         values: the tree; changed.
-        path: of `values`.
 
     Yields:
         those that cannot be empty.

@@ -30,7 +30,6 @@ def derive_tensor_parallel(
 
     Args:
         values: the merged tree; changed.
-        provenance: where its values were stated.
         gpus: counts the GPUs of this machine; None: the servers may run elsewhere, or beside a trainer.
 
     Yields:

@@ -112,7 +112,6 @@ def parse_flags(argv: list[str], scope: str | None, *, positional_files: bool = 
     """Read a command line (without the program's name) in a scope.
 
     Args:
-        argv: the arguments.
         scope: component in whose scope keys are looked up, None for the root.
         positional_files: whether a bare argument names a config file (`submit exp.yaml`).
     """

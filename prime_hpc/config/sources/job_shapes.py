@@ -62,16 +62,8 @@ def lay_shape(tree: Tree, last: Sequence[Entry]) -> dict[str, Tree]:
 
 
 def check_shapes(trees: Mapping[str, Tree], entrypoint: str, *, is_begun: bool) -> None:
-    """Check each shape like a whole experiment.
-
-    Args:
-        trees: of `lay_shape`.
-        entrypoint: what they are for.
-        is_begun: see `check_complete`.
-
-    Raises:
-        ConfigError: a shape is wrong, or two are the same; names them.
-    """
+    """Check each shape like a whole experiment. `is_begun`: see `check_complete`.
+    Raises ConfigError: a shape is wrong, or two are the same; names them."""
     problems: list[Problem] = []
     found: dict[str, dict[str, Any]] = {}
     for name, tree in trees.items():

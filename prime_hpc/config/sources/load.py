@@ -58,7 +58,6 @@ def load_experiment(
         argv: arguments without the program's name.
         entrypoint: `rl`, `submit` and `plan` take keys from the tree's root; `trainer`, `orchestrator`,
             `inference` and `sft` take those of their own section first.
-        environ: the environment; default `os.environ`.
         is_begun: the files are those of a run that goes on, see `validate.check_complete`.
 
     Raises:

@@ -358,11 +358,7 @@ def _by_name() -> dict[str, str]:
 
 def instead_of(path: Sequence[str], *, is_flag: bool) -> str | None:
     """Return what is to be stated in the place of a key that does not exist; None: nobody else has it either.
-
-    Args:
-        path: of the key as it was typed, in snake case.
-        is_flag: show our keys as flags.
-    """
+    `path`: of the key as it was typed, in snake case."""
     if path[-1] in _OF_ROWS and list(path[-3:-2]) == ["env"]:
         return f"an environment's own arguments are below `args`: {{id: rows, args: {{{path[-1]}: ...}}}}"
     answer = _AS_TYPED.get(".".join(path))

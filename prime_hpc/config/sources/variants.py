@@ -29,8 +29,6 @@ class Variants:
 
         Args:
             entries: statements of all sources, lowest precedence first.
-            problems: what was wrong when they were read.
-            warnings: handed on with every variant.
             is_begun: see `check_complete`.
         """
         self._is_begun = is_begun
@@ -54,10 +52,7 @@ class Variants:
 
     def variant(self, entries: Iterable[Entry]) -> Loaded:
         """Return the base with these statements on top, checked.
-
-        Raises:
-            ConfigError: with everything that is wrong, in the base too.
-        """
+        Raises ConfigError: with everything that is wrong, in the base too."""
         tree = self._tree.copy()
         tree.place(entries)
         experiment = tree.experiment()

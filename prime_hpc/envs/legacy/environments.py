@@ -73,10 +73,7 @@ class Environment:
         **kwargs: Any,
     ) -> None:
         """Take data sets as lists of rows, `datasets.Dataset`s or functions that make one.
-
-        Raises:
-            EnvError: it completes text instead of chatting, or has no tasks at all.
-        """
+        Raises EnvError: it completes text instead of chatting, or has no tasks at all."""
         if message_type != "chat":
             raise EnvError(f"message_type = {message_type!r}: only chat environments are played")
         self._sources = {"train": dataset, "eval": eval_dataset}
@@ -112,11 +109,7 @@ class Environment:
         return source
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Any:
-        """Return the training tasks, or the first n of them.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return the training tasks, or the first n of them. Raises ValueError: there are none."""
         return _first(self._made("train"), n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Any:

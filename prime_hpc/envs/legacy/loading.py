@@ -37,10 +37,7 @@ def key_of(module_name: str, arguments: dict[str, Any]) -> str:
 
 def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environment:
     """Return the environment that a package makes of these arguments; made once.
-
-    Raises:
-        EnvError: the arguments do not fit, it cannot be made, or is of a kind that cannot be played here.
-    """
+    Raises EnvError: the arguments do not fit, it cannot be made, or is of a kind that cannot be played here."""
     key = key_of(module.__name__, arguments)
     with _LOCK:
         if key not in _MADE:

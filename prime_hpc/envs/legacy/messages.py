@@ -99,11 +99,7 @@ def whole_characters(text: str) -> str:
 
 def tool_declaration(function: Callable[..., Any], without: Sequence[str] = ()) -> dict[str, Any]:
     """OpenAI's declaration of a Python function: its name, its docstring, its annotated parameters.
-
-    Args:
-        function: the tool.
-        without: parameters that the model is not shown; they may be of any type, also one that JSON has no word for.
-    """
+    `without`: parameters that the model is not shown; they may be of any type, also one that JSON has no word for."""
     typed: Any = _shown(function, without) if without else function
     schema = TypeAdapter(typed).json_schema()
     parameters = {key: value for key, value in schema.items() if key in ("type", "properties", "required", "$defs")}

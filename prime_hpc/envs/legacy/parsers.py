@@ -130,11 +130,7 @@ class XMLParser(Parser):
         return "\n".join(f"<{tag}>\n...\n</{tag}>" for tag in tags)
 
     def format(self, **values: Any) -> str:
-        """Return the sections written out, each field under its first name.
-
-        Raises:
-            ValueError: a field has no value.
-        """
+        """Return the sections written out, each field under its first name. Raises ValueError: a field has no value."""
         parts = []
         for tags in self._fields:
             given = [values[tag] for tag in tags if tag in values]

@@ -83,10 +83,7 @@ class Rubric:
 
     def check_arguments(self, columns: Iterable[str]) -> None:
         """Raise EnvError for a function with a weight that takes what no rollout has: it would score 0 for ever.
-
-        Args:
-            columns: of all the environment's rows; a function may take any.
-        """
+        `columns`: of all the environment's rows; a function may take any."""
         for rubric, func, weight in self.weighted():
             known = {*OFFERED, "state", "example_id", *columns, *rubric.class_objects}
             missing = _missing(inspect.signature(func), known)
@@ -107,10 +104,7 @@ class Rubric:
 
     async def value(self, func: RewardFunc, state: State, weight: float = 1.0) -> float:
         """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise.
-
-        Raises:
-            openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
-        """
+        Raises openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from."""
         try:
             return float(await maybe_await(func, **accepted(func, self._offered(state))))
         except CallBroken:  # not the function's fault, nor the answer's

@@ -47,10 +47,7 @@ class LegacyTask(vf.Task[LegacyData]):
     @vf.reward
     async def rubric(self, trace: vf.Trace) -> dict[str, float]:
         """Record every function's value: rewards with their weights, metrics without.
-
-        Raises:
-            RuntimeError: the rollout never began.
-        """
+        Raises RuntimeError: the rollout never began."""
         state = _STATES.pop(trace.id, None)
         if state is None:
             raise RuntimeError("the rollout has no state to score")
@@ -100,10 +97,7 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
 
     async def open_scorer(self) -> None:
         """Start what compares answers, for an environment whose rubric does.
-
-        Raises:
-            EnvError: math-verify cannot be imported.
-        """
+        Raises EnvError: math-verify cannot be imported."""
         env = made(self.config.environment)
         rubrics = [member.rubric for member in (env, *getattr(env, "envs", ()))]
         if any(isinstance(part, MathRubric) for rubric in rubrics for part, _, _ in rubric.weighted()):
@@ -118,11 +112,8 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
         await let_go(self.config.environment)
 
     def load(self) -> Iterable[LegacyTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: a row has no prompt, or holds what is no JSON; a reward function takes what the rows do not have.
-        """
+        """One task a row. Raises EnvError: a row has no prompt, or holds what is no JSON; a reward function takes what
+        the rows do not have."""
         config = self.config
         env = made(config.environment)
         rows = env.dataset if config.split == "train" else env.eval_dataset

@@ -36,10 +36,8 @@ def score(generator: str, parameters: str, entry: bytes, answer: str) -> float:
     """Return the score of an answer.
 
     Args:
-        generator: its name.
         parameters: those that the question was made with, as JSON: some scorers go by them.
         entry: the question, pickled.
-        answer: anything.
     """
     question = pickle.loads(entry)
     source = question.get("metadata", {}).get("source_dataset", generator)  # of a composite, the one within

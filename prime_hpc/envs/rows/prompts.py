@@ -51,11 +51,7 @@ class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
     differ_in_data: Literal[True] = True
 
     def load(self) -> Iterable[PromptTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: a file is not there, or a row is no prompt; names file and line.
-        """
+        """One task a row. Raises EnvError: a file is not there, or a row is no prompt; names file and line."""
         if not self.config.files:
             raise EnvError("prompts: no file is named: state `--prompts FILE`, or `args.files` of the environment")
         for place, folder, row in read_files(self.config.files, "prompts"):

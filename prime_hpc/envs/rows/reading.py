@@ -87,11 +87,7 @@ def prompt_column(row: Row) -> str | None:
 
 
 def prompt_in(row: Row, column: str) -> Any:
-    """Return a row's prompt, a text or messages.
-
-    Raises:
-        ValueError: it ends with the reply that is to be found.
-    """
+    """Return a row's prompt, a text or messages. Raises ValueError: it ends with the reply that is to be found."""
     prompt = as_messages(prompt_of(row, column))
     if is_answered(prompt):
         raise ValueError(f"`{column}` ends with the assistant's reply: leave it out of the prompt")
@@ -105,10 +101,7 @@ def is_answered(prompt: Any) -> bool:
 
 def _as_json(row: Row, place: str) -> Row:
     """Return a row as JSON has it (traces hold it): dates become texts, and images of prompts `data:` URLs.
-
-    Raises:
-        EnvError: a column holds bytes, or a picture that `datasets` has read; names it.
-    """
+    Raises EnvError: a column holds bytes, or a picture that `datasets` has read; names it."""
     try:
         row = {name: _addressed(value) if name in (*PROMPTS, *IMAGES) else value for name, value in row.items()}
         found: Row = json.loads(json.dumps(row, default=_text))
@@ -181,10 +174,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 def read_hub(name: str, subset: str | None, split: str) -> Iterator[tuple[str, Path | None, Row]]:
     """Yield the rows of a data set of the Hugging Face hub, each with its place (`NAME, row 3`), and without a folder.
-
-    Raises:
-        EnvError: it cannot be loaded; says why.
-    """
+    Raises EnvError: it cannot be loaded; says why."""
     from datasets import load_dataset
 
     try:

@@ -116,11 +116,7 @@ class RewardFunction:
         return not {"completions", "queries"}.isdisjoint(inspect.signature(self.function).parameters)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise EnvError where it needs what no reply has, or does not say what it needs.
-
-        Args:
-            columns: of the rows.
-        """
+        """Raise EnvError where it needs what no reply has, or does not say what it needs."""
         known = {*columns, *(_PLURAL if self.is_plural else _MADE)}
         parameters = inspect.signature(self.function).parameters.values()
         fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -137,11 +133,7 @@ class RewardFunction:
             )
 
     async def value(self, reply: Reply) -> tuple[float, dict[str, float]]:
-        """Return the score, and the metrics beside it.
-
-        Raises:
-            TypeError, ValueError: it returned no finite number.
-        """
+        """Return the score, and the metrics beside it. Raises TypeError, ValueError: it returned no finite number."""
         call = self._call_plural if self.is_plural else self._call
         if inspect.iscoroutinefunction(self.function):
             found = await call(reply)
@@ -237,10 +229,7 @@ async def _on_thread(call: Callable[[Reply], Any], reply: Reply) -> Any:
 
 def find_functions(names: Iterable[str], weights: Iterable[float]) -> tuple[RewardFunction, ...]:
     """Return the reward functions by their names: one of `NAMED`, `module:function` or `FILE.py:function`.
-
-    Raises:
-        EnvError: one is not there, or two have one name; says where it was looked for.
-    """
+    Raises EnvError: one is not there, or two have one name; says where it was looked for."""
     found = tuple(
         RewardFunction(name, NAMED[name], weight) if name in NAMED else _imported(name, weight)
         for name, weight in zip(names, weights, strict=True)

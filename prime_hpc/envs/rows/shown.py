@@ -15,7 +15,6 @@ def with_images(prompt: Any, row: Row, folder: Path | None, named: str | None = 
 
     Args:
         prompt: a text or messages.
-        row: its columns.
         folder: from which paths are meant; None: there is none.
         named: the column, where it is stated; else the first of `images`, `image`.
 

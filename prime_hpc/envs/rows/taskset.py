@@ -41,10 +41,7 @@ class RowTask(vf.Task[RowData]):
     @vf.reward
     async def rewards(self, trace: vf.Trace) -> dict[str, float]:
         """Record every function's score with its weight, and what it measures beside it.
-
-        Raises:
-            Exception: a function's own; the episode has failed then.
-        """
+        Raises Exception: a function's own; the episode has failed then."""
         if not self.functions:
             raise RuntimeError("the task has lost its reward functions")
         reply = Reply(
@@ -53,7 +50,7 @@ class RowTask(vf.Task[RowData]):
             messages=_plain(trace.messages),
             answer=self.data.answer,
             row=self.data.row,
-            reasoning=_reasoning(trace),
+            reasoning="".join(message.reasoning_content or "" for message in trace.assistant_messages[-1:]),
         )
         for each in self.functions:
             value, metrics = await each.value(reply)
@@ -64,11 +61,6 @@ class RowTask(vf.Task[RowData]):
             for name, figure in metrics.items():
                 trace.record_metric(name if len(self.functions) == 1 else f"{each.name}/{name}", figure)
         return {}
-
-
-def _reasoning(trace: vf.Trace) -> str:
-    last = trace.assistant_messages[-1:]
-    return (last[0].reasoning_content or "") if last else ""
 
 
 def _plain(messages: Any) -> Any:
@@ -127,20 +119,13 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
         return find_functions(names, weights)
 
     async def open_scorer(self) -> None:
-        """Start what compares answers.
-
-        Raises:
-            EnvError: math-verify cannot be imported.
-        """
+        """Start what compares answers. Raises EnvError: math-verify cannot be imported."""
         if "math" in _listed(self.config.reward):
             await open_comparison()
 
     def load(self) -> Iterable[RowTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: nothing is named, cannot be read or is no prompt; a reward is not there or takes what no row has.
-        """
+        """One task a row. Raises EnvError: nothing is named, cannot be read or is no prompt; a reward is not there or
+        takes what no row has."""
         config = self.config
         if bool(config.files) == bool(config.dataset):
             raise EnvError("rows: state `args.files` (JSONL or Parquet) or `args.dataset` (of the hub), one of them")

@@ -27,11 +27,7 @@ _UNWANTED = "home,cwd,tmp,sys,hostfs,bind-paths,devpts"
 
 
 def find_apptainer() -> str:
-    """Return the path of apptainer.
-
-    Raises:
-        EnvError: it is not installed, too old, or does not answer.
-    """
+    """Return the path of apptainer. Raises EnvError: it is not installed, too old, or does not answer."""
     path, node = shutil.which("apptainer"), socket.gethostname()
     if path is None:
         raise EnvNodeError(
@@ -55,10 +51,7 @@ def find_apptainer() -> str:
 
 def shown_paths(config: SandboxConfig) -> list[str]:
     """Return what is read-only inside besides the image, the image last.
-
-    Raises:
-        EnvError: a path that the config names is not there, or cannot be named to apptainer.
-    """
+    Raises EnvError: a path that the config names is not there, or cannot be named to apptainer."""
     assert config.image is not None, "the config refuses it"
     for key, paths in (("read_only", config.read_only), ("image", [config.image])):
         for path in paths:

@@ -60,11 +60,7 @@ _SYSCTLS = (
 
 
 def find_bwrap() -> str:
-    """Return the path of bwrap.
-
-    Raises:
-        EnvError: it is not installed, too old, or does not answer.
-    """
+    """Return the path of bwrap. Raises EnvError: it is not installed, too old, or does not answer."""
     path, node = shutil.which("bwrap"), socket.gethostname()
     if path is None:
         raise EnvNodeError(
@@ -115,10 +111,7 @@ def python_of(config: SandboxConfig) -> list[str]:
 
 def shown_paths(config: SandboxConfig) -> list[str]:
     """Return what is read-only inside besides the system: the interpreter, its packages, what the config names.
-
-    Raises:
-        EnvError: a path that the config names is not there.
-    """
+    Raises EnvError: a path that the config names is not there."""
     for path in config.read_only:
         if not Path(path).exists():
             raise EnvNodeError(f"sandbox.read_only: {path} is not there, or cannot be seen, on {socket.gethostname()}")

@@ -119,11 +119,7 @@ class Sandbox:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start it and wait until it answers.
-
-        Raises:
-            SandboxFailed: it does not, within `start_s`; says why.
-        """
+        """Start it and wait until it answers. Raises SandboxFailed: it does not, within `start_s`; says why."""
         ours, theirs = socket.socketpair()
         errors = os.memfd_create("sandbox-errors")
         try:
@@ -183,7 +179,6 @@ class Sandbox:
 
         Args:
             argv: the command; None: `program` is run, in a copy of the guest's interpreter.
-            program: Python source.
             given: standard input.
             env: variables besides the sandbox's own.
             may_exit: whether `sys.exit(0)` is a program's end like any other.
@@ -233,19 +228,11 @@ class Sandbox:
         raise SandboxFailed(f"a command cannot be started in the sandbox: {' '.join(lines[1:])}")
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file, relative to the folder of commands.
-
-        Raises:
-            SandboxFailed: it cannot be written.
-        """
+        """Write a file, relative to the folder of commands. Raises SandboxFailed: it cannot be written."""
         await self._file({"op": "write", "path": path}, data)
 
     async def read(self, path: str, most: int | None = None) -> bytes:
-        """Return a regular file's content, its first `most` bytes.
-
-        Raises:
-            SandboxFailed: it cannot be read.
-        """
+        """Return a regular file's content, its first `most` bytes. Raises SandboxFailed: it cannot be read."""
         order = {"op": "read", "path": path, "most": MOST_ANSWER >> 1 if most is None else most, "whole": most is None}
         return await self._file(order, b"")
 

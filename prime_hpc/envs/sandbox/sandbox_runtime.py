@@ -70,11 +70,7 @@ class SandboxRuntime(Runtime):
             return self._sandbox
 
     async def command(self, argv: list[str] | None = None, **how: Any) -> Ended:
-        """`Sandbox.run`, when it is its turn.
-
-        Raises:
-            SandboxError: there is no sandbox to run it in.
-        """
+        """`Sandbox.run`, when it is its turn. Raises SandboxError: there is no sandbox to run it in."""
         try:
             sandbox = await self._taken()
             async with self._pool.turn:
@@ -134,10 +130,7 @@ def _class_with_sandboxes(config: Any) -> type[Runtime]:
 @asynccontextmanager
 async def open_pool(name: str, pool: WarmPool) -> AsyncIterator[None]:
     """Have seats with this name get their sandboxes from `pool`, which is opened here and closed in the end.
-
-    Raises:
-        EnvError: this node cannot make sandboxes.
-    """
+    Raises EnvError: this node cannot make sandboxes."""
     vars(runtimes)["_runtime_cls"] = _class_with_sandboxes
     await pool.open()
     _pools[name] = pool

@@ -29,10 +29,7 @@ class WarmPool:
 
     async def open(self) -> None:
         """Try a sandbox, and start those that wait.
-
-        Raises:
-            EnvError: this node cannot make one; says why and what to do.
-        """
+        Raises EnvError: this node cannot make one; says why and what to do."""
         maker = MAKERS[self.config.runtime]
         self._program = await asyncio.to_thread(maker.find)
         self._stage = await asyncio.to_thread(Stage, maker.shown_paths(self.config))
@@ -44,11 +41,7 @@ class WarmPool:
         self._refill()
 
     async def take(self) -> Sandbox:
-        """Return a sandbox that nobody has used.
-
-        Raises:
-            SandboxFailed: none could be started.
-        """
+        """Return a sandbox that nobody has used. Raises SandboxFailed: none could be started."""
         while self._warm:
             sandbox = self._warm.pop(0)
             if sandbox.is_alive():

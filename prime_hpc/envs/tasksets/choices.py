@@ -80,11 +80,7 @@ class Choices(vf.Taskset[ChoiceTask, ChoiceConfig]):
     """The benchmark's questions, in its order."""
 
     def load(self) -> Iterable[ChoiceTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: the data is not there, cannot be read, or lacks a field.
-        """
+        """One task a row. Raises EnvError: the data is not there, cannot be read, or lacks a field."""
         config = self.config
         for number, row in enumerate(read_rows(config.benchmark, config.data), 1):
             missing = [field for field in FIELDS if not str(row.get(field) or "").strip()]

@@ -58,11 +58,7 @@ class CodeTask(vf.Task[CodeData]):
 
     @vf.reward
     async def passed(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> float:
-        """1 where every test passes.
-
-        Raises:
-            SandboxError: there is no sandbox to run it in; nothing was run.
-        """
+        """1 where every test passes. Raises SandboxError: there is no sandbox to run it in; nothing was run."""
         run = self._runner(runtime)
         if self.data.benchmark == "humaneval":
             outcome = await run(humaneval_program(self.data.problem, trace.last_reply))
@@ -146,11 +142,7 @@ class CodeProblems(vf.Taskset[CodeTask, CodeConfig]):
     """The benchmark's problems, in its order."""
 
     def load(self) -> Iterable[CodeTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: running code is not allowed, or the data is not there or cannot be read.
-        """
+        """One task a row. Raises EnvError: running code is not allowed, or the data is not there or cannot be read."""
         config = self.config
         if not config.allow_code_execution and not config.in_sandbox:
             raise EnvError(

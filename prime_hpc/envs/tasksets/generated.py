@@ -30,7 +30,6 @@ def drawn(name: str, config: GeneratedConfig, draw: Callable[[random.Random], tu
 
     Args:
         name: of the taskset, which is a part of the seed.
-        config: split, seed, number.
         draw: makes one: the text that tells its split, and what is yielded; None: it is of no use.
 
     Raises:

@@ -62,18 +62,11 @@ class MathQuestions(vf.Taskset[MathTask, MathConfig]):
 
     async def open_scorer(self) -> None:
         """Start what compares answers, where episodes are about to be played.
-
-        Raises:
-            EnvError: math-verify cannot be imported.
-        """
+        Raises EnvError: math-verify cannot be imported."""
         await open_comparison()
 
     def load(self) -> Iterable[MathTask]:
-        """One task a row.
-
-        Raises:
-            EnvError: the data is not there or cannot be read.
-        """
+        """One task a row. Raises EnvError: the data is not there or cannot be read."""
         config = self.config
         benchmark = BENCHMARKS[config.benchmark]
         for row in read_rows(config.benchmark, config.data):

@@ -124,10 +124,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
 
     def _questions(self, name: str, parameters: dict[str, Any]) -> Any:
         """Return the split's questions of one generator, without end.
-
-        Raises:
-            ValueError: no such generator, wrong parameters, or hardly any question belongs to this split.
-        """
+        Raises ValueError: no such generator, wrong parameters, or hardly any question belongs to this split."""
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 

@@ -83,10 +83,7 @@ class ShapesTaskset(vf.Taskset[ShapesTask, ShapesConfig]):
 
     def load(self) -> Iterable[ShapesTask]:
         """Return the split's pictures, in the seed's order; the same one may come twice.
-
-        Raises:
-            ValueError: the arguments allow no picture.
-        """
+        Raises ValueError: the arguments allow no picture."""
         config = self.config
         if not 16 <= config.size <= 4096 or not 1 <= config.max_count <= ACROSS**2 or not config.kinds:
             raise ValueError(f"shapes needs 16 <= size <= 4096, 1 <= max_count <= {ACROSS**2} and some `kinds`")

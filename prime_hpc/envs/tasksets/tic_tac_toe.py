@@ -115,10 +115,7 @@ class TicTacToeConfig(GeneratedConfig):
 
 def openings(seed: object, split: str, max_moves: int) -> Iterable[str]:
     """Positions after a few random moves that nobody has won, without end; `x` began.
-
-    Raises:
-        ValueError: so few moves give none of this split.
-    """
+    Raises ValueError: so few moves give none of this split."""
     rng = random.Random(f"tic-tac-toe:{split}:{seed}")
     misses = 0
     while misses < MOST_MISSES:
@@ -209,11 +206,7 @@ class TicTacToeEnv(vf.Env[TicTacToeEnvConfig]):
 
 async def _play(board: str, seats: dict[str, Any]) -> None:
     """Play to the end and record each player's result. A player that is cut off ends the game without one.
-
-    Args:
-        board: position that it begins with.
-        seats: by player; one that has none moves at random, in each position always the same way.
-    """
+    `seats`: by player; one that has none moves at random, in each position always the same way."""
     while free(board) and winner(board) is None:
         player = to_move(board)
         if player not in seats:

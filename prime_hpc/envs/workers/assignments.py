@@ -98,11 +98,7 @@ class Assignments:
 
     def lost(self, worker: Hashable, guilty: int | None) -> Losses:
         """Take back the episodes of a worker that is gone.
-
-        Args:
-            worker: which one.
-            guilty: id of the episode that ended it; 0: nobody knows; None: no episode did.
-        """
+        `guilty`: id of the episode that ended it; 0: nobody knows; None: no episode did."""
         losses = Losses()
         own = self._of_worker.pop(worker, {})
         for episode in own.values():

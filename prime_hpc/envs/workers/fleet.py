@@ -101,10 +101,7 @@ class Fleet:
         """Describe a fleet; `start` starts it.
 
         Args:
-            name: of the environment.
             num_workers: how many, or as many as the load asks for.
-            config: their limits.
-            hosts: start them, in turn.
             options: what a worker is told when it opens (`settings.settings_to_plain`).
             moved: servers that are elsewhere by now: index and URL.
             expected: this process's `fingerprint` of the environment.
@@ -136,11 +133,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the workers and wait until they are open.
-
-        Raises:
-            EnvError: one cannot be opened.
-        """
+        """Start the workers and wait until they are open. Raises EnvError: one cannot be opened."""
         self._grown = loop_time()
         for _ in range(self._first):
             self._add_slot()
@@ -176,15 +169,8 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------ episodes
 
     async def run(self, task: int, server: int) -> EpisodeResult:
-        """Play one episode to its end.
-
-        Args:
-            task: number of the task in the whole split.
-            server: which inference server.
-
-        Raises:
-            asyncio.CancelledError: the caller was cancelled; the episode is, too.
-        """
+        """Play one episode to its end. `task`: number of the task in the whole split.
+        Raises asyncio.CancelledError: the caller was cancelled; the episode is, too."""
         if self._closing:
             return _ended(EpisodeState.CANCELLED, "the pool is closed", "Closed")
         started = loop_time()

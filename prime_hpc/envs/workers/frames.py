@@ -21,10 +21,7 @@ class FrameError(ConnectionError):
 
 def pack(op: str, **fields: Any) -> bytes:
     """One message, ready to be sent.
-
-    Raises:
-        TypeError, ValueError: a value that msgpack lacks, or more than `MAX_FRAME` bytes.
-    """
+    Raises TypeError, ValueError: a value that msgpack lacks, or more than `MAX_FRAME` bytes."""
     body = msgpack.packb({"op": op, **fields}, default=_plain, unicode_errors="surrogatepass")
     if len(body) > MAX_FRAME:
         raise ValueError(f"a message {op!r} of {len(body)} bytes; at most {MAX_FRAME} can be sent")
@@ -46,10 +43,7 @@ class Unpacker:
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
         """Take what arrived and return the messages that are whole now.
-
-        Raises:
-            FrameError: too long, no msgpack, or no map with an `op`.
-        """
+        Raises FrameError: too long, no msgpack, or no map with an `op`."""
         self._received += data
         found = []
         while len(self._received) >= _LENGTH.size:

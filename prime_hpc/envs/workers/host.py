@@ -91,11 +91,7 @@ class Session:
         self._workers: dict[int, _Worker] = {}
 
     def obey(self, sockets_of_host: Iterable[socket.socket]) -> None:
-        """Take orders.
-
-        Raises:
-            OSError: the orchestrator is gone, or does not keep to the protocol.
-        """
+        """Take orders. Raises OSError: the orchestrator is gone, or does not keep to the protocol."""
         if self.control.family == socket.AF_UNIX:
             data, fds, _, _ = socket.recv_fds(self.control, 1 << 16, 16)
             self._fds.extend(fds)
@@ -111,10 +107,7 @@ class Session:
 
     def start(self, order: dict[str, Any], fd: int, sockets_of_host: Iterable[socket.socket]) -> None:
         """Fork a worker that serves the connection `fd`, and nothing else of the host's.
-
-        Raises:
-            OSError: the orchestrator is gone.
-        """
+        Raises OSError: the orchestrator is gone."""
         _import_for(order.get("loads") or {})  # of an orchestrator of other code, which its worker will tell so
         try:
             episode = mmap.mmap(-1, mmap.PAGESIZE)
@@ -135,13 +128,8 @@ class Session:
 
     def look_after(self, codes: dict[int, int]) -> None:
         """Report the workers that ended, end those beyond their memory, which nothing that they run can prevent.
-
-        Args:
-            codes: exit codes of the host's children that ended, by process id.
-
-        Raises:
-            OSError: the orchestrator is gone.
-        """
+        `codes`: exit codes of the host's children that ended, by process id.
+        Raises OSError: the orchestrator is gone."""
         for number, worker in list(self._workers.items()):
             if worker.pid in codes:
                 del self._workers[number]

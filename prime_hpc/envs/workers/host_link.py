@@ -80,11 +80,7 @@ class Connection:
             self._writer.write(pack(op, **fields))
 
     async def receive(self) -> list[dict[str, Any]]:
-        """Return the next messages; [] when the worker is gone.
-
-        Raises:
-            FrameError: it does not keep to the protocol.
-        """
+        """Return the next messages; [] when the worker is gone. Raises FrameError: it does not keep to the protocol."""
         while True:
             try:
                 data = await self._reader.read(1 << 18)
@@ -141,7 +137,6 @@ class HostLink(ABC):
         """Start a worker and return the connection to it.
 
         Args:
-            label: its name in logs.
             memory_bytes: at which the host ends it; 0: no limit.
             loads: its tokenizer and what goes with it, so that the host can import that once for all (`Fleet`).
 
@@ -343,23 +338,15 @@ _KEYS: dict[str, str] = {}
 
 def key_of_hosts(config: EnvServersConfig) -> str:
     """Return the key of the hosts at the stated addresses, empty without any; from the first call on it is no longer in
-    this process's environment, which programs that episodes start inherit.
-    """
+    this process's environment, which programs that episodes start inherit."""
     if given := os.environ.pop(config.key_var, None):
         _KEYS[config.key_var] = given
     return _KEYS.get(config.key_var, "")
 
 
 def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHost]:
-    """Return the hosts at the stated addresses.
-
-    Args:
-        config: states them and the variable that holds their key.
-        urls: of the inference servers, which the workers there must reach.
-
-    Raises:
-        EnvError: the key is not set, or the servers are known by an address of this machine alone.
-    """
+    """Return the hosts at the stated addresses. `urls`: of the inference servers, which the workers there must reach.
+    Raises EnvError: the key is not set, or the servers are known by an address of this machine alone."""
     key = key_of_hosts(config)
     if config.addresses and not key:
         raise EnvError(f"env_servers.addresses: the environment variable {config.key_var} with their key is not set")

@@ -32,10 +32,7 @@ def _sample_to_plain(sample: Sample) -> dict[str, Any]:
 
 def result_from_plain(plain: Any) -> EpisodeResult:
     """Return the ended episode that was sent.
-
-    Raises:
-        FrameError: fields are missing or unknown, or arrays of a sample differ in length.
-    """
+    Raises FrameError: fields are missing or unknown, or arrays of a sample differ in length."""
     try:
         samples = [_sample_from_plain(sample) for sample in plain["samples"]]
         return EpisodeResult(**(plain | {"state": EpisodeState(plain["state"]), "samples": samples}))

@@ -48,14 +48,7 @@ def _env_from_plain(plain: dict[str, Any]) -> EnvConfig:
 
 def refuse_unsendable(name: str, options: dict[str, Any]) -> None:
     """Refuse what cannot be told to a worker before one is started.
-
-    Args:
-        name: of the environment.
-        options: of `settings_to_plain`.
-
-    Raises:
-        EnvError: a value is neither plain nor a number of 64 bits; names the argument.
-    """
+    Raises EnvError: a value is neither plain nor a number of 64 bits; names the argument."""
     stated = {
         f"{key}.{argument}": value
         for env in (*options["envs"], *options["beside"])

@@ -22,15 +22,7 @@ FILTERS = (
 def report(
     records: Sequence[Sampled], found: Selection, config: SynthesizeConfig, settings: Mapping[str, Any], model: str
 ) -> dict[str, Any]:
-    """Return the whole report.
-
-    Args:
-        records: the episodes that were asked for and are there.
-        found: what was selected of them.
-        config: the filters.
-        settings: with which the episodes were played.
-        model: for people.
-    """
+    """Return the whole report. `records`: the episodes that were asked for and are there."""
     environments = {}
     for env in (env.name or env.id for env in config.environments):
         own = [record for record in records if record.env == env]

@@ -49,13 +49,7 @@ def provenance_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def row_of(record: Sampled, number: int, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one conversation as a row.
-
-    Args:
-        record: its episode, with the conversations.
-        number: which of them.
-        shared: from `provenance_of`.
-    """
+    """Return one conversation as a row. `shared`: from `provenance_of`."""
     conversation = record.conversations[number]
     row: dict[str, Any] = {name: conversation[name] for name in ("messages", "tools") if name in conversation}
     if record.handed_on is not None:
@@ -84,9 +78,6 @@ def write_rows(
     """Write the rows, unless the same are there; an earlier selection is replaced in one rename.
 
     Args:
-        paths: the run's.
-        incarnation: number of the writer's attempt.
-        experiment: shards, compression, provenance.
         kept: the rows in their order.
         read: returns a place's episode with its conversations.
         meta: kept in the manifest, with `selection`, a sum over what decides the files.
@@ -116,10 +107,7 @@ def write_rows(
 
 def withdraw_rows(paths: RunPaths, incarnation: int) -> None:
     """Delete the rows of an earlier selection, of which this one has none.
-
-    Raises:
-        StoreError: they cannot be deleted.
-    """
+    Raises StoreError: they cannot be deleted."""
     if (paths.root / DATA / ROWS).exists():
         discard(paths, paths.root / DATA / ROWS, incarnation)
         logger.warning(f"{paths.root / DATA / ROWS}: rows of an earlier selection are deleted")

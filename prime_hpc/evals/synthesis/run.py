@@ -75,11 +75,7 @@ async def _play(
     keys: Sequence[Key],
     progress: Progress,
 ) -> None:
-    """Play the missing episodes.
-
-    Raises:
-        NothingPassesError: `synthesize.give_up_after` episodes, and no row.
-    """
+    """Play the missing episodes. Raises NothingPassesError: `synthesize.give_up_after` episodes, and no row."""
     config = experiment.synthesize
     there = _there(log, keys)
     progress.figures["passed"] = sum(num_passing(record, config) for record in there)

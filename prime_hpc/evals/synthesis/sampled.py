@@ -86,11 +86,7 @@ class SampledLog(EpisodeLog):
         self.records[record.key] = replace(record, conversations=small, handed_on=None)
 
     def read(self, key: Key) -> Sampled:
-        """Return an episode with its conversations.
-
-        Raises:
-            StoreError: the file has changed under us.
-        """
+        """Return an episode with its conversations. Raises StoreError: the file has changed under us."""
         with self.path.open("rb") as file:
             file.seek(self._starts[key])
             record = parse_record(file.readline(), Sampled)

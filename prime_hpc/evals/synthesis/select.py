@@ -75,11 +75,7 @@ def num_passing(record: Sampled, config: SynthesizeConfig) -> int:
 
 def select(records: Sequence[Sampled], config: SynthesizeConfig) -> Selection:
     """Apply the filters.
-
-    Args:
-        records: the episodes that were asked for, in the order of environments, tasks and rollouts.
-        config: the filters.
-    """
+    `records`: the episodes that were asked for, in the order of environments, tasks and rollouts."""
     found = Selection()
     candidates: dict[tuple[str, int], list[tuple[float, int, int, Place]]] = defaultdict(list)
     known: set[str] = set()

@@ -27,10 +27,7 @@ class LayerShape:
 
 def layer_shapes(kept: DynamicCache) -> list[LayerShape]:
     """Shapes of a model's layers, from the cache of a trial pass.
-
-    Raises:
-        ValueError: a layer keeps something else than keys and values of every position.
-    """
+    Raises ValueError: a layer keeps something else than keys and values of every position."""
     shapes = []
     for i, layer in enumerate(kept.layers):
         if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:

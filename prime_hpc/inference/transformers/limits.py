@@ -80,11 +80,7 @@ def _model(experiment: Experiment) -> Iterator[Refusal]:
 
 def model_problem(config: Mapping[str, Any], max_len: int) -> str:
     """Return the reason that a model cannot be served in a batch of rows; empty: nothing is known against it.
-
-    Args:
-        config: the fields of its config.json.
-        max_len: tokens of the longest sequence.
-    """
+    `config`: the fields of its config.json."""
     family = family_of(config)
     if family.rows != "packed":
         return family.reason

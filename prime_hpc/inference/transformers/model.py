@@ -53,12 +53,10 @@ class BatchModel:
         Args:
             name: directory or hub name.
             dtype: of weights, products and cache.
-            device: where they are.
             max_len: tokens of one sequence, at most.
             cache_gib: of keys and values; None: what `gpu_share` leaves beside the weights.
             max_rows: sequences at once; None: `MOST_ROWS`.
             gpu_share: of a GPU's memory that may be taken.
-            trust_remote_code: run code that comes with the weights.
             float32_head: logits are products in float32 (`model.head_dtype`).
             float32_routers: routers multiply in float32 (`model.router_dtype`).
             records_experts: keep the experts that each pass sends its tokens to (`chosen`).
@@ -101,7 +99,6 @@ class BatchModel:
         """Compute tokens of consecutive rows; their keys and values are in the cache afterwards.
 
         Args:
-            first: the first row.
             ids: tokens of each row, at most `width`.
             starts: position of the first token of each row; one for all where `width` is above 1.
             width: tokens of the pass.
@@ -193,10 +190,7 @@ class BatchModel:
 
     def open(self, files: Sequence[Path]) -> Mapping[str, torch.Tensor]:
         """Read the tensors of a version, under the names and in the forms of the model's parameters.
-
-        Raises:
-            BadVersionError: a file cannot be read, or they are not this model's.
-        """
+        Raises BadVersionError: a file cannot be read, or they are not this model's."""
         stored: dict[str, torch.Tensor] = {}
         try:
             for file in files:
@@ -255,10 +249,7 @@ class BatchModel:
 
     def _hook_experts(self) -> dict[int, torch.Tensor]:
         """Keep what each layer's experts are given, by the layer's index.
-
-        Raises:
-            ValueError: the model has no experts.
-        """
+        Raises ValueError: the model has no experts."""
         choices: dict[int, torch.Tensor] = {}
         layers = moe_layers(self.hf)
         if not layers:
@@ -292,10 +283,7 @@ class BatchModel:
 
     def _room(self, cache_gib: float | None, gpu_share: float) -> float:
         """Bytes for keys and values, and for what a step takes beside them unless the cache is stated.
-
-        Raises:
-            ValueError: others hold memory of the share.
-        """
+        Raises ValueError: others hold memory of the share."""
         if cache_gib is not None:
             return cache_gib * GIB
         (free, total), overhead = torch.cuda.mem_get_info(self.device), OVERHEAD_GIB * GIB
@@ -324,14 +312,7 @@ class BatchModel:
 
 
 def bytes_of_step(config: Any, shapes: Sequence[LayerShape], max_len: int, dtype: torch.dtype) -> int:
-    """Return `step_bytes` of a loaded model.
-
-    Args:
-        config: of the (text) model.
-        shapes: of its layers.
-        max_len: tokens of the sequence.
-        dtype: of keys and values.
-    """
+    """Return `step_bytes` of a loaded model. `config`: of the (text) model."""
     heads = int(config.num_attention_heads)
     widths = [shape.key_width + shape.value_width for shape in shapes if shape.num_heads < heads]
     return step_bytes(

@@ -75,10 +75,7 @@ class SamplingParams(BaseModel):
 
 def parse_params(stated: Mapping[str, Any]) -> SamplingParams:
     """Read the parameters of a request.
-
-    Raises:
-        BadRequestError: one is unknown, out of its range, or asks for something that this server cannot do.
-    """
+    Raises BadRequestError: one is unknown, out of its range, or asks for something that this server cannot do."""
     known = {}
     for name, value in stated.items():
         if name in SamplingParams.model_fields:

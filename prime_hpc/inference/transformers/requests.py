@@ -146,10 +146,7 @@ class Reader:
 
 def _split(body: Mapping[str, Any], own: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the route's own fields, and those that are left (sampling parameters).
-
-    Raises:
-        BadRequestError: a feature is asked for that this server does not have.
-    """
+    Raises BadRequestError: a feature is asked for that this server does not have."""
     mine: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in body.items():

@@ -48,7 +48,6 @@ class Sampler:
 
         Args:
             logits: float32 [N, V]; overwritten.
-            params: of each row.
             generators: of each row; None: the shared one.
         """
         temperatures = [1.0 if p.is_greedy else max(p.temperature, LEAST_TEMPERATURE) for p in params]

@@ -41,11 +41,7 @@ class Server(uvicorn.Server):
 
 
 def _build(start: Start) -> tuple[Engine, BatchPolicy, Reader]:
-    """Load the model: engine, policy and reader of requests.
-
-    Raises:
-        ValueError: it cannot be served.
-    """
+    """Load the model: engine, policy and reader of requests. Raises ValueError: it cannot be served."""
     experiment, config = start.experiment, start.config
     model, on_gpu = experiment.model, start.device.type == "cuda"
     disable_progress_bar()  # in a log it is a line of all its states

@@ -57,7 +57,6 @@ class AdapterService:
 
     def __init__(self, engine: AsyncLLM, models: Any, base: Signature | None) -> None:
         """Args:
-        engine: vLLM's client of all engines behind this server.
         models: vLLM's registry of served models (`OpenAIServingModels`), which resolves a request's model name.
         base: names and shapes of the base model's tensors, None where unknown.
         """

@@ -62,16 +62,7 @@ after the other: a request on its way in between would name an image that the en
 
 def build_argv(experiment: Experiment, *, device: Device, replica: int, port: int) -> list[str]:
     """vLLM's `serve` arguments of one replica.
-
-    Args:
-        experiment: the whole tree.
-        device: what the engines run on.
-        replica: index of this server.
-        port: HTTP port of this server.
-
-    Raises:
-        ValueError: `inference.vllm` holds what vLLM does not know, or what is not to be stated there.
-    """
+    Raises ValueError: `inference.vllm` holds what vLLM does not know, or what is not to be stated there."""
     config = section(experiment)
     for refusal in not_passed_through(config.vllm):
         raise ValueError(f"{refusal.key}: {refusal.reason}; {refusal.remedy}")
@@ -125,12 +116,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
 
 def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[str, str]:
     """Environment variables that vLLM must see before it is imported.
-
-    Args:
-        experiment: the whole tree.
-        device: what the engines run on.
-        scratch: this server's own folder for sockets and temporary files; its path must be short.
-    """
+    `scratch`: this server's own folder for sockets and temporary files; its path must be short."""
     config = section(experiment)
     env = {
         "TMPDIR": str(scratch),

@@ -36,7 +36,6 @@ def cache_key(argv: Sequence[str], machine: str, versions: str) -> str:
     """Name of an archive: servers with the same one compile the same.
 
     Args:
-        argv: vLLM's arguments.
         machine: kind of the GPUs or the CPU.
         versions: of everything that compiles.
     """
@@ -50,12 +49,7 @@ def cache_key(argv: Sequence[str], machine: str, versions: str) -> str:
 
 def open_cache(shared: Path, argv: Sequence[str], environ: MutableMapping[str, str]) -> "CompileCache":
     """Return the caches of the server that starts in this process; sets their variables, before vLLM is imported.
-
-    Args:
-        shared: `inference.compile_cache`.
-        argv: vLLM's arguments.
-        environ: of this process; where it names vLLM's own cache, that is where the node keeps such.
-    """
+    `environ`: of this process; where it names vLLM's own cache, that is where the node keeps such."""
     local = Path(environ.get("VLLM_CACHE_ROOT") or "~/.cache/prime-hpc/vllm").expanduser().parent
     cache = CompileCache(shared.expanduser().absolute(), local, cache_key(argv, _machine(), _versions()))
     environ.update(cache.open(environ))
@@ -96,13 +90,8 @@ class CompileCache:
 
     def open(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the cache variables of this server, its directory filled from the archive where there is one.
-
-        Args:
-            environ: of the server: a variable that somebody set to a place of his own stays.
-
-        Returns:
-            {} where that cannot be: then the caches stay where they are.
-        """
+        `environ`: of the server: a variable that somebody set to a place of his own stays.
+        Returns {} where that cannot be: then the caches stay where they are."""
         try:
             make_private_dir(self._local.parent)
             make_private_dir(self._archive.parent)
@@ -161,10 +150,7 @@ class CompileCache:
 
 def _extract(archive: tarfile.TarFile, folder: Path) -> None:
     """Extract plain files and folders, none of them outside of `folder`.
-
-    Raises:
-        tarfile.TarError: a member lies outside.
-    """
+    Raises tarfile.TarError: a member lies outside."""
     if hasattr(tarfile, "data_filter"):
         archive.extractall(folder, filter="data")
         return

@@ -37,7 +37,6 @@ def shrink(
         weights: A of each place, `[places, (1,) rank, in]`.
         output: `[tokens, at least rank]`, overwritten.
         indices: place of each token's adapter, -1: none; int `[tokens]`.
-        scaling: a factor.
     """
     rank = weights.shape[-2]
     output[:, :rank] = 0

@@ -33,9 +33,7 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
 
     Args:
         server: `role`, `index` and `run_dir` of the server; empty: it tells nothing.
-        args: vLLM's own.
         dp_rank: data-parallel rank of the core, among all nodes.
-        more: vLLM's own.
     """
     image_data.keep()
     if not server:
@@ -52,14 +50,7 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
 
 
 def worker_main(server: dict[str, Any], dp_rank: int, *args: Any, **more: Any) -> None:
-    """Be a worker of an engine core.
-
-    Args:
-        server: `role`, `index` and `run_dir` of the server.
-        dp_rank: of the core.
-        args: vLLM's own.
-        more: vLLM's own.
-    """
+    """Be a worker of an engine core."""
     activity.introduce(**server, part=WORKER, number=more.get("rank", 0), core=dp_rank)
     _wrap(WorkerProc, "worker_busy_loop", _serving)
     _wrap(WorkerProc, "_execute_worker_rpc", partial(_telling, lambda worker, order: str(order[0])[:40]))

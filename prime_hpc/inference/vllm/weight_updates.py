@@ -81,8 +81,6 @@ class PolicyService(WholeModel):
         """Make the service; call `start` before serving.
 
         Args:
-            engine: vLLM's client of all engines behind this server.
-            models: vLLM's registry of served models.
             base_path: folder of the base model's safetensors; None where it has none on this node.
             on_failure: called once, with the reason, when the engines cannot be trusted any more.
             keep_kv_cache: running requests keep their key-value cache at an update.
@@ -111,11 +109,7 @@ class PolicyService(WholeModel):
         await self._engine.update_weight_version(str(BASE_VERSION))
 
     def served(self, name: str) -> tuple[int, str]:
-        """Version and folder that sample under a model name.
-
-        Raises:
-            BadVersionError: nothing is served under it.
-        """
+        """Version and folder that sample under a model name. Raises BadVersionError: nothing is served under it."""
         found = self.adapters.served(name)
         if found is None and name != POLICY and not self.adapters.stands_for_base(name):
             raise BadVersionError(f"no adapter is served as {name}; there are {sorted(self.adapters.versions())}")
@@ -206,10 +200,7 @@ class PolicyService(WholeModel):
 
     async def serve_base(self, name: str) -> dict[str, Any]:
         """Version 0 under a name of its own: one of several runs that begins. An adapter of that name is unloaded.
-
-        Raises:
-            BadVersionError: the server serves no adapters.
-        """
+        Raises BadVersionError: the server serves no adapters."""
         if not self.adapters.is_enabled:
             raise BadVersionError(f"{name} is to get an adapter, and this server serves none: set model.lora")
         async with self._lock:
@@ -239,10 +230,7 @@ class PolicyService(WholeModel):
 
     async def wake_up(self) -> dict[str, Any]:
         """Take the memory back and go on with the version as it was; awake, a no-op.
-
-        Raises:
-            PolicyFailedError: an engine could not; the server ends.
-        """
+        Raises PolicyFailedError: an engine could not; the server ends."""
         async with self._lock:
             if self._failure is not None:
                 raise PolicyFailedError(self._failure)
@@ -304,10 +292,7 @@ class PolicyService(WholeModel):
 
     async def _receive_over(self, network: NetworkUpdates, offer: Offer, check_s: float) -> dict[str, Any]:
         """Pause, have the trainer's ranks send a version that they hold, label, resume.
-
-        Raises:
-            UnavailableError: the transfer broke off; a whole version was loaded instead.
-        """
+        Raises UnavailableError: the transfer broke off; a whole version was loaded instead."""
         broken = ""
 
         async def receive() -> Loaded:

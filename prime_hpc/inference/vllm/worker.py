@@ -65,10 +65,7 @@ class PolicyWorker:
 
     def policy_start(self) -> None:
         """Before anything is served: mend what vLLM gets wrong on CPU, and what makes its reloads there slow.
-
-        Raises:
-            ValueError: the model's router cannot compute as `model.router_dtype` has it.
-        """
+        Raises ValueError: the model's router cannot compute as `model.router_dtype` has it."""
         from vllm.platforms import current_platform
 
         logging.getLogger(_RELOADS).addFilter(_is_about_weights)
@@ -89,10 +86,6 @@ class PolicyWorker:
         """Open the files of the next version (memory-mapped: a node reads each byte once for all its workers).
 
         The server has fetched it for its own node; the workers of a further node do it here, the first of them for all.
-
-        Args:
-            folder: as it was published.
-            transport: that made it.
 
         On CUDA the tensors then go into pinned memory, in a thread; `policy_staged` says when they are there.
 
@@ -131,14 +124,8 @@ class PolicyWorker:
         return {"rank": self.policy_rank(), "is_staged": stage is None or stage.is_done}
 
     def policy_apply(self) -> dict[str, Any]:
-        """Load the opened version into the model. Generation must be paused.
-
-        Returns:
-            `{"rank", "seconds"}`.
-
-        Raises:
-            RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined.
-        """
+        """Load the opened version into the model. Generation must be paused. Returns `{"rank", "seconds"}`.
+        Raises RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined."""
         start = time.perf_counter()
         if self._policy_files is None:
             raise RuntimeError("policy_apply without policy_open")
@@ -212,8 +199,7 @@ def _leave_as_it_is(layer: torch.nn.Module) -> None:
 
 def prepacked_copies(model: torch.nn.Module) -> Prepacked:
     """Return the prepacked copies of linear weights that vLLM's CPU kernels made. Weakly held: each may go as soon as
-    there is a new one.
-    """
+    there is a new one."""
     return {
         module: weakref.ref(vars(module)["cpu_linear"]) for module in model.modules() if "cpu_linear" in vars(module)
     }
@@ -223,7 +209,6 @@ def prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
     """Renew the prepacked copies of weights that vLLM's CPU kernels keep and its own reload forgets.
 
     Args:
-        model: that was loaded again.
         prepacked: their copies before that: where the reload made another, it is not made twice.
 
     Two cases, both silent without this: a tied output head has no tensor of its own in the checkpoint, so its prepacked

@@ -48,12 +48,7 @@ class Archived:
 
 def destination(word: str, run: str, *, folder: bool) -> Path:
     """Return the final path of an archive.
-
-    Args:
-        word: as given: a file with a suffix that is known, else a directory in which the archive gets the run's name.
-        run: the run's name.
-        folder: a plain folder is wanted.
-    """
+    `word`: as given: a file with a suffix that is known, else a directory in which the archive gets the run's name."""
     path = Path(word).expanduser().absolute()
     if folder:
         return path / run
@@ -67,10 +62,6 @@ def make_archive(
 
     Args:
         run_dir: a run that nothing writes to.
-        path: of `destination`.
-        checkpoints, rollouts: see `choose`.
-        folder: a plain folder instead of one packed file.
-        say: told how it goes.
 
     Raises:
         ArtifactError: a file of the run, but of no batch, is damaged, or what was written is not what was read.
@@ -129,10 +120,7 @@ def index_of(run_dir: Path, chosen: Chosen, entries: dict[str, FileEntry]) -> by
 
 def read_index(data: bytes, path: Path) -> dict[str, Any]:
     """Return what `archive.json` says.
-
-    Raises:
-        StoreError: it is damaged, of another version, or names a run as no run is named.
-    """
+    Raises StoreError: it is damaged, of another version, or names a run as no run is named."""
     try:
         content = json.loads(data)
         found = content.pop("checksum")
@@ -154,14 +142,8 @@ def _sum(content: dict[str, Any]) -> str:
 
 def read_packed(path: Path, name: str) -> dict[str, Content]:
     """Read a packed file from the disk; returns its members.
-
-    Args:
-        path: of the file.
-        name: final name, whose suffix says how it is compressed.
-
-    Raises:
-        StoreError: it is no whole archive.
-    """
+    `name`: final name, whose suffix says how it is compressed.
+    Raises StoreError: it is no whole archive."""
     _forget_cached(path)
     found: dict[str, Content] = {}
     with opened(path, name) as members:

@@ -61,11 +61,6 @@ class Chosen:
 def choose(run_dir: Path, checkpoints: Checkpoints, *, rollouts: bool) -> Chosen:
     """Return what of a run goes into an archive; of runs below it likewise.
 
-    Args:
-        run_dir: the run.
-        checkpoints: all whole ones, the newest whole one, or none.
-        rollouts: batches too.
-
     Raises:
         Unreadable, OSError: something cannot be read now.
         StoreError: a checkpoint was saved and none is there.

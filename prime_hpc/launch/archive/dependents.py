@@ -16,10 +16,7 @@ _READ_ONCE = ("eval", "synthesize")
 
 def dependents(run_dir: Path) -> dict[Path, str]:
     """Return the runs, of its own folder and the outputs folder, whose configs name a path in this run, with that path.
-
-    Args:
-        run_dir: the run, without links on the way; runs below it go with it.
-    """
+    `run_dir`: the run, without links on the way; runs below it go with it."""
     found: dict[Path, str] = {}
     for folder in dict.fromkeys((run_dir.parent, outputs_folder().resolve())):
         for other in sorted(path.resolve() for path in list_runs(folder)):

@@ -55,10 +55,7 @@ def compressed(file: IO[bytes], name: str) -> Iterator[IO[bytes]]:
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[tarfile.TarFile]:
     """Open a packed file, compressed as its final name says, to read its members in order.
-
-    Raises:
-        StoreError: it is no archive, or ends too early.
-    """
+    Raises StoreError: it is no archive, or ends too early."""
     try:
         with path.open("rb") as file:
             stream: Any = file

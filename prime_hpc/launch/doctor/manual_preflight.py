@@ -29,7 +29,6 @@ def check_here(folder: Path, config: "PreflightConfig", environ: Mapping[str, st
     Args:
         folder: a directory that the nodes should share; a sub-directory is made there and removed at the end.
         config: limits. An all-reduce left to choice is made across the largest component if torch is installed.
-        environ: names the allocation.
 
     Raises:
         ConfigError: the folder does not exist or cannot be written.
@@ -113,10 +112,7 @@ def step_on(
 
 def newest_report(run_dir: Path) -> dict[str, Any]:
     """Return the newest preflight report of a run, as plain data.
-
-    Raises:
-        ConfigError: there is none (preflight was off, or no attempt came so far), or it cannot be looked for.
-    """
+    Raises ConfigError: there is none (preflight was off, or no attempt came so far), or it cannot be looked for."""
     logs = run_dir / "logs"
     try:
         folders = [logs / name / "preflight" for name in list_dir(logs)]

@@ -33,12 +33,7 @@ def engine_overhead_gib(experiment: Experiment) -> float:
 
 def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | None) -> EngineMemory | None:
     """Memory of one GPU of an engine; None where the run serves nothing or the parameters cannot be counted.
-
-    Args:
-        experiment: states the parallelism and the share of the memory.
-        facts: of the model.
-        gpu_gib: memory of one GPU, where it is known.
-    """
+    `gpu_gib`: memory of one GPU, where it is known."""
     inference = experiment.inference
     if inference is None or facts.num_params is None:
         return None

@@ -67,10 +67,7 @@ def with_micro_batch(
     """Fill in `trainer.micro_batch_tokens`.
 
     Args:
-        experiment: the run.
         site: profile of the cluster that it is for; None: for this machine.
-        environ: of this machine.
-        run: asks nvidia-smi.
 
     Returns:
         the experiment as it is, and None, where the key is stated, the trainer computes on no GPU, or the memory of one
@@ -97,7 +94,6 @@ def choose(experiment: Experiment, facts: ModelFacts, gpu_gib: float, placement:
     Args:
         experiment: whose `trainer.micro_batch_tokens` is open.
         facts: of a model whose parameters are counted.
-        gpu_gib: memory of a trainer's GPU.
         placement: of the job, which may have the engines on other nodes; None: on one machine.
     """
     longest = _longest(experiment)
@@ -131,13 +127,7 @@ def left_to_trainer(experiment: Experiment, gpu_gib: float | None, placement: Pl
 
 
 def engine_share(view: Experiment, facts: ModelFacts | None, gpu_gib: float | None) -> float:
-    """Return the share of a GPU that an engine takes.
-
-    Args:
-        view: the experiment as the group of engines sees it.
-        facts: of the model that it serves, where they are known.
-        gpu_gib: memory of the GPU, where it is known.
-    """
+    """Return the share of a GPU that an engine takes. `view`: the experiment as the group of engines sees it."""
     assert view.inference is not None
     share, cache = view.inference.gpu_memory_utilization, view.inference.kv_cache_gib
     if cache is None or gpu_gib is None or facts is None:

@@ -43,7 +43,6 @@ def pace(experiment: Experiment, facts: ModelFacts | None, trainer_nodes: int = 
 
     Args:
         experiment: names the run directory.
-        facts: of the model, where they are known.
         trainer_nodes: nodes that write together.
     """
     rows = tail_rows(metrics_file(experiment.run_dir, "trainer"))

@@ -29,15 +29,8 @@ def is_loaded(name: str) -> bool:
 
 def fetch_model(name: str, cache: Path, revision: str | None) -> None:
     """Bring a model's files into the hub's cache.
-
-    Args:
-        name: on the hub.
-        cache: HF_HUB_CACHE.
-        revision: commit that is there already, of which what is missing is fetched; None: the newest.
-
-    Raises:
-        OSError: the disk has no room for them; others as the hub's client raises them.
-    """
+    `revision`: commit that is there already, of which what is missing is fetched; None: the newest.
+    Raises OSError: the disk has no room for them; others as the hub's client raises them."""
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)

@@ -66,11 +66,8 @@ def fetch_all(
     """Look for everything, and fetch what is missing.
 
     Args:
-        experiment: names the things.
         site: its environment says where the nodes look.
         into: another HF_HOME, to which the hub's models and data sets go.
-        check: only look.
-        say: is told of each download before it begins.
     """
     theirs = job_environ(experiment, site) if is_for_slurm(experiment, site) else dict(os.environ)
     environ = dict(theirs)

@@ -70,12 +70,7 @@ def absent_models(experiment: Experiment, environ: Mapping[str, str]) -> set[str
 
 
 def look(need: Need, environ: Mapping[str, str]) -> Presence:
-    """Say whether a need is there.
-
-    Args:
-        need: of `needs_of`.
-        environ: of the job's roles: which caches they use.
-    """
+    """Say whether a need is there. `environ`: of the job's roles: which caches they use."""
     try:
         return _look(need, environ)
     except OSError as error:  # another user's directory, a share that is away

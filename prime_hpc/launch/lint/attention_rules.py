@@ -25,11 +25,7 @@ def attention_kernel(subject: Subject) -> Iterator[Finding]:
 
 def flash_problem(experiment: Experiment, *, is_here: bool) -> str:
     """Return why `model.attn = flash` cannot run; empty: it is not asked for, or nothing speaks against it.
-
-    Args:
-        experiment: the run.
-        is_here: the trainer has this environment's packages.
-    """
+    `is_here`: the trainer has this environment's packages."""
     if experiment.model.attn != "flash" or not experiment.trains:
         return ""
     if experiment.model.dtype == "float32":

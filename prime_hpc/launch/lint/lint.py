@@ -92,12 +92,7 @@ def print_warnings(findings: Iterable[Finding]) -> None:
 
 
 def lint_pods(experiment: Experiment, site: SiteConfig) -> list[Finding]:
-    """Return what is wrong with an experiment for pods wherever it is rendered: model, layout, engines, servers.
-
-    Args:
-        experiment: as its pods run it.
-        site: what the pods are placed by.
-    """
+    """Return what is wrong with an experiment for pods wherever it is rendered: model, layout, engines, servers."""
     subject = examine(experiment.model_copy(update={"launch": "slurm"}), site)
     rules = [rule for rule in RULES.values() if rule.pods and rule.applies(subject)]
     return [finding for rule in rules for finding in rule.check(subject)]

@@ -52,13 +52,8 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
 
 def compare_files(a: Path, b: Path) -> dict[str, Any]:
     """Two files of benchmark figures: a JSON object, or text that ends in one, as `tools/bench NAME --json` prints.
-
-    Returns:
-        `runs` [a, b], `figures` by flattened key, and `config`: what is no number and differs.
-
-    Raises:
-        ConfigError: a file holds no such object.
-    """
+    Returns `runs` [a, b], `figures` by flattened key, and `config`: what is no number and differs.
+    Raises ConfigError: a file holds no such object."""
     values = [flatten(_figures_of_file(path)) for path in (a, b)]
     numbers = [{k: float(v) for k, v in row.items() if _is_number(v)} for row in values]
     others = [{k: v for k, v in row.items() if not _is_number(v)} for row in values]

@@ -57,10 +57,7 @@ class Source:
 
 def parse_role(text: str, rank: int | None) -> tuple[str, int | None]:
     """Role and rank of `--role` and `--rank`; `inference[1]` and `inference_1` name both.
-
-    Raises:
-        ConfigError: no such role.
-    """
+    Raises ConfigError: no such role."""
     if match := _LABEL.fullmatch(text):
         return match[1], int(match[2] or match[3])
     if text not in ROLES:
@@ -79,7 +76,6 @@ def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int 
     """Return the file that holds a log; None where there is none (yet).
 
     Args:
-        run_dir: the run.
         role: one of `ROLES`.
         rank: of the trainer, or the server's number.
         attempt: None: the newest that has such a log.
@@ -159,7 +155,6 @@ def last_lines(source: Source, count: int, *, whole: bool = False) -> tuple[list
     """Return the last lines of a log and the offset behind them, from which `Follower` goes on.
 
     Args:
-        source: which log.
         count: how many; 0: all.
         whole: leave a last line that no newline ends yet to the follower, which shows it when it is whole.
 
@@ -287,7 +282,6 @@ def follow(first: Follower | None, watch: Watch, say: Callable[[str], None]) -> 
 
     Args:
         first: where to begin; None: there is no log yet.
-        watch: see there.
         say: is told when the log goes on in another file, and why it ends.
 
     Yields:

@@ -17,12 +17,7 @@ _TAIL_BYTES = 96_000
 
 def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> None:
     """Step, reward or loss, their trend and the time that is left.
-
-    Args:
-        status: filled in.
-        one: the run's files.
-        brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
-    """
+    `brief`: of a run that is over the supervisor's last word is enough, if it tells the reward."""
     if status.max_steps is None and not status.runs and _states_steps(one.path) and not _trains_many(one.path):
         text = line_of(one.path / RUN_YAML, "max_steps: ")
         if text is None:

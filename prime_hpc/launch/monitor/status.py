@@ -78,7 +78,6 @@ def collect(
     """Return the status of many runs: those under way first, then the newest.
 
     Args:
-        paths: run directories.
         folder: names are given relative to it.
         ask: how Slurm is asked, once.
         limit: at most so many, but every one that is under way; None: all.

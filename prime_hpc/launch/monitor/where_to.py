@@ -57,8 +57,6 @@ def way_to(
         target: of `find_target`; its run is under way.
         role, rank: as of `parse_role`; rank None is 0.
         command: of the user; empty: a shell.
-        terminal: standard input and output are one.
-        environ: of this process.
 
     Raises:
         ConfigError: the run has no such role or rank, or its directory is half-written.
@@ -85,7 +83,8 @@ def way_to(
     job, group = _job_with(target.job, host, f"{target.path.name}-{role}")
     _refuse_lost(host)
     options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none", "--export=ALL"]
-    options += ["--chdir=/", "--job-name=shell", "--pty" if terminal else "--unbuffered", *_srun_args(target.path)]
+    options += ["--chdir=/", "--job-name=shell", "--pty" if terminal else "--unbuffered"]
+    options += [*read_site(target.path).srun_args, *read_experiment(target.path / RUN_YAML).slurm.srun_args]
     where = [f"--jobid={job}", *([] if group is None else [f"--het-group={group}"])]
     return Way(["srun", *where, *options, *there], clean_environment(environ))
 
@@ -152,8 +151,3 @@ def _refuse_lost(host: str) -> None:
     state = answer[0].lower() if len(answer) == 1 or len(set(answer)) == 1 else ""
     if state.endswith("*") or state.startswith(_LOST):
         raise NotThereError(f"node {host} is lost: Slurm says {state}")
-
-
-def _srun_args(path: Path) -> list[str]:
-    """Return what site and experiment say of every srun."""
-    return [*read_site(path).srun_args, *read_experiment(path / RUN_YAML).slurm.srun_args]

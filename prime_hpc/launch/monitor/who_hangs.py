@@ -70,10 +70,7 @@ def within(seconds: float, question: Callable[[], T]) -> T:
 
 def find_target(word: str) -> Target:
     """Find the run; where its file system hangs, what is known of it without.
-
-    Raises:
-        ConfigError: there is no such run, or it is another user's, who lets nobody ask.
-    """
+    Raises ConfigError: there is no such run, or it is another user's, who lets nobody ask."""
 
     def read() -> Target:
         path = find_run(word).absolute()
@@ -119,12 +116,7 @@ def _job_by_name(name: str) -> JobInfo | None:
 
 def ask_why(target: Target, *, patience_s: float, timeout_s: float) -> dict[str, Any]:
     """Look at the run's processes and name who holds it up; see `stalls.collect.report`.
-
-    Args:
-        target: of `find_target`.
-        patience_s: a wait that has lasted longer is a hang.
-        timeout_s: deadline of the look.
-    """
+    `patience_s`: a wait that has lasted longer is a hang."""
     facts: dict[str, Any] = {"slurm": _slurm(target.job)}
     status = target.status
     if status is not None:

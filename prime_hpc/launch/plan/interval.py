@@ -50,14 +50,11 @@ def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
         rows = [row for row in read_rows(path / ATTEMPTS_JSONL) if row.get("job_id") and row.get("ended")]
         for row in rows:
             began, ended = row.get("began"), row["ended"] or 0.0
-            seconds += max(0.0, ended - (ended if began is None else began)) * _num_nodes(row) / num_nodes
+            hosts = {host for hosts in (row.get("nodes") or {}).values() for host in hosts}
+            seconds += max(0.0, ended - (ended if began is None else began)) * (len(hosts) or 1) / num_nodes
             failures += row.get("outcome") == "node_lost"
         count += len(rows)
     return Events(failures, events.num_warned, seconds, events.restart_s), count
-
-
-def _num_nodes(row: Mapping[str, Any]) -> int:
-    return len({host for hosts in (row.get("nodes") or {}).values() for host in hosts}) or 1
 
 
 def interval_facts(
@@ -66,10 +63,6 @@ def interval_facts(
     """Return the best interval and the one that is set, for `plan --json` and `interval_lines`.
 
     Args:
-        experiment: states the interval and Slurm's notice.
-        site: failure rate and start-up time.
-        speed: of a step and a save.
-        num_nodes: of the job.
         walltime_s: the job's time limit; None: none.
         in_job: whether Slurm gives a notice.
     """

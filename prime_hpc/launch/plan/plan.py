@@ -41,11 +41,7 @@ def make_plan(experiment: Experiment) -> "Plan":
 
 
 def slurm_plan(experiment: Experiment, site: SiteConfig) -> "Plan":
-    """Return the plan of a job of Slurm.
-
-    Raises:
-        ConfigError: the job cannot be placed.
-    """
+    """Return the plan of a job of Slurm. Raises ConfigError: the job cannot be placed."""
     experiment, micro_batch = with_micro_batch(experiment, site)
     placement = place_slurm(experiment, site)
     how = restart_mode(experiment, site, placement)

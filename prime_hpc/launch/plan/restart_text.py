@@ -13,8 +13,6 @@ def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement
     """Event -> what then becomes of the job.
 
     Args:
-        experiment: states the policy.
-        site: the cluster's profile.
         placement: layout and spares decide what a lost node means.
         how: `requeue`, `successor` or `off`.
     """

@@ -166,10 +166,8 @@ def ask_when(
 
     Args:
         argv: the experiment's command line, to which the shape is added.
-        loaded: of this command line: states the shapes.
         timeout_s: Slurm may take so long for an answer. Shapes whose turn has not come after twice that are not asked.
         step_of: predicts a step of a shape in which none was stated or measured; None: nobody can.
-        notes: kept with the ranking.
 
     Returns:
         the shapes that start first (or, where it is known of all, that are done first) before the others.

@@ -67,10 +67,8 @@ def cancel_sweep(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
     """End every point that waits or runs; `sweep resume` goes on with them.
 
     Args:
-        sweep: the sweep.
         save: let those that run save first.
         timeout_s: so long they may take; then they are ended all the same.
-        say: told what goes on meanwhile.
 
     Raises:
         SlurmRefused: Slurm cannot be asked; nothing was done.

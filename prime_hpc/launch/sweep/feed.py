@@ -61,8 +61,6 @@ class Feed:
         Args:
             sweep: its rows get the reasons of points that an earlier round found invalid.
             jobs: points that could be sent; in the first round all that are valid.
-            views: every point, for what is under way.
-            site: the cluster's profile.
 
         Raises:
             ConfigError: not even one of them can ever fit.
@@ -142,10 +140,7 @@ class Feed:
 
     def settle(self, report: Report) -> Report:
         """Take note of what became of a round: what Slurm took, what it refuses now, and what it refuses for good.
-
-        Returns:
-            the round without what is tried again.
-        """
+        Returns the round without what is tried again."""
         assert self.todo is not None
         bad = [part for part in report.parts if part["error"]]
         too_many = [part for part in bad if is_over_limit(part["error"])]

@@ -36,12 +36,9 @@ def feed_sweep(
     """Send every point that is missing or failed now; returns when the last one is sent.
 
     Args:
-        base: the sweep.
         states: points in these are sent; one that fails meanwhile is not sent again.
         every_s: pause between two looks at the queue.
-        say: told what goes on.
         dry_run: say what the first round would send; write nothing.
-        pause: waits for so many seconds.
 
     Raises:
         ConfigError: as `submit_sweep`; or a point can never fit.

@@ -18,10 +18,7 @@ def is_sweep(path: Path) -> bool:
 
 def find_file(word: str) -> Path | None:
     """Return the sweep file that is meant, None where the word is a directory's or a sweep's name.
-
-    Raises:
-        ConfigError: it is a config file, but of an experiment.
-    """
+    Raises ConfigError: it is a config file, but of an experiment."""
     path = Path(word).expanduser()
     if path.name == SWEEP_YAML and is_sweep(path.parent):
         return None
@@ -36,14 +33,8 @@ def find_file(word: str) -> Path | None:
 
 def find_sweep(word: str, argv: list[str] | None = None) -> Path:
     """Return the directory of a sweep that was submitted.
-
-    Args:
-        word: what was typed.
-        argv: flags with which the file was submitted, where they name or place it (`--output-dir`).
-
-    Raises:
-        ConfigError: there is none; says which there are.
-    """
+    `argv`: flags with which the file was submitted, where they name or place it (`--output-dir`).
+    Raises ConfigError: there is none; says which there are."""
     file = find_file(word)
     if file is not None:
         sweep_dir = load_base(file, argv or []).sweep_dir

@@ -16,11 +16,7 @@ _UNSAFE = re.compile(r"[^\w.+=,@-]+")
 
 
 def check_pattern(pattern: str, keys: Sequence[str]) -> None:
-    """Refuse a pattern that names what no axis varies.
-
-    Raises:
-        ConfigError: with the near match.
-    """
+    """Refuse a pattern that names what no axis varies. Raises ConfigError: with the near match."""
     for place in _PLACE.findall(pattern):
         key = _key_of(place)
         if key not in (*keys, "index"):

@@ -59,8 +59,6 @@ def draw(results: Sequence[Result], metric: Metric, title: str, path: Path) -> N
 
     Args:
         results: best first, with whole series.
-        metric: what they are of.
-        title: of the picture.
         path: where it goes; the folder is made.
 
     Raises:

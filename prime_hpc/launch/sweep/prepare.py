@@ -41,12 +41,7 @@ class Job:
 
 def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[int]) -> list[Job]:
     """Return the wanted points that are valid, by index, with the experiments that their run directories get.
-
-    Args:
-        sweep: whose directory they are in.
-        pairs: of `merge_points`.
-        wanted: indices.
-    """
+    `pairs`: of `merge_points`."""
     jobs = []
     for row, point in sorted(pairs, key=lambda pair: pair[0].index):
         if row.index in wanted and point.loaded is not None:
@@ -64,8 +59,6 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
 
     Args:
         sweep: its rows are changed, not written.
-        jobs: candidates.
-        site: the cluster's profile.
         touch: also try whether the output directory can be written (makes it).
 
     Returns:
@@ -98,16 +91,7 @@ def _reasons(loaded: Loaded, site: SiteConfig) -> list[str]:
 
 def write_run_dirs(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, is_local: bool) -> None:
     """Write `run.yaml`, `lock.json`, `configs/` and `site.yaml` of every point.
-
-    Args:
-        sweep: whose points they are.
-        jobs: the points.
-        site: the cluster's profile.
-        is_local: they run on this machine.
-
-    Raises:
-        ConfigError: the disk is full or not writable.
-    """
+    Raises ConfigError: the disk is full or not writable."""
     if not jobs:
         return
     try:

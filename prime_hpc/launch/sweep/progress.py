@@ -67,8 +67,6 @@ def _state(row: PointRow, status: RunStatus, sent: SubmitRow | None, is_cancelle
     """State and note of a point.
 
     Args:
-        row: the point.
-        status: of its run directory.
         sent: the last job it was sent as.
         is_cancelled: whether the sweep has cancelled it since.
     """
@@ -89,10 +87,7 @@ def _state(row: PointRow, status: RunStatus, sent: SubmitRow | None, is_cancelle
 
 def ask_strictly(wanted: set[str], by_token: bool) -> Queue:
     """Slurm's answer, for those who act on it: without one a point that runs could be taken for lost.
-
-    Raises:
-        SlurmRefused: Slurm cannot be asked.
-    """
+    Raises SlurmRefused: Slurm cannot be asked."""
     queue = ask_slurm(wanted, by_token)
     if queue.trouble:
         text = "points were sent to Slurm, and whether they still run cannot be asked; nothing was changed"

@@ -96,10 +96,8 @@ def plan_parts(
     A throttle holds over the whole sweep: arrays of it wait for each other, and for those of an earlier submit.
 
     Args:
-        sweep: the sweep.
         jobs: valid points that are to run.
         views: all points, for what is under way.
-        site: the cluster's profile.
         throttle: packed points that run at once; None: no limit.
         lanes: het points that run at once; None: the throttle; if there is none, no limit.
 
@@ -172,7 +170,6 @@ def _lanes(
     """Jobs dealt to the lanes, each behind the last of its lane; what an earlier submit left there counts.
 
     Args:
-        jobs: with their placements.
         live: submits under way, in the order in which they were begun.
         lanes: how many; None: every job has its own.
         before: parts that are sent before these.
@@ -202,13 +199,8 @@ def _lanes(
 
 def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[dict[str, Any]]:
     """Submit them in order; what is sent is on disk before sbatch is called. A refused part does not stop the others.
-
-    Returns:
-        the parts as JSON, with their job ids; those that Slurm refused have an `error`.
-
-    Raises:
-        SlurmRefused: Slurm cannot be reached or did not answer; parts before stay sent, later ones are not.
-    """
+    Returns the parts as JSON, with their job ids; those that Slurm refused have an `error`.
+    Raises SlurmRefused: Slurm cannot be reached or did not answer; parts before stay sent, later ones are not."""
     sent: list[str | None] = []
     told: list[dict[str, Any]] = []
     refusals: list[str] = []
@@ -334,10 +326,7 @@ def _write_point_records(sweep: Sweep, submit: SubmitRow, job_id: str) -> None:
 
 def resolve_pending_submits(sweep: Sweep) -> None:
     """Find out what became of submits that were cut off before sbatch's answer was written down.
-
-    Raises:
-        SlurmRefused: Slurm cannot be asked; nothing was changed.
-    """
+    Raises SlurmRefused: Slurm cannot be asked; nothing was changed."""
     for submit in [row for row in sweep.submits if row.state == "sending"]:
         if submit.kind in ("array", "job"):
             found = jobs_of_cut_off_submit(submit.token, submit.time, sweep.dir, "launch")

@@ -88,9 +88,7 @@ def load_base(path: Path, argv: list[str], environ: Mapping[str, str] = os.envir
     Precedence: environment < experiment file < the sweep's overrides < command line < axes.
 
     Args:
-        path: the sweep file.
         argv: `--KEY VALUE` of the experiment; `--name` names the sweep.
-        environ: for `PRIME_` variables.
 
     Raises:
         ConfigError: something is wrong that concerns every point.
@@ -119,7 +117,6 @@ def load_stored(sweep_yaml: Path, *, enter: bool = False) -> Base:
     """Return the base that `Base.stored` described.
 
     Args:
-        sweep_yaml: the file.
         enter: go to the directory from which the sweep was submitted, where it still is one: relative paths of the
             experiment count from there.
 
@@ -158,11 +155,8 @@ def _base(spec: Spec, variants: Variants, name: str) -> Base:
 
 
 def resolve_points(base: Base) -> list[Point]:
-    """Every point's experiment. One that is not valid has a reason and hinders no other.
-
-    Raises:
-        ConfigError: two points would have one name, or are the same experiment; the pattern of the names is wrong.
-    """
+    """Every point's experiment. One that is not valid has a reason and hinders no other. Raises ConfigError: two points
+    would have one name, or are the same experiment; the pattern of the names is wrong."""
     drafts = list(base.spec.drafts())
     pattern = base.spec.file.point_name
     if pattern is None:

@@ -97,12 +97,7 @@ class SeedGroup:
 
 def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric:
     """Return the metric asked for, else the sweep file's, else the kind's own.
-
-    Args:
-        file: the sweep file.
-        kind: of its experiment; the last row of one that trains nothing is of all its episodes.
-        name: of the command line.
-    """
+    `kind`: of its experiment; the last row of one that trains nothing is of all its episodes."""
     metric = name or file.metric or ("loss" if kind == "sft" else "reward/mean")
     goal = file.goal if name in (None, file.metric) else None
     return Metric(metric, goal or _natural_goal(metric), 1 if kind in ALONE else file.last)
@@ -117,9 +112,6 @@ def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *,
     index.
 
     Args:
-        sweep: whose points they are.
-        views: its points.
-        metric: what to look for.
         whole: read all rows, for a plot.
 
     Raises:
@@ -180,8 +172,6 @@ def read_series(
     """Return a metric of a run by step, as it stands after restarts; values that are not finite are left out.
 
     Args:
-        run_dir: the run directory.
-        metric: its name.
         num_bytes: read only so much of the end of the file; all of it where the metric is not found there.
         seen: receives the names of all numeric metrics that were read.
     """

@@ -142,12 +142,8 @@ def is_sweep_file(path: Path) -> bool:
 
 
 def read_spec(path: Path) -> Spec:
-    """Read a sweep file.
-
-    Raises:
-        ConfigError: it is missing, a key is wrong (with the near match and the axis), nothing varies, an axis is
-            empty, or there are more than MAX_POINTS points.
-    """
+    """Read a sweep file. Raises ConfigError: it is missing, a key is wrong (with the near match and the axis), nothing
+    varies, an axis is empty, or there are more than MAX_POINTS points."""
     documents = read_documents(path)
     data: dict[str, Any] = {"name": path.stem}
     homes: dict[str, Document] = {}
@@ -263,8 +259,6 @@ def _flat(
 
     Args:
         mapping: keys to lists of values; with `leaves` to values.
-        path: of the mapping in the file.
-        prefix: dotted key of the mapping.
         leaves: go into a mapping only where its key is a section (`{trainer: {optim: ...}}`), for it may be a value.
     """
     for name, value in mapping.items():

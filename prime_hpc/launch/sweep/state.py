@@ -143,10 +143,7 @@ def new_submit(kind: str, points: Sequence[int], **facts: Any) -> SubmitRow:
 
 def read_sweep(sweep_dir: Path) -> Sweep:
     """Return the state of a sweep; an empty one where nothing was submitted yet.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
+    Raises ConfigError: a file is damaged."""
     rows = [PointRow(**row) for row in _read_lines(sweep_dir / POINTS)]
     for index, row in enumerate(rows):
         if row.index != index:
@@ -272,11 +269,7 @@ def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one rename.
-
-    Raises:
-        ConfigError: the disk is full or not writable.
-    """
+    """Replace a small file in one rename. Raises ConfigError: the disk is full or not writable."""
     try:
         write_atomic(path, text)
     except OSError as error:

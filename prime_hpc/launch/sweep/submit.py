@@ -31,9 +31,7 @@ def submit_sweep(
     """Bring a sweep nearer to its end.
 
     Args:
-        base: the sweep.
         states: points in these are sent.
-        dry_run: write nothing, send nothing.
         feed: chooses those that fit now; None: all of them.
 
     Raises:
@@ -69,10 +67,11 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     views = look(sweep, ask=ask_strictly)
     wanted = {view.row.index for view in views if view.state in (*states, "invalid")}
     jobs = jobs_of(sweep, pairs, wanted)
-    by_slurm = _for_slurm(points)
+    first = next((point.loaded.experiment for point in points if point.loaded), None)  # of those that are valid
+    by_slurm = first is not None and uses_slurm(first)
     if by_slurm:
         _stay_here(points)
-    site = load_site(_first_site(points))
+    site = load_site(first.slurm.site if first is not None else None)
     feed = feed if by_slurm else None
     jobs, findings = _sound(sweep, jobs, views, site, touch=not dry_run, feed=feed)
     report = Report(sweep, views, jobs, warnings=[*_warnings(sweep, points), *findings])
@@ -161,10 +160,7 @@ def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, i
 
 def _refuse_if_all_alike(points: Sequence[Point]) -> None:
     """Refuse a mistake that every point has: it is the base's, not theirs, so nothing is sent, and it is said once.
-
-    Raises:
-        ConfigError: with the mistake.
-    """
+    Raises ConfigError: with the mistake."""
     reasons = {point.reason for point in points}
     if None not in reasons and len(reasons) == 1:
         raise ConfigError(Problem(f"all {len(points)} points are wrong: {reasons.pop()}"))
@@ -173,16 +169,6 @@ def _refuse_if_all_alike(points: Sequence[Point]) -> None:
 def _refuse_foreign(base: Base) -> None:
     if (base.sweep_dir / RUN_YAML).exists() and not (base.sweep_dir / POINTS).exists():
         raise ConfigError(Problem(f"{base.sweep_dir} holds a run: choose another name for the sweep", "name"))
-
-
-def _first_site(points: Sequence[Point]) -> str | None:
-    return next((point.loaded.experiment.slurm.site for point in points if point.loaded), None)
-
-
-def _for_slurm(points: Sequence[Point]) -> bool:
-    """Return whether the points go to Slurm: as `submit` decides of a run, by the first that is valid."""
-    first = next((point.loaded.experiment for point in points if point.loaded), None)
-    return first is not None and uses_slurm(first)
 
 
 def _warnings(sweep: Sweep, points: Sequence[Point]) -> list[str]:

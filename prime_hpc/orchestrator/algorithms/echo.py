@@ -31,11 +31,7 @@ class Echo:
     """Weights of one sample's tokens."""
 
     def __init__(self, config: EchoConfig) -> None:
-        """Check the arguments.
-
-        Raises:
-        ConfigError: the filter cannot be imported.
-        """
+        """Check the arguments. Raises ConfigError: the filter cannot be imported."""
         self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
         self._name = config.filter
         self._filter = import_object(config.filter, _KEY) if config.filter is not None else None
@@ -43,10 +39,7 @@ class Echo:
 
     def tell_if_idle(self, traces: Sequence[tuple[int, Sample]]) -> None:
         """Say in the log, once, where rollouts of a batch have several turns, and none a token that could be learned.
-
-        Args:
-            traces: the batch's samples, each with its rollout.
-        """
+        `traces`: the batch's samples, each with its rollout."""
         turns: Counter[tuple[int, int]] = Counter()
         for rollout, sample in traces:
             if sample.roles is not None:  # else it was masked: nothing of it may train
@@ -63,10 +56,7 @@ class Echo:
 
     def weights(self, sample: Sample) -> NDArray[np.float32]:
         """float32[L], 0 where nothing is learned.
-
-        Raises:
-            OrchestratorError: the user's filter fails or returns no such weights; names it.
-        """
+        Raises OrchestratorError: the user's filter fails or returns no such weights; names it."""
         if sample.roles is None:
             return np.zeros(sample.num_tokens, np.float32)
         chosen = np.isin(sample.roles, self._roles) & ~sample.loss_mask

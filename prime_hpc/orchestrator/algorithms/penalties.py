@@ -63,8 +63,6 @@ def soft_overlong_penalty(config: SoftOverlongConfig, episodes: Sequence[Episode
     the episode (`config.per`).
 
     Args:
-        config: the section.
-        episodes: the group's.
         max_tokens: of one turn; stands for `config.max_tokens` where that is not set.
     """
     if config.per == "turn":

@@ -51,7 +51,6 @@ class Scorer:
 
     def __init__(self, config: AdvantageConfig, *, max_tokens: int) -> None:
         """Args:
-            config: `orchestrator.advantage`.
             max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty on a turn.
 
         Raises:

@@ -54,7 +54,6 @@ class Teacher:
         prefix: Prefix | None = None,
     ) -> None:
         """Args:
-        clients: of its servers.
         name: under which these serve it.
         deadline_s: for one sequence, all tries together.
         max_concurrent: sequences asked for at once.
@@ -231,10 +230,7 @@ def _unusable(episode: Episode, reason: str) -> Episode:
 
 async def client_ready(client: InferenceClient, deadline_s: float) -> None:
     """Wait for a server that starts, or that others have started.
-
-    Raises:
-        OrchestratorError: it does not answer in time.
-    """
+    Raises OrchestratorError: it does not answer in time."""
     try:
         await client.wait_ready(deadline_s)
     except InferenceError as error:

@@ -227,9 +227,6 @@ def build_ranks(
     """Deal sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
 
     Args:
-        samples: all sequences of the batch.
-        num_ranks: data-parallel ranks.
-        micro_batch_tokens: token budget of a micro-batch.
         sampling: how they were sampled, of all or of each environment.
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
         single_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.

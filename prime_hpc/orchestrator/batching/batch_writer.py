@@ -56,11 +56,7 @@ class BatchWriter:
         """The checkpoint since which there were too many."""
 
     async def write(self, content: BatchContent) -> Manifest:
-        """Commit a batch and tell the trainer.
-
-        Raises:
-            StoreError: disk full, fenced.
-        """
+        """Commit a batch and tell the trainer. Raises StoreError: disk full, fenced."""
         async with self._one:
             manifest = await self._commit(content)
             self._newest = content.step
@@ -84,20 +80,14 @@ class BatchWriter:
             self._recent.popleft()
 
     async def hold(self) -> tuple[int, int]:
-        """Commit nothing from now on, once what is being written is there.
-
-        Returns:
-            the first batch that can be committed again, and the newest one; the first is one above where there is none.
-        """
+        """Commit nothing from now on, once what is being written is there. Returns the first batch that can be
+        committed again, and the newest one; the first is one above where there is none."""
         await self._one.acquire()
         return self._newest - len(self._recent) + 1, self._newest
 
     async def go_on(self, incarnation: int, step: int) -> list[int]:
         """Commit what comes after `step` for a new attempt, then as ever. Returns the steps.
-
-        Raises:
-            StoreError: as `write`.
-        """
+        Raises StoreError: as `write`."""
         self._incarnation = incarnation
         self._forget(step)
         try:

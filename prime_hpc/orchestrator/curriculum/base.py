@@ -74,10 +74,7 @@ def load_state(thing: Any, state: dict[str, Any]) -> None:
 
 def make_object(found: Any, args: dict[str, Any], method: str, key: str) -> Any:
     """Return an object of a user's own class, which must have `method`.
-
-    Raises:
-        ConfigError: it has not, or does not take `args`; names the key.
-    """
+    Raises ConfigError: it has not, or does not take `args`; names the key."""
     if not isinstance(found, type) or not callable(getattr(found, method, None)):
         raise ConfigError(Problem(f"{found.__name__!r} is not a class with a method {method}", key))
     try:

@@ -26,7 +26,6 @@ class Curriculum:
 
     def __init__(self, config: CurriculumConfig, *, num_prompts: int, env_names: Sequence[str]) -> None:
         """Args:
-            config: `orchestrator.curriculum`.
             num_prompts: groups of one batch.
             env_names: label of each source of the stream.
 
@@ -53,10 +52,7 @@ class Curriculum:
 
     def judge(self, group: Group) -> str:
         """Label of the gate that rejects a complete group, empty where all admit it or enough were rejected.
-
-        Raises:
-            OrchestratorError: a gate or sampler of the user's own failed; names it and the group.
-        """
+        Raises OrchestratorError: a gate or sampler of the user's own failed; names it and the group."""
         if not self._gates:
             return ""
         completed = self._completed(group)

@@ -62,10 +62,7 @@ class _Function:
 
 def make_gate(config: GateConfig, key: str) -> Gate:
     """Return the gate that one entry of the config describes; `key` is where it stands.
-
-    Raises:
-        ConfigError: your own cannot be imported or made.
-    """
+    Raises ConfigError: your own cannot be imported or made."""
     if config.type == "reward_range":
         return RewardRange(config.low, config.high)
     if config.type == "advantage_range":

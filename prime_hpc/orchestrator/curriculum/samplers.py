@@ -111,10 +111,7 @@ class DifficultyPool:
 
 def make_sampler(config: SamplerConfig, env_names: Sequence[str]) -> TaskSampler | None:
     """Return the sampler that the config describes; None for the stream's standard order.
-
-    Raises:
-        ConfigError: your own cannot be imported or made.
-    """
+    Raises ConfigError: your own cannot be imported or made."""
     if config.type == "standard":
         return None
     if config.type == "difficulty_pool":

@@ -95,10 +95,7 @@ def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> by
 
 def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
     """Read what `encode_groups` made: the groups, and its `meta`.
-
-    Raises:
-        ValueError: it is none, or damaged (the sums of its parts are checked).
-    """
+    Raises ValueError: it is none, or damaged (the sums of its parts are checked)."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as found:
             meta = json.loads(found[_META].tobytes())
@@ -139,8 +136,6 @@ class GroupCarrier:
         """Read what there is for this attempt; what cannot be used is said and sampled again.
 
         Args:
-            paths: of the run.
-            exp: the experiment.
             incarnation: of the attempt; 0: there are none, nothing is read or written.
             start_step: of the batch from which it goes on.
             state: that was stored with this batch.

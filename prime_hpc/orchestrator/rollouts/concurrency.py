@@ -143,7 +143,6 @@ class AdaptiveConcurrency:
             config: bounds, over all servers.
             dispatcher: begins with the room that it has.
             table: the servers; each one's limit is kept there, where the next group's server is chosen.
-            engines: asks them.
         """
         self._dispatcher, self._table, self._engines, self._most = dispatcher, table, engines, config.most
         dispatcher.max_concurrent = min(max(dispatcher.max_concurrent, config.least), config.most)

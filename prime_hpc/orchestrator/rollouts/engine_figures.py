@@ -53,7 +53,6 @@ class EngineFigures:
         """Nothing is asked yet.
 
         Args:
-            table: the servers.
             clients: of the servers, in the table's order.
             is_loading: whether a server loads weights now.
         """
@@ -73,11 +72,7 @@ class EngineFigures:
 
     async def look(self, index: int) -> tuple[dict[str, float], float] | None:
         """Ask a server. Returns its figures and the requests thrown out since the last look; None: it does not sample
-        now.
-
-        Raises:
-            InferenceError: it does not tell `running` and `waiting`.
-        """
+        now. Raises InferenceError: it does not tell `running` and `waiting`."""
         server, watch = self._table.servers[index], self._watches[index]
         if not self._is_sampling(index):
             watch.skip = LOOKS_AFTER_UPDATE

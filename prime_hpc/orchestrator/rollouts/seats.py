@@ -40,7 +40,6 @@ class SeatMeter:
         """Take the state from `now` on.
 
         Args:
-            in_flight: episodes.
             cause: one of `CAUSES` why there are no more; "" where there may not be.
             now: on the clock of the constructor.
         """
@@ -57,7 +56,6 @@ class SeatMeter:
 
         Args:
             limit: episodes that may be in flight.
-            now: on the clock of the constructor.
         """
         self.look(self._in_flight, self._cause, now)
         self._peaks.append(self._peak)
@@ -76,12 +74,7 @@ class SeatMeter:
 
 
 def why_empty(table: ServerTable, book: GroupBook, is_updating: bool) -> str:
-    """Return the cause for which no further group begins now, one of `CAUSES`; "" where one may begin.
-
-    Args:
-        table, book: of the run.
-        is_updating: a new version is being loaded.
-    """
+    """Return the cause for which no further group begins now, one of `CAUSES`; "" where one may begin."""
     if not table.ready_indices:
         return "servers"
     held = book.held_by(table.served_version)

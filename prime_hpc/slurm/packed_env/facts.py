@@ -50,11 +50,7 @@ class PackFacts:
 
     @classmethod
     def read(cls, pack: Path) -> "PackFacts":
-        """Read them.
-
-        Raises:
-            ConfigError: there are none, or of another format.
-        """
+        """Read them. Raises ConfigError: there are none, or of another format."""
         path = facts_file(pack)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

@@ -39,14 +39,7 @@ class ExpectedStart:
 def expected_start(
     text: str, placement: Placement, *, cluster: str | None = None, timeout_s: float = ASK_TIMEOUT_S
 ) -> ExpectedStart:
-    """Ask about a batch script.
-
-    Args:
-        text: of `render_job`.
-        placement: of its job.
-        cluster: of the site, where it would be sent with `-M`; None: this one.
-        timeout_s: deadline of the question.
-    """
+    """Ask about a batch script. `cluster`: of the site, where it would be sent with `-M`; None: this one."""
     try:
         with on_cluster(cluster):
             said = run_slurm(["sbatch", "--test-only"], timeout_s, stdin=text, with_stderr=True)

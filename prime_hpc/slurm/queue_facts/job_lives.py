@@ -36,13 +36,8 @@ class JobLife:
 
 def job_lives(ids: Iterable[str]) -> list[JobLife]:
     """Ask sacct; empty where there is no accounting, or where it does not answer: nothing may depend on it.
-
-    Args:
-        ids: of jobs and of arrays' tasks; others are passed over, for which sacct would refuse all.
-
-    Returns:
-        the lives of all these jobs that held nodes, oldest first.
-    """
+    `ids`: of jobs and of arrays' tasks; others are passed over, for which sacct would refuse all.
+    Returns the lives of all these jobs that held nodes, oldest first."""
     wanted = sorted({job_id for job_id in ids if JOB_ID.fullmatch(job_id)})
     lives: list[JobLife] = []
     for first in range(0, len(wanted), _MOST_AT_ONCE):

@@ -19,7 +19,6 @@ def tokens_in_scripts(job_ids: Sequence[str], which: list[str], timeout_s: float
     Args:
         job_ids: jobs whose comment has none.
         which: selects them in squeue.
-        timeout_s: deadline of each question.
     """
     scripts = _scripts(which, timeout_s) if job_ids else {}
     tokens: dict[str, str] = {}

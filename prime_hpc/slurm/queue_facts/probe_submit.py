@@ -89,11 +89,9 @@ def try_partitions(
 
     Args:
         ask: runs `sbatch --test-only`.
-        partitions: their names.
         accounts: of this user, tried where a job without one is refused.
         with_gpus: partitions whose nodes have GPUs: one is asked for where a job without is refused.
         total_s: no further question after so many seconds.
-        clock: seconds.
 
     Returns:
         Partition -> lines for people; of those that were not reached any more the first says why.

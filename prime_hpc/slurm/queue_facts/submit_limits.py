@@ -107,12 +107,7 @@ def queued_parts(timeout_s: float = ASK_TIMEOUT_S) -> list[QueuedPart]:
 
 
 def num_free(limits: Sequence[SubmitLimit], parts: Sequence[QueuedPart]) -> tuple[int | None, SubmitLimit | None]:
-    """Return how many more may be submitted, and the limit that says so; None: nothing is known to limit them.
-
-    Args:
-        limits: of `submit_limits`.
-        parts: of `queued_parts`.
-    """
+    """Return how many more may be submitted, and the limit that says so; None: nothing is known to limit them."""
     room: int | None = None
     closest: SubmitLimit | None = None
     for limit in limits:

@@ -41,8 +41,6 @@ def pack(
 
     Args:
         lengths: [N] tokens of each sample, all in 1 .. micro_batch_tokens.
-        num_ranks: R.
-        micro_batch_tokens: budget of one micro-batch.
         sharing: what samples have in common, where the trainer computes that once.
 
     Returns:

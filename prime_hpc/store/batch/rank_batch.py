@@ -230,11 +230,7 @@ class RankBatch:
         return cls(**arrays)
 
     def check(self) -> None:
-        """Verify dtypes, lengths, offsets and ranges.
-
-        Raises:
-            ValueError: names the first field that is wrong.
-        """
+        """Verify dtypes, lengths, offsets and ranges. Raises ValueError: names the first field that is wrong."""
         present = {name: getattr(self, name) for name in SPECS if name in REQUIRED or getattr(self, name) is not None}
         for name, array in present.items():
             spec, ndim = SPECS[name], 1 + SPECS[name].trailing
@@ -372,10 +368,7 @@ def _narrow(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _to_lags(versions: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.uint16], int]:
     """Versions as distances to the newest one.
-
-    Raises:
-        ValueError: a version below -1, or more than 65,534 versions apart.
-    """
+    Raises ValueError: a version below -1, or more than 65,534 versions apart."""
     newest = int(versions.max(initial=NOT_SAMPLED))
     sampled = versions != NOT_SAMPLED
     oldest = int(versions.min(where=sampled, initial=newest))
@@ -412,10 +405,7 @@ def encode_rank(batch: RankBatch) -> Iterator[Any]:
 
 def decode_rank(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
     """Return the arrays of one file's content, uint8[size]; `path` is for the error.
-
-    Raises:
-        ArtifactError: it is none.
-    """
+    Raises ArtifactError: it is none."""
     try:
         start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
         header = json.loads(raw[8:start].tobytes())

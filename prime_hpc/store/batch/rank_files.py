@@ -37,13 +37,10 @@ def write_batch(
     """Commit batch `step` for all ranks, with the orchestrator's state after it.
 
     Args:
-        paths: the run.
-        step: n of the batch.
         ranks: one per data-parallel rank, all with the same number of micro-batches.
         state: plain JSON; with it the orchestrator goes on after this batch (`read_state`).
         meta: plain JSON for the manifest. Added where absent: `num_ranks`, `num_micro_batches`, `num_tokens`,
             `num_loss_tokens`, `num_sequences`, `num_samples` (distinct sample ids), `policy_version` (step - 1).
-        incarnation: number of the run's attempt.
 
     Raises:
         ValueError: arrays that do not fit together, or state/meta that is not plain JSON.
@@ -116,7 +113,6 @@ def read_rank_batches(
     """Return the files of some ranks of a batch, their sums checked; the large arrays are read-only views of them.
 
     Args:
-        directory: the batch's artifact.
         choose: number of ranks that it was packed for -> ranks to read.
         handover: the writer's socket, which is asked first.
         deadline_s: keep trying this many seconds while a file is not (yet) what the manifest says.

@@ -36,7 +36,6 @@ class Sharing:
         Args:
             sizes: [N] tokens of each sample.
             bins: [N] its micro-batch.
-            num_bins: number of micro-batches.
         """
         _, firsts = np.unique(bins * len(self.groups) + self.groups, return_index=True)
         saved = self.prefixes.copy()

@@ -49,8 +49,6 @@ class CheckpointInfo:
 
     Args:
         step: updates that it has seen; the run goes on with step + 1.
-        path: its directory.
-        manifest: what it holds.
     """
 
     step: int
@@ -84,11 +82,8 @@ def commit_checkpoint(
     Args:
         stage: from `artifact.prepare_stage(final, incarnation)`; DCP wrote into `stage / "trainer"`.
         final: `paths.checkpoint_step(step)`.
-        step: n.
         trainer_files: entries of `trainer/...` from all ranks (`artifact.hash_files`).
         batch_dir: artifact of batch n, whose orchestrator state becomes `orchestrator/state.json`; None for SFT.
-        run: the run whose incarnations fence it.
-        incarnation: number of the run's attempt.
         meta: plain JSON, e.g. world size and model name.
 
     Raises:
@@ -139,11 +134,7 @@ def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
 
 def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
     """Whole checkpoints below `root`, oldest first; others are skipped with a warning that says why.
-
-    Args:
-        root: directory of `step_<n>` directories.
-        deep: check sums too, not only sizes.
-    """
+    `deep`: check sums too, not only sizes."""
     return list(newest_first(root, deep=deep))[::-1]
 
 
@@ -151,7 +142,6 @@ def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = T
     """Return the checkpoint to resume from.
 
     Args:
-        root: directory of checkpoints.
         which: a step, or `latest`: the newest one that is whole.
         deep: check sums too, not only sizes.
         small: of the step, check the sums of files of at most so many bytes in any case.
@@ -185,13 +175,8 @@ def prune_checkpoints(
     deleted before so many newer ones are whole. A directory without a manifest is somebody else's and stays.
 
     Args:
-        paths: the run.
         keep_last: at least 1; None: 1 where `keep_interval` is given, else everything is kept.
         keep_interval: at least 1, or None.
-        incarnation: number of the caller's attempt.
-
-    Returns:
-        The steps that were removed.
 
     Raises:
         FencedError: a newer attempt has begun.
@@ -237,8 +222,6 @@ def load_checkpoint(root: Path, step: int, *, deep: bool = False, small: int = 0
     """One checkpoint, its manifest and the sizes of its files checked.
 
     Args:
-        root: directory of checkpoints.
-        step: which.
         deep: check all sums too.
         small: check the sums of files of at most so many bytes.
 
@@ -305,7 +288,6 @@ def oldest_of_newest_whole(
     delete what the run can still go on from.
 
     Args:
-        paths: the run.
         steps: sorted, of the artifacts on disk.
         keep_last: at least 1.
         path_of: step -> its artifact.

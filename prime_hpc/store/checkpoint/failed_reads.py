@@ -37,10 +37,7 @@ class FailedRead:
 
 def record_failed_read(paths: RunPaths, step: int, manifest: Manifest, name: str, error: ArtifactError) -> None:
     """Note durably that a file of a checkpoint was not what it should be.
-
-    Raises:
-        StoreError: not writable, disk full.
-    """
+    Raises StoreError: not writable, disk full."""
     folder = paths.root / FOLDER
     files.make_dir(folder)
     failed = FailedRead(step, manifest.digest, name, str(error), time.time())
@@ -48,11 +45,7 @@ def record_failed_read(paths: RunPaths, step: int, manifest: Manifest, name: str
 
 
 def list_failed_reads(paths: RunPaths) -> dict[Path, FailedRead]:
-    """All that ranks noted, by the file that says so.
-
-    Raises:
-        OSError: they cannot be read now.
-    """
+    """All that ranks noted, by the file that says so. Raises OSError: they cannot be read now."""
     found = {}
     for name in files.list_dir(paths.root / FOLDER):
         if not name.endswith(".json"):
@@ -79,14 +72,8 @@ class FailedReads:
 
     def confirm(self, error: ArtifactError, since: float | None = None) -> None:
         """Return where this error is the second one of its file; it is believed then.
-
-        Args:
-            error: of the reading just now.
-            since: when it was read first, by this process's clock, where that was noted.
-
-        Raises:
-            InDoubt: it is the first, or the first is too short ago.
-        """
+        `since`: when it was read first, by this process's clock, where that was noted.
+        Raises InDoubt: it is the first, or the first is too short ago."""
         now = self._clock()
         first = min(self._first.setdefault(error.file, now), since if since is not None else now)
         left = first + self._recheck_s - now

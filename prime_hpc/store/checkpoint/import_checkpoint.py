@@ -107,7 +107,6 @@ def claim_root(paths: RunPaths, again: bool = False) -> None:
     """Make a checkpoint directory outside the run directory this run's own, so that nobody prunes another's.
 
     Args:
-        paths: the run.
         again: the run has lived before: what lies there without an owner is its own.
 
     Raises:
@@ -146,10 +145,7 @@ def claim_root(paths: RunPaths, again: bool = False) -> None:
 
 def _own(root: Path, here: Path) -> Path:
     """Make `here` the owner of a directory that has none; returns who is: of two runs that come at once, the first.
-
-    Raises:
-        Unreadable: what is written there names none, or none yet.
-    """
+    Raises Unreadable: what is written there names none, or none yet."""
     path, content = root / OWNER, json.dumps({"run_dir": str(here)}).encode()
     draft = root / f".tmp-{OWNER}-{files.unique_suffix()}"
     try:
@@ -187,11 +183,7 @@ def point_to_root(paths: RunPaths) -> None:
 
 
 def _read_owner(root: Path) -> Path | None:
-    """Read the owner of a checkpoint directory; None where nobody said.
-
-    Raises:
-        Unreadable: that cannot be told now.
-    """
+    """Read the owner of a checkpoint directory; None where nobody said. Raises Unreadable: that cannot be told now."""
     try:
         return Path(json.loads((root / OWNER).read_text(encoding="utf-8"))["run_dir"])
     except OSError as error:
@@ -204,10 +196,7 @@ def _read_owner(root: Path) -> Path | None:
 
 def adopt_checkpoint(info: CheckpointInfo, paths: RunPaths, incarnation: int) -> CheckpointInfo:
     """Make another run's checkpoint this run's.
-
-    Raises:
-        StoreError: disk full, fenced, or another checkpoint of this step is in the way.
-    """
+    Raises StoreError: disk full, fenced, or another checkpoint of this step is in the way."""
     final = paths.checkpoint_step(info.step)
     manifest = replace(
         info.manifest, incarnation=incarnation, meta={**info.manifest.meta, "adopted_from": str(info.path)}

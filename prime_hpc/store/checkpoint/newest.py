@@ -37,7 +37,6 @@ def expected_step(paths: RunPaths, claims: Iterable[tuple[int, int]] = (), incar
     """Return the step at or above which the run must have a checkpoint, by all that is written down; 0: none.
 
     Args:
-        paths: the run.
         claims: (incarnation, step that was saved when it ended), from `attempts.jsonl`.
         incarnation: the newest that the caller knows of.
 
@@ -65,7 +64,6 @@ def choose_newest(
     """Return the newest whole checkpoint.
 
     Args:
-        paths: the run.
         failed_reads: first readings so far.
         expected: from `expected_step`.
         incarnation: the newest that the caller knows of; a directory that does not list it is not all there.
@@ -97,11 +95,7 @@ def choose_newest(
 
 
 def require(paths: RunPaths, choice: Choice) -> CheckpointInfo:
-    """Return the checkpoint that was chosen.
-
-    Raises:
-        StoreError: there is none; says why.
-    """
+    """Return the checkpoint that was chosen. Raises StoreError: there is none; says why."""
     if choice.info is not None:
         return choice.info
     reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
@@ -111,10 +105,7 @@ def require(paths: RunPaths, choice: Choice) -> CheckpointInfo:
 
 def starts_of(paths: RunPaths, incarnation: int) -> dict[int, int]:
     """`incarnation_starts` of a directory that lists all attempts.
-
-    Raises:
-        Unreadable: attempt `incarnation` has begun, and is not listed: its file system went away.
-    """
+    Raises Unreadable: attempt `incarnation` has begun, and is not listed: its file system went away."""
     names = files.list_dir(paths.incarnation)
     if newest_incarnation(names) < incarnation:
         raise Unreadable(

@@ -67,9 +67,7 @@ def mtbf_s(num_nodes: int, failures_per_1000_node_days: float, events: Events = 
     the run's own attempts show shifts it: with k failures in T seconds, M = (M_site + T) / (1 + k).
 
     Args:
-        num_nodes: nodes of the job, at least 1.
         failures_per_1000_node_days: of the site; 0: never.
-        events: from `learn`.
     """
     if failures_per_1000_node_days <= 0:
         is_seen = events.num_failures and events.seconds > 0  # an attempt that failed at once says nothing of a rate
@@ -110,7 +108,6 @@ def expected_loss_percent(
     """Share of the time that is lost, 0..100.
 
     Args:
-        interval_s: seconds between saves.
         save_s: by how much a save delays training.
         mtbf: mean time between failures, seconds.
         restart_s: from a failure until training goes on.
@@ -139,8 +136,6 @@ def plan_interval(
 
     Args:
         save_s: by how much a save delays training.
-        step_s: one step.
-        mtbf: from `mtbf_s`.
         write_s: from the state that is saved until its checkpoint is whole; default `save_s`.
         restart_s: from a failure until training goes on.
         walltime_s: length of the job; None: unlimited.

@@ -23,9 +23,7 @@ def rewind(paths: RunPaths, step: int, incarnation: int, *, keep: bool = False, 
     half-way, the next try knows by them that nothing is to be deleted.
 
     Args:
-        paths: the run.
         step: where the attempt goes on.
-        incarnation: the attempt.
         keep: set aside in any case.
         spare_given: leave batches that no attempt wrote (incarnation 0): nobody makes them anew.
 

@@ -220,10 +220,7 @@ def no_json_lines(path: Path, head: bytes) -> str | None:
 
 def first_row(found: DataFiles, source: SFTSourceConfig) -> dict[str, Any] | None:
     """Return the first row, where that can be had by reading a little: of plain JSON lines, of Parquet; else None.
-
-    Raises:
-        ValueError: the file holds no JSON lines, or no Parquet.
-    """
+    Raises ValueError: the file holds no JSON lines, or no Parquet."""
     if found.kind == "parquet":
         return next(first_parquet_rows(found.files[0], source, 1), None)
     if found.kind != "jsonl" or is_compressed(found.files[0]):
@@ -239,10 +236,7 @@ def first_row(found: DataFiles, source: SFTSourceConfig) -> dict[str, Any] | Non
 
 def first_columns(found: DataFiles, source: SFTSourceConfig) -> list[str] | None:
     """Return the columns of Parquet, and the keys of the first row, as far as `first_row` can be had.
-
-    Raises:
-        ValueError: the file is no UTF-8, or no Parquet.
-    """
+    Raises ValueError: the file is no UTF-8, or no Parquet."""
     if found.kind == "parquet":
         parquet = _open_parquet(found.files[0])
         return parquet and sorted(parquet.schema_arrow.names)
@@ -252,15 +246,8 @@ def first_columns(found: DataFiles, source: SFTSourceConfig) -> list[str] | None
 
 def first_parquet_rows(path: Path, source: SFTSourceConfig, most: int) -> Iterator[dict[str, Any]]:
     """Yield the first rows of a Parquet file as the trainer has them; none where pyarrow or the file is not to be had.
-
-    Args:
-        path: the file.
-        source: says which columns make samples: no other one is read.
-        most: how many.
-
-    Raises:
-        ValueError: it is no Parquet.
-    """
+    `source`: says which columns make samples: no other one is read.
+    Raises ValueError: it is no Parquet."""
     if (parquet := _open_parquet(path)) is None:
         return
     names = parquet.schema_arrow.names

@@ -23,10 +23,7 @@ class ParquetMedia:
 
     def beside(self, index: int, row: Mapping[str, Any]) -> dict[str, bool]:
         """Return the columns that hold something for a row whose text shows it, each with True.
-
-        Raises:
-            OSError, ValueError: the file cannot be read.
-        """
+        Raises OSError, ValueError: the file cannot be read."""
         if not shows_other_media(row):
             return {}
         if self._filled is None:

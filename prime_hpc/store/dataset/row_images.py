@@ -31,10 +31,7 @@ def is_data_url(url: str) -> bool:
 
 def decode_data_url(url: str) -> bytes:
     """Return the encoded image (PNG, JPEG, ...) that a `data:` URL holds, byte for byte.
-
-    Raises:
-        ValueError: it is no `data:` URL of an image in base64, or its text is damaged.
-    """
+    Raises ValueError: it is no `data:` URL of an image in base64, or its text is damaged."""
     head = _DATA_URL.match(url)
     if head is None:
         raise ValueError("it is no data: URL of an image in base64")
@@ -65,12 +62,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 
 def other_media(messages: Sequence[Message], row: Mapping[str, Any]) -> str:
-    """Say what a row shows that is neither text nor image; empty: nothing.
-
-    Args:
-        messages: of the row.
-        row: its columns.
-    """
+    """Say what a row shows that is neither text nor image; empty: nothing."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     kinds = {str(part.get("type", "text")) for part in parts} - {"text", *IMAGE_PARTS}

@@ -32,14 +32,8 @@ class TokenRow:
 
 def token_row(row: Mapping[str, Any], source: SFTSourceConfig) -> TokenRow:
     """Return a row's tokens: without those that `attention_mask` leaves out, which only filled it up.
-
-    Args:
-        row: with `input_ids`, and `loss_mask` or `labels` where not all of them are trained.
-        source: its column names.
-
-    Raises:
-        ValueError: a column is not what it must be.
-    """
+    `row`: with `input_ids`, and `loss_mask` or `labels` where not all of them are trained.
+    Raises ValueError: a column is not what it must be."""
     input_ids, loss_mask, labels, attention_mask = (source.columns.get(column, column) for column in TOKEN_COLUMNS)
     ids = _integers(row, input_ids)
     if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:

@@ -166,13 +166,8 @@ class SummedFile:
 @contextlib.contextmanager
 def open_summed(path: Path) -> Iterator[SummedFile]:
     """Create `path` (mode 0644 & ~umask); leaving the block makes it durable and fills its `entry`.
-
-    Args:
-        path: the file; its directory exists.
-
-    Raises:
-        StoreError: disk full, not writable, I/O error.
-    """
+    `path`: the file; its directory exists.
+    Raises StoreError: disk full, not writable, I/O error."""
     with disk_errors(path):
         files._before("create", path)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, files.FILE_MODE)

@@ -16,10 +16,7 @@ _ELSEWHERE = "choose another place (output_dir, of what a command writes --outpu
 
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent).
-
-    Raises:
-        OSError: the file system does not say, e.g. a directory above is not to be searched.
-    """
+    Raises OSError: the file system does not say, e.g. a directory above is not to be searched."""
     probe = path.absolute()
     while True:
         try:

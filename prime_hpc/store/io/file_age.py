@@ -6,11 +6,7 @@ from prime_hpc.store.io import files
 
 
 def file_age_s(path: Path) -> float:
-    """Seconds since a file was changed.
-
-    Raises:
-        OSError: it is not there, or nothing can be written beside it.
-    """
+    """Seconds since a file was changed. Raises OSError: it is not there, or nothing can be written beside it."""
     probe = path.with_name(f".tmp-clock-{files.unique_suffix()}")
     try:
         probe.touch()

@@ -164,15 +164,8 @@ def replace_link(path: Path, target: str) -> None:
 
 def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace a small file in one rename: readers see the old content or the new, never a part.
-
-    Args:
-        path: the file.
-        data: its new content.
-        sync: False only where losing the change on a power cut costs nothing.
-
-    Raises:
-        StoreError: disk full, not writable, I/O error.
-    """
+    `sync`: False only where losing the change on a power cut costs nothing.
+    Raises StoreError: disk full, not writable, I/O error."""
     temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
     try:
         write_file(temporary, [data], sync=sync)
@@ -272,10 +265,7 @@ def make_dir(path: Path, *, exist_ok: bool = True) -> None:
 
 def _await_dir(path: Path) -> None:
     """Wait for a directory that the server has and this node does not see: another node's, not visible yet, or a file.
-
-    Raises:
-        StoreError: a file is in the way, or it stays unseen.
-    """
+    Raises StoreError: a file is in the way, or it stays unseen."""
 
     def look() -> None:
         if path.name not in list_dir(path.parent):
@@ -381,11 +371,7 @@ def remove_file(path: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name.
-
-    Raises:
-        OSError: as the system says; many file systems and mounts allow none.
-    """
+    """Give a file a second name. Raises OSError: as the system says; many file systems and mounts allow none."""
     _before("link", target)
     os.link(source, target)
 
@@ -414,7 +400,6 @@ def retry_read(read: Callable[[], T], *, deadline_s: float, parent: Path | None 
     a network file system answers while names change. After the deadline the last error is raised.
 
     Args:
-        read: what to do.
         deadline_s: seconds from now.
         parent: directory of what is read; where it is gone for `GONE_S`, nothing will appear in it.
 

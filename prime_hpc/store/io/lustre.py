@@ -130,10 +130,8 @@ def lack_of_room(
     A file's objects are on different OSTs and of one size; an OST takes as many as fit what it has available.
 
     Args:
-        path: on the file system.
         num_files: of about one size.
         file_bytes: that size.
-        ask: gives the OSTs.
     """
     found = ask(path)
     if not found or file_bytes <= 0:

@@ -36,9 +36,7 @@ class Patience:
         limited_by: str | None = "supervisor.read_timeout_s",
     ) -> None:
         """Args:
-        limit_s: seconds.
         on_wait: called all along while it waits; what it raises ends the wait.
-        clock, sleep: of this machine.
         limited_by: key that sets the limit; None: there is none.
         """
         self._limited_by = f" ({limited_by})" if limited_by is not None else ""
@@ -48,10 +46,7 @@ class Patience:
 
     def __call__(self, read: Callable[[], T]) -> T:
         """Return what `read` returns. It may be called many times.
-
-        Raises:
-            Unreadable: it could not be read until the deadline; says for how long it was tried.
-        """
+        Raises Unreadable: it could not be read until the deadline; says for how long it was tried."""
         pause = FIRST_PAUSE_S
         while True:
             try:
@@ -91,10 +86,7 @@ class Patience:
 
 def read_bytes(path: Path, most: int = -1) -> bytes:
     """Return what a file that is no artifact holds, at most so many bytes; waits while it cannot be read.
-
-    Raises:
-        OSError: with an errno of `PROOFS` it is not there; with another one nothing is known of it.
-    """
+    Raises OSError: with an errno of `PROOFS` it is not there; with another one nothing is known of it."""
 
     def read() -> bytes:
         with path.open("rb") as file:

@@ -39,10 +39,7 @@ class RangeFile:
 
     def write_at(self, offset: int, data: Any) -> None:
         """Write a C-contiguous buffer to a place in the file that nobody else writes.
-
-        Raises:
-            StoreError: disk full, not writable, I/O error.
-        """
+        Raises StoreError: disk full, not writable, I/O error."""
         with disk_errors(self.path), memoryview(data) as whole, whole.cast("B") as view:
             for begin in range(0, len(view), WRITE_BYTES):
                 with view[begin : begin + WRITE_BYTES] as part:
@@ -65,10 +62,7 @@ class RangeFile:
 
     def finalize(self, size: int) -> FileEntry:
         """After all have written: make the file durable, and meanwhile take its sum from the page cache.
-
-        Raises:
-            StoreError: I/O error, or the file is not `size` bytes long.
-        """
+        Raises StoreError: I/O error, or the file is not `size` bytes long."""
         with disk_errors(self.path), ThreadPoolExecutor(1, thread_name_prefix="fsync") as beside:
             files._before("fsync", self.path)
             durable = beside.submit(os.fsync, self._fd)
@@ -91,13 +85,8 @@ class RangeFile:
 @contextlib.contextmanager
 def open_ranges(path: Path) -> Iterator[RangeFile]:
     """Open `path`, which whoever comes first creates (mode 0644 & ~umask). Leaving the block makes nothing durable.
-
-    Args:
-        path: the file; its directory exists, and holds none of that name from before.
-
-    Raises:
-        StoreError: not writable, disk full.
-    """
+    `path`: the file; its directory exists, and holds none of that name from before.
+    Raises StoreError: not writable, disk full."""
     with disk_errors(path):
         files._before("create", path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.FILE_MODE)

@@ -11,14 +11,8 @@ from pathlib import Path
 
 def list_tree(folder: Path, enters: Callable[[str], bool] = lambda name: True) -> list[Path]:
     """Return everything below a folder, sorted; links to folders are not followed.
-
-    Args:
-        folder: where.
-        enters: by a folder's name, whether what is below it is listed, too.
-
-    Raises:
-        OSError: a folder in it cannot be listed.
-    """
+    `enters`: by a folder's name, whether what is below it is listed, too.
+    Raises OSError: a folder in it cannot be listed."""
 
     def fail(error: OSError) -> None:
         raise error

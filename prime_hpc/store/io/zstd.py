@@ -21,11 +21,7 @@ def compress(data: Any, level: int = LEVEL) -> memoryview:
 
 
 def decompress(data: Any, size: int) -> memoryview:
-    """Return the content of a frame.
-
-    Raises:
-        StoreError: it is none, or holds another number of bytes.
-    """
+    """Return the content of a frame. Raises StoreError: it is none, or holds another number of bytes."""
     try:
         return memoryview(_codec().decompress(data, decompressed_size=size))
     except (OSError, ValueError) as error:

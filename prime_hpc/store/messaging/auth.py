@@ -80,10 +80,7 @@ class Challenge:
 
     def feed(self, data: bytes) -> bytes:
         """Take what the client sent and return what to answer, b"" where nothing is due yet.
-
-        Raises:
-            AuthenticationError: too much, no such protocol, or a wrong proof.
-        """
+        Raises AuthenticationError: too much, no such protocol, or a wrong proof."""
         self._num_bytes += len(data)
         if self._num_bytes > MAX_UNPROVEN_INPUT:
             raise AuthenticationError(f"more than {MAX_UNPROVEN_INPUT} bytes and no proof")
@@ -213,8 +210,7 @@ class PendingClients:
 
     def first_to_go(self) -> socket.socket | None:
         """Choose who is let go where it is full: the silent before those that spoke, of the address with the most, the
-        oldest first; None while all are younger than `UNPROVEN_GRACE_S`.
-        """
+        oldest first; None while all are younger than `UNPROVEN_GRACE_S`."""
         now = self._clock()
         with self._lock:
             counts = Counter(one.host for one in self._waiting.values())

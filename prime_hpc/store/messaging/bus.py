@@ -251,7 +251,6 @@ class BusClient:
 
     Args:
         address: "secret@host:port" of the hub; None makes every call a silent no-op (a role started by hand).
-        role: who speaks, for people.
         incarnation: number of the run's attempt, stated in every message; None: not stated.
         run: one of several runs that share a hub, and its incarnation ("run_a/2"): topics that are not `SHARED` are its
             own, "<run>/<topic>" on the wire. "" means the hub's only run, or the parent of several.
@@ -331,10 +330,7 @@ class BusClient:
 
     def wait(self, topic: str, predicate: Callable[[Payload], bool], timeout_s: float) -> Payload | None:
         """Block until the latest or a coming message of `topic` satisfies `predicate`.
-
-        Returns:
-            The message; None after `timeout_s` seconds, or once the bus is closed.
-        """
+        Returns the message; None after `timeout_s` seconds, or once the bus is closed."""
         end = time.monotonic() + timeout_s
         topic = self._scoped(topic)
         with self._changed:

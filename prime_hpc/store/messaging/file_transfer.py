@@ -87,10 +87,7 @@ class HandoverServer:
 
     def offer(self, directory: Path) -> str | None:
         """Hand out the files of a committed artifact from now on.
-
-        Returns:
-            "host:port" for the announcement; None where nobody could come.
-        """
+        Returns "host:port" for the announcement; None where nobody could come."""
         host = self._host or self._bus.local_host
         if self._server is None or host is None:
             return None
@@ -101,11 +98,7 @@ class HandoverServer:
         return sockets.join(host, self._server.server_address[1])
 
     def find(self, request: dict[str, Any]) -> Path:
-        """Return the file that a request means.
-
-        Raises:
-            LookupError: no such file on offer.
-        """
+        """Return the file that a request means. Raises LookupError: no such file on offer."""
         with self._lock:
             directory = self._offered.get(str(request.get("artifact")))
         name = str(request.get("file"))
@@ -143,11 +136,7 @@ class Handover:
     """A reader's end. Every method answers None where the short way does not work; then the files are read."""
 
     def __init__(self, bus: Bus, topic: str, key: str) -> None:
-        """Args:
-        bus: hears the announcements.
-        topic: of the announcements.
-        key: field of an announcement that numbers the artifacts, e.g. `step`.
-        """
+        """`key`: field of an announcement that numbers the artifacts, e.g. `step`."""
         self._bus, self._topic, self._key = bus, topic, key
         self._avoid: dict[str, float] = {}
 

@@ -49,11 +49,7 @@ class Peer:
         return True
 
     def flush(self) -> None:
-        """Send what the socket takes now.
-
-        Raises:
-            PeerGone: the connection is broken.
-        """
+        """Send what the socket takes now. Raises PeerGone: the connection is broken."""
         while self._unsent:
             try:
                 sent = self.sock.send(self._unsent)
@@ -65,10 +61,7 @@ class Peer:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the whole messages that arrived; lines that are no JSON object are counted and skipped.
-
-        Raises:
-            PeerGone: closed, broken, or an endless line.
-        """
+        Raises PeerGone: closed, broken, or an endless line."""
         try:
             data = self.sock.recv(1 << 16)
         except (BlockingIOError, InterruptedError):
@@ -109,11 +102,7 @@ class Peer:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port", or "secret@host:port".
-
-    Raises:
-        ValueError: not of that form.
-    """
+    """Split "host:port", or "secret@host:port". Raises ValueError: not of that form."""
     host, separator, port = address.rpartition("@")[2].rpartition(":")
     if not separator or not host or not port.isdigit():
         raise ValueError(f"address of the message bus {address!r}: must be host:port")

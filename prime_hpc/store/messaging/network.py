@@ -72,10 +72,7 @@ class Network:
 
     def place(self, traffic: Traffic) -> Place | None:
         """Return this node's address for a kind of traffic; None where the config names no network for it.
-
-        Raises:
-            ConfigError: this node is not in the network, naming the key and what the node has.
-        """
+        Raises ConfigError: this node is not in the network, naming the key and what the node has."""
         wanted = getattr(self, traffic)
         return None if wanted is None else find_place(wanted, f"{KEY}.{traffic}")
 
@@ -94,13 +91,7 @@ def network_environment(
     network: Network, environ: Mapping[str, str], nodes: Sequence[str], host: str
 ) -> dict[str, str]:
     """Return the variables that make a role's collectives use the right network of this node.
-
-    Args:
-        network: the config's.
-        environ: of the role, as it is without; an interface that it names for gloo wins over what is guessed here.
-        nodes: all nodes of the role.
-        host: this one.
-    """
+    `environ`: of the role, as it is without; an interface that it names for gloo wins over what is guessed here."""
     place = network.place("collectives")
     if place is not None:
         return of_collectives(place)
@@ -169,7 +160,6 @@ def find_place(wanted: str, key: str, places: list[Place] | None = None) -> Plac
     Args:
         wanted: names of interfaces, addresses or networks in CIDR form, separated by commas.
         key: of the config, for the error.
-        places: of the node; default: this one's.
 
     Raises:
         ConfigError: it has none of them.

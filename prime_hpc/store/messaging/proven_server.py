@@ -25,7 +25,6 @@ class ProvenServer(socketserver.ThreadingTCPServer):
             listening: bound and listening; closed by `server_close`.
             handler: of one connection.
             owner: for the handler, as `server.owner`.
-            secret: what a client must prove to know.
             purpose: the server's name, part of the proof.
         """
         self.owner, self.secret, self.purpose = owner, secret, purpose

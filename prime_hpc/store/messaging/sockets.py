@@ -51,11 +51,7 @@ class PortRange:
 
     @classmethod
     def parse(cls, text: str, key: str | None = None) -> "PortRange":
-        """Read "FIRST-LAST".
-
-        Raises:
-            ValueError: not of that form, or not 1 <= FIRST <= LAST <= 65535.
-        """
+        """Read "FIRST-LAST". Raises ValueError: not of that form, or not 1 <= FIRST <= LAST <= 65535."""
         first, dash, last = text.strip().partition("-")
         if not (dash and first.strip().isdigit() and last.strip().isdigit()):
             raise ValueError(f"{text!r} is no port range; write FIRST-LAST, for instance 20000-20999")
@@ -161,10 +157,7 @@ def listen(host: str, port: int = 0, *, ports: PortRange | None = None, seed: st
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that holds the port and does not listen yet: connections to it are refused.
-
-    Raises:
-        OSError: the port is taken or the address is not this machine's.
-    """
+    Raises OSError: the port is taken or the address is not this machine's."""
     try:
         return _bound(host, port)  # nobody else can bind it any more, whatever options he sets
     except OSError as error:
@@ -179,7 +172,6 @@ def is_free(port: int, host: str = "127.0.0.1", *, but_reserved: bool = False, u
     A port on which nobody listens yet is not free when somebody has bound it or has reserved it.
 
     Args:
-        port, host: as a server would bind them.
         but_reserved: reservations do not matter.
         untouched: a port on which connections of an ended server linger is not free either.
     """

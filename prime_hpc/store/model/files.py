@@ -70,10 +70,7 @@ def _weight_map(folder: Path) -> dict[str, Path] | None:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file.
-
-    Raises:
-        ValueError: it cannot be read, is no safetensors file, or ends before its tensors do.
-    """
+    Raises ValueError: it cannot be read, is no safetensors file, or ends before its tensors do."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -110,10 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of all safetensors of a model directory; {} where it has none.
-
-    Raises:
-        ValueError: a file is missing or cannot be read, or does not hold what the index says.
-    """
+    Raises ValueError: a file is missing or cannot be read, or does not hold what the index says."""
     weight_map = _weight_map(folder)
     if weight_map is None:
         return read_header(folder / SINGLE) if (folder / SINGLE).is_file() else {}
@@ -148,11 +142,7 @@ def chat_template(folder: Path) -> bytes:
 
 def quantised(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
     """Why a model is a quantised one, which cannot be trained: a sentence with the file and what to do; else None.
-
-    Args:
-        folder: its directory.
-        tensors: from `stored_tensors`; {} judges config.json alone.
-    """
+    `tensors`: from `stored_tensors`; {} judges config.json alone."""
     where = _quantised_config(folder) or _quantised_tensor(tensors)
     if where is None:
         return None

@@ -40,7 +40,6 @@ def load_tokenizer(
         name: a local directory or a name of the hub.
         otherwise: loads it where `AutoTokenizer` cannot; what that takes is not noted: the reason may pass.
         trust_remote_code: run a tokenizer's own code, which is never noted either.
-        environ: has the places of the user's cache and the hub's.
 
     Raises:
         Exception: whatever `AutoTokenizer` or `otherwise` does.

@@ -32,13 +32,8 @@ class AlarmWatch:
     """Watches from its making to `close`.
 
     Args:
-        run_dir: of the run.
-        attempt: its number, for the record.
-        config: the rules.
         facts: figures of the run that are known in memory: `stall_s`, `time_left_s`, `no_successor_s`; None is
             left out.
-        save: asks for a checkpoint.
-        stop: asks for the end, with a reason.
         tick_s: between two looks at the files.
     """
 

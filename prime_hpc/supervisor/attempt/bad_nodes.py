@@ -46,7 +46,6 @@ def record(path: Path, node: str, cause: str, run: str, when: float | None = Non
         path: the ledger; its directory is made.
         node: as Slurm names it.
         cause: for people; line breaks become spaces.
-        run: name of the run that saw it.
         when: epoch seconds; default now.
     """
     row = {

@@ -1,6 +1,5 @@
 """Attempts of a run that ended without a word: killed with their node, or at once. The next attempt finds out what it
-can.
-"""
+can."""
 
 import shlex
 import time
@@ -31,10 +30,7 @@ def close_crashed_attempts(
     experiment: Experiment, run_dir: Path, paths: RunPaths, allocation: Allocation | None
 ) -> None:
     """Write down the end of every earlier attempt that could not do it itself, and the nodes that were lost with it.
-
-    Raises:
-        ConfigError: another job, or another process here, still runs an attempt of this run.
-    """
+    Raises ConfigError: another job, or another process here, still runs an attempt of this run."""
     for row in read_attempts(paths.attempts):
         if row["ended"] is not None:
             continue

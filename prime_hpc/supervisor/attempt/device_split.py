@@ -104,10 +104,7 @@ class IdleShares:
 
 def idle_shares(trainer: Sequence[Mapping[str, Any]], orchestrator: Sequence[Mapping[str, Any]]) -> IdleShares | None:
     """Return the idle shares of an attempt; None where it has no step that counts.
-
-    Args:
-        trainer, orchestrator: rows of the attempt's steps. The first ones are left out: they waited for the start.
-    """
+    `trainer`, `orchestrator`: rows of the attempt's steps. The first ones are left out: they waited for the start."""
     trained, served = (
         [row for row in rows if isinstance(row.get("time/step"), int | float)][1:] for rows in (trainer, orchestrator)
     )
@@ -143,12 +140,7 @@ def _sum(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def split_line(experiment: Experiment, run_dir: Path, ready: float) -> str | None:
     """Return the word at the end of a job on how its last attempt's devices were shared; None where that says nothing.
-
-    Args:
-        experiment: the run.
-        run_dir: its metrics.
-        ready: when all roles of the attempt were, epoch seconds: before that they wait for each other's start.
-    """
+    `ready`: when all roles of the attempt were, epoch seconds: before that they wait for each other's start."""
     engines = experiment.inference
     if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
         return None

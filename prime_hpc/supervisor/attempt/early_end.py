@@ -67,10 +67,7 @@ def tell_unreadable_apart(read: Callable[[], T]) -> T:
 
 def await_run_dir(run_dir: Path, environ: Mapping[str, str]) -> bool:
     """Return whether a job's run directory is prepared. That of a job which lived before is: it is waited for.
-
-    Raises:
-        Unreadable: that cannot be told until the deadline.
-    """
+    Raises Unreadable: that cannot be told until the deadline."""
 
     def look() -> bool:
         names = files.list_dir(run_dir)
@@ -83,10 +80,7 @@ def await_run_dir(run_dir: Path, environ: Mapping[str, str]) -> bool:
 
 def write_early_end(paths: RunPaths, request: StopRequest, job_id: str | None) -> Attempt:
     """Write the line of an attempt that ended so, and return it.
-
-    Raises:
-        StoreError, OSError: the directory cannot be read or written.
-    """
+    Raises StoreError, OSError: the directory cannot be read or written."""
     attempt = begin(
         paths.attempts,
         incarnation=current_incarnation(paths),

@@ -23,11 +23,7 @@ class Fence:
     """One attempt's.
 
     Args:
-        paths: the run.
-        incarnation: of the attempt.
-        clock: of the supervisor, seconds.
         unseen_s: so long the folder of the runs may be away, or another file system's, as where it is not mounted.
-        sleep: seconds.
     """
 
     def __init__(
@@ -50,10 +46,7 @@ class Fence:
 
     def look(self, *, at_once: bool = False) -> None:
         """Raise Ended where a newer attempt of the run has begun elsewhere, or the run directory is gone.
-
-        Args:
-            at_once: also soon after the last look.
-        """
+        `at_once`: also soon after the last look."""
         now = self._clock()
         if now < self._next_look and not at_once:
             return

@@ -36,7 +36,6 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
 
     Args:
         ended: an attempt that is over and written down, with `left`.
-        experiment, run_dir: the run.
         patience: with what cannot be read.
 
     Returns:

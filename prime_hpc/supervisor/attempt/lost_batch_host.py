@@ -105,9 +105,7 @@ class OrphanedAgent:
     """One agent's part in giving the job back.
 
     Args:
-        known: the job.
         restarts: SLURM_RESTART_COUNT of this attempt.
-        host: this node's name.
         is_supervised: whether the supervisor is heard again, or this agent is wanted no more.
         ask: see `Ask`.
         clock, sleep: time, seconds; the clock does not count while this process is stopped.
@@ -131,10 +129,7 @@ class OrphanedAgent:
 
     def wait(self, silence_s: float) -> bool:
         """Wait for Slurm's verdict; whether it is for this node to give the job back now.
-
-        Args:
-            silence_s: so long Slurm may say nothing.
-        """
+        `silence_s`: so long Slurm may say nothing."""
         due = self._clock() + silence_s + TURN_S * self._turn
         dropped = False
         while not self._is_supervised():
@@ -177,12 +172,8 @@ def requeue_orphaned_job(
     Returns once this attempt of the job is over, or somebody leads again.
 
     Args:
-        run_dir: the run.
-        environ: of a task of the job.
-        host: this node's name.
         is_supervised: see `OrphanedAgent`.
         say: into the agent's log; must not block.
-        clock: see `OrphanedAgent`.
     """
     known = Return.from_env(environ)
     if known is None:

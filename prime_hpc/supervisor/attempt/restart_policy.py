@@ -35,10 +35,7 @@ SLURMS_DOING = ("preempted",)
 
 def mode_of_run(run_dir: Path) -> Mode:
     """How the run in `run_dir` comes back: as its script says.
-
-    Raises:
-        ConfigError: it holds no run, its profile is wrong, or it cannot be placed.
-    """
+    Raises ConfigError: it holds no run, its profile is wrong, or it cannot be placed."""
     experiment, site = load_run(run_dir), read_site(run_dir)
     return restart_mode(experiment, site, place_slurm(experiment, site))
 
@@ -109,8 +106,6 @@ def decide(
 
     Args:
         rows: the attempts since the run was submitted, the last one ended.
-        config: the policy.
-        mode: how this job could come back.
         is_service: it has no last step, and no work to do where nobody asks.
         num_before: attempts of earlier submissions.
     """
@@ -152,12 +147,9 @@ def return_to_queue(
     With `successor` nothing is asked: the exit code releases the job that waits with afternotok.
 
     Args:
-        job_id: this job's leader.
-        mode: how the job comes back.
         num_nodes: that the job needs; a homogeneous job that lost a node (--no-kill) would come back smaller. 0: any.
         exclude: nodes that the next attempt must not get.
         restarts: of the caller's attempt; a job that was started more often meanwhile has another, which is left alone.
-        clock, sleep: time, seconds.
     """
     if mode == "successor":
         return True

@@ -57,9 +57,6 @@ def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, fail
     """Return the checkpoint that this attempt goes on from; None: from the beginning.
 
     Args:
-        experiment: the tree.
-        paths: the run.
-        reading: what is known of it.
         failed_reads: first readings of what was not as it should be.
 
     Raises:

@@ -48,11 +48,7 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
 
 def newest_saved_step(paths: RunPaths) -> int | None:
     """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs; of a service, the
-    adapters' saves; of an evaluation its episodes.
-
-    Raises:
-        Unreadable, OSError: that cannot be told now.
-    """
+    adapters' saves; of an evaluation its episodes. Raises Unreadable, OSError: that cannot be told now."""
     children = [saved_step_if_known(RunPaths(paths.root / name)) for name in list_children(paths.root)]
     if any(children):
         return sum(step or 0 for step in children)
@@ -75,10 +71,7 @@ def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None
 
 def await_made(experiment: Experiment, within_s: float = MADE_WITHIN_S) -> None:
     """Wait for what the job before this one (`slurm.dependency`) was to make: the model, the data, the versions.
-
-    Raises:
-        ConfigError: it has not been made: no attempt would find it.
-    """
+    Raises ConfigError: it has not been made: no attempt would find it."""
     until = time.monotonic() + within_s
     while problems := _not_made(experiment):
         if time.monotonic() > until:
@@ -118,8 +111,6 @@ def begin_attempt(
     """Claim an attempt of the run and bring its directory back to the step from which this attempt goes on.
 
     Args:
-        experiment, run_dir: the run.
-        job_id, restarts: of the Slurm job, if any.
         patience: with what cannot be read; default: what the config says.
 
     Raises:
@@ -218,10 +209,6 @@ def _roll_back(experiment: Experiment, paths: RunPaths, start: Start | None, inc
         take_over(start, experiment, paths, incarnation)
         record_resume_choice(experiment, paths, start)
     if experiment.kind == "rl" and not is_parent(experiment):
-        _make_places(paths)
-
-
-def _make_places(paths: RunPaths) -> None:
-    """Make the directories in which roles of different nodes meet, before any of them could look for one too early."""
-    for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
-        files.make_dir(directory)
+        # Roles of different nodes meet in these: none may look for one before it is there.
+        for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
+            files.make_dir(directory)

@@ -42,14 +42,8 @@ class Refusal:
 
 def try_successor(run_dir: Path, job_id: str) -> Refusal | None:
     """Have the successor wait behind a job; one that does already is kept. Noted in the submit record.
-
-    Args:
-        run_dir: the run directory.
-        job_id: of the job that runs now.
-
-    Returns:
-        why none waits; None: one does.
-    """
+    `job_id`: of the job that runs now.
+    Returns why none waits; None: one does."""
     try:
         queue_successor(run_dir, job_id)
         return None
@@ -76,9 +70,6 @@ class SuccessorWatch:
     """Asks again for a successor that is not there, from its making until one waits or `close`.
 
     Args:
-        run_dir: of the run.
-        job_id: of this job.
-        every_s: pause between two tries.
         lead_s: of the warning before the time limit; from twice that on it is tried every `NEAR_END_S`.
         time_left: seconds to the time limit; None: unknown or unlimited.
         tick_s: between two looks at the clock.
@@ -155,10 +146,8 @@ def require_successor(
     """At an attempt's end: make sure that the job which is to go on waits, or the run is over.
 
     Args:
-        run_dir: the run directory.
         job_id: of this job, whose nodes are idle meanwhile.
         ends_at: its time limit, epoch seconds; None: unknown or unlimited.
-        sleep: seconds.
 
     Returns:
         why none waits: Slurm refuses it for good, or had no room for it in time; None: one does.

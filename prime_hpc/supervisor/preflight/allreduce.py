@@ -66,10 +66,7 @@ def check_allreduce(
     plan: PreflightPlan, checks: list[HostCheck], run_step: RunStep, end: float, stop: Callable[[], bool]
 ) -> AllreduceOutcome:
     """All-reduce across the hosts of `checks`, in rank order, until the monotonic time `end`.
-
-    Raises:
-        StoreError: the shared directory cannot be written.
-    """
+    Raises StoreError: the shared directory cannot be written."""
     hosts = [check.host for check in checks]
     left = end - time.monotonic()
     if left < LEAST_S:
@@ -143,7 +140,6 @@ def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], sto
     """Return findings by host. A node whose failure only follows from another's gets a warning, not a problem.
 
     Args:
-        nodes: what is known of each.
         words: what launchers said of nodes that never spoke.
         silent: nodes that stopped giving signs of life.
         stopped: the round was ended from outside.

@@ -131,10 +131,7 @@ def reachable(addresses: list[str], port: int) -> str | None:
 
 def join(spec: Mapping[str, Any], folder: Path, rank: int, world: int, end: float) -> "torch.distributed.TCPStore":
     """Return the store in which all ranks meet; rank 0 keeps it and publishes where it is.
-
-    Raises:
-        Fault: rank 0 published nothing in time, or none of its addresses can be reached.
-    """
+    Raises Fault: rank 0 published nothing in time, or none of its addresses can be reached."""
     from torch.distributed import TCPStore
 
     path = folder / f"rendezvous-{spec['token'][:8]}.json"
@@ -194,11 +191,7 @@ def try_device(gpus: int | None) -> int:
 
 def try_gpu_links(count: int, sync: Callable[[int], None]) -> list[float]:
     """Copy from each of a node's GPUs to the next one, as roles with several GPUs do all the time: GB/s of each.
-
-    Args:
-        count: GPUs of this node.
-        sync: waits until a GPU has done what was asked of it.
-    """
+    `sync`: waits until a GPU has done what was asked of it."""
     import torch
 
     found = []

@@ -77,10 +77,7 @@ def _note(facts: GpuFacts, asked: int | None, text: str) -> None:
 
 def _smi_rows(run: Runner) -> list[dict[str, str]]:
     """nvidia-smi's table; older drivers refuse unknown fields, so a shorter one is tried.
-
-    Raises:
-        OSError: it failed, with its own words.
-    """
+    Raises OSError: it failed, with its own words."""
     for fields in (_FULL, _BASIC):
         code, text = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], SMI_TIMEOUT_S)
         if code == 0:

@@ -70,11 +70,7 @@ class Steps:
         self.steps: list[Step] = []
 
     def start(self, argv: list[str], hosts: list[str], component: int) -> Step:
-        """Launch a step.
-
-        Raises:
-            OSError: the launcher itself cannot be started.
-        """
+        """Launch a step. Raises OSError: the launcher itself cannot be started."""
         launched = time.time()
         step = Step(hosts, component, launched, self._run_step(argv, hosts, component))
         for stream in (step.process.stdout, step.process.stderr):

@@ -94,7 +94,6 @@ def node_facts(
     Args:
         check: `gpus_asked`, `on_gpus` and `ports` of this host.
         run_dir: where space is needed.
-        min_free_gib: how much.
         max_gpu_memory_used: share of a GPU's memory that others may hold.
         ask_osts: look at Lustre's single OSTs too; one node's word about them is enough.
 

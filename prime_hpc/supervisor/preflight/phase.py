@@ -27,25 +27,13 @@ class Checkup:
     """The checks of one attempt's nodes."""
 
     def __init__(self, experiment: Experiment, context: StepContext, specs: Sequence[StepSpec], log_dir: Path) -> None:
-        """Args:
-        experiment: the run.
-        context: its job.
-        specs: its roles.
-        log_dir: of the attempt.
-        """
         self._experiment = experiment
         self._context = context
         self._specs = specs
         self._log_dir = log_dir
 
     def run(self, attempt: int, stop: Callable[[], bool], environment: dict[str, str]) -> Report:
-        """Check every node of the job.
-
-        Args:
-            attempt: its number.
-            stop: whether to break off.
-            environment: of the checks.
-        """
+        """Check every node of the job. `stop`: whether to break off."""
         trainer = next((spec for spec in self._specs if spec.name == "trainer"), None)
         plan = PreflightPlan(
             run_dir=self._context.run_dir,

@@ -30,7 +30,6 @@ def run_preflight(plan: PreflightPlan, run_step: RunStep, *, stop: Callable[[], 
     and `allreduce_timeout_s` where an all-reduce follows.
 
     Args:
-        plan: the nodes and what is expected of them.
         run_step: see `RunStep`. The command's own python and module are `argv[:3]`, what follows are its arguments.
         stop: asked ten times a second; true ends the checks early.
     """

@@ -31,7 +31,6 @@ class Endpoint:
         listener: listens already.
         token: that a client must send as `Authorization: Bearer`.
         run: its name; a client that asks for another one (`/metrics?run=NAME`) is told that it is not here.
-        text: the figures as of now.
     """
 
     def __init__(self, listener: socket.socket, token: str, run: str, text: Callable[[], str]) -> None:

@@ -38,13 +38,9 @@ class Exporter:
     """Collects from `start` to `close`.
 
     Args:
-        experiment: says what is handed on, and how.
-        run_dir: of the run.
         environment: of the roles: which network is the run's.
         statuses: the last word of each role's processes.
         roles: of the attempt; more may come.
-        loads: of the servers.
-        gpus: the last samples of each node's GPUs.
         walltime_left: seconds to the job's end, where they are known.
     """
 

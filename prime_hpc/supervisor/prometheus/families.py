@@ -76,12 +76,7 @@ def environments(row: Iterable[str]) -> list[str]:
 
 def target_of(role: str, metric: str, envs: Iterable[str] = ()) -> Target | None:
     """Return the place of a metric of `metrics/<role>.jsonl`; None for a row's step and time.
-
-    Args:
-        role: whose file.
-        metric: a key of a row.
-        envs: `environments` of the row: where an environment's name ends, and its own metric's begins.
-    """
+    `envs`: `environments` of the row: where an environment's name ends, and its own metric's begins."""
     if metric in _NO_METRICS:
         return None
     if metric in _ROWS[role]:

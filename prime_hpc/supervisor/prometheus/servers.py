@@ -16,7 +16,6 @@ def merge(texts: Mapping[str, str], run: str) -> str:
 
     Args:
         texts: by the server's label, e.g. `inference[0]`.
-        run: name of the run.
     """
     about: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}

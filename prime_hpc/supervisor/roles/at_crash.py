@@ -53,11 +53,9 @@ class SaveFirst:
         """Have the trainer save, where it can.
 
         Args:
-            roles: of the attempt.
             crashed: the one of them because of which it ends.
             needs_s: what a step and a save took lately, at most.
             left_s: to the job's end; None: unknown.
-            pulse: of the supervisor.
             is_over: whether somebody wants the attempt to end at once.
             many: it trains many runs.
         """
@@ -109,7 +107,6 @@ class Hold:
         """Add the orchestrator to what the attempt leaves, if it holds.
 
         Args:
-            roles: of the attempt.
             lost: nodes that are gone.
             left: the servers.
         """

@@ -47,9 +47,6 @@ def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
     what stands for it where that is mounted noexec (never $TMPDIR, which some sites put on the shared file system or
     empty after each job).
 
-    Args:
-        environ: of the role.
-
     Returns:
         No cache where the directory cannot be made or is somebody else's: then each library's own default holds.
     """

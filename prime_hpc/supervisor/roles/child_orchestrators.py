@@ -54,15 +54,7 @@ class ChildOrchestrators:
         reaper: Reaper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        parent_dir: run directory of the parent.
-        experiment: the parent's.
-        parent: its attempt.
-        environment: of the orchestrators.
-        publish: the hub's.
-        reaper: ends what outlives this process.
-        clock: of the supervisor.
-        """
+        """`reaper`: ends what outlives this process."""
         self._clock = clock
         self._dir, self._experiment, self._parent = parent_dir, experiment, parent
         self._environment, self._publish, self._reaper = dict(environment), publish, reaper
@@ -118,7 +110,6 @@ class ChildOrchestrators:
         Args:
             urls: of the servers, as far as they are known.
             num_servers: how many there will be; none is started before all are known.
-            bus: the hub's address.
         """
         self._urls = urls
         for name in list(self._roles):

@@ -95,13 +95,8 @@ class LedRoles:
 
     def servers_without(self, lost: Sequence[str]) -> "LedRoles | None":
         """Return the servers alone, if the next attempt can do with them.
-
-        Args:
-            lost: nodes of the trainer or the orchestrator, which spare nodes are to replace.
-
-        Returns:
-            None where a server never served, had a part of its own on a lost node, or too few nodes are spare.
-        """
+        `lost`: nodes of the trainer or the orchestrator, which spare nodes are to replace.
+        Returns None where a server never served, had a part of its own on a lost node, or too few nodes are spare."""
         servers = [role for role in self.roles if role.is_server]
         if not all(role.was_ready and not set(role.hosts) & set(lost) for role in servers):
             return None
@@ -145,10 +140,7 @@ class LedRoles:
 
     def hand_over(self, incarnation: int) -> list[str]:
         """Tell the roles' agents which incarnation they belong to, before it begins: it would fence them.
-
-        Returns:
-            labels of the roles whose agents did not answer in time.
-        """
+        Returns labels of the roles whose agents did not answer in time."""
         served = [role for role in self.roles if role.state != "away"]
         for role in self.roles:
             role.offer_to(incarnation)

@@ -26,12 +26,8 @@ def run_base(run_dir: Path, job_id: str | None = None, within: PortRange = BUILT
 
 
 def choose(count: int, base: int, host: str = "127.0.0.1", within: PortRange = BUILT_IN) -> list[int]:
-    """`count` neighbouring free ports, searched upwards from `base` and around. They stay reserved for this process
-    and those that it starts until it ends, or `release`s them.
-
-    Raises:
-        ConfigError: no such ports are free on this node.
-    """
+    """`count` neighbouring free ports, searched upwards from `base` and around. They stay reserved for this process and
+    those that it starts until it ends, or `release`s them. Raises ConfigError: no such ports are free on this node."""
     _require_local(host)
     found: list[int] = []
     for port in within.after(base) if count else ():
@@ -67,10 +63,7 @@ def _require_local(host: str) -> None:
 
 def require_free(port: int, host: str, key: str) -> None:
     """Reserve a port that the user named; refuse one that somebody else holds.
-
-    Raises:
-        ConfigError: naming the port, the key and the ways out.
-    """
+    Raises ConfigError: naming the port, the key and the ways out."""
     _require_local(host)
     ours = port in sockets.reserved()
     if not is_free(port, host, but_reserved=ours) or not (ours or reserve(port)):

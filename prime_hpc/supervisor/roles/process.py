@@ -71,9 +71,7 @@ class Role:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        spec: what to start.
         log_dir: where its log and status files are.
-        environment: of the process.
         bus_statuses: the last "status" message of each role process by (role, index), which the bus fills.
         clock: seconds during which the supervisor was running.
         """
@@ -401,7 +399,6 @@ def end_roles(
     """End the processes, steps and stand-ins of roles: politely, then through Slurm, then by signals.
 
     Args:
-        roles: to end.
         grace_s: from the polite end to the kill.
         more: leaders of other families of this machine that end with them.
         tick: called while steps are waited for.
@@ -424,14 +421,8 @@ def end_roles(
 
 def reap_roles(roles: Sequence[Role], others: Iterable[int]) -> list[int]:
     """Collect what has ended, and end what it left behind.
-
-    Args:
-        roles: that have ended.
-        others: families of this process that have nothing to do with them.
-
-    Returns:
-        ids of the processes that had to be killed.
-    """
+    `others`: families of this process that have nothing to do with them.
+    Returns ids of the processes that had to be killed."""
     for role in roles:
         role.reap()
     return end_strays(os.getpid(), others, grace_s=1.0)

@@ -13,7 +13,6 @@ class Replicas:
     Args:
         retry_s: pause between attempts on a node that was lost.
         spares: nodes that no role uses.
-        clock: of the supervisor.
     """
 
     def __init__(self, retry_s: float, spares: list[str], clock: Callable[[], float]) -> None:
@@ -50,16 +49,13 @@ class Replicas:
             role.hosts = [swap.get(host, host) for host in role.hosts]
             self._due[role.spec.label] = 0.0
             return f"its server is started on the spare node {', '.join(swap.values())}"
-        if self.has_failed_again(role) and role.can_be_substituted:
+        tries = self._num_tries.get(role.spec.label, 0)
+        if tries and role.can_be_substituted:
             role.is_substitute_job = True  # the job no longer holds the node
-        self._num_tries[role.spec.label] = self._num_tries.get(role.spec.label, 0) + 1
+        self._num_tries[role.spec.label] = tries + 1
         self._due[role.spec.label] = self._clock() + self._retry_s
         how = "as a job of its own" if role.is_substitute_job else "on its node"
         return f"its server is tried again {how} in {self._retry_s:.0f} s"
-
-    def has_failed_again(self, role: Role) -> bool:
-        """Return whether its node was tried once already."""
-        return self._num_tries.get(role.spec.label, 0) > 0
 
     def restart_lost(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:
         """Start those whose time has come."""

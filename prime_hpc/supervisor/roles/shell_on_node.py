@@ -67,11 +67,7 @@ def main() -> int:
 
 def shown_environment(role: Mapping[str, str], own: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return a role's environment without its secrets, and the names of the user's variables that were left out.
-
-    Args:
-        role: of the role's process.
-        own: of this process: its Slurm step and its terminal are kept.
-    """
+    `own`: of this process: its Slurm step and its terminal are kept."""
     ours = {name for name in role if name.startswith("PRIMEHPC_") and name not in _SHOWN}
     hidden = {name for name, value in role.items() if name not in ours and is_secret(name, value)}
     texts = [role[name] for name in ours | hidden if is_secret(name, role[name]) or name == role_context.BUS]

@@ -73,10 +73,7 @@ def slurm_specs(
     experiment: Experiment, site: SiteConfig, placement: Placement, allocation: Allocation, run_dir: Path
 ) -> list[StepSpec]:
     """Return the steps of a job, in the order in which they are started.
-
-    Raises:
-        ConfigError: Slurm gave other nodes than the placement asks for.
-    """
+    Raises ConfigError: Slurm gave other nodes than the placement asks for."""
     _check_nodes(placement, allocation)
     specs: list[StepSpec] = []
     for group in sorted(placement.groups, key=lambda g: _ORDER.index(g.role)):

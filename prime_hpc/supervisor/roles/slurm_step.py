@@ -107,10 +107,7 @@ class StepContext:
         """Return the command that runs `python -m ARGUMENTS` on the hosts: nodes of a job, or pods.
 
         Args:
-            hosts: where.
             component: of a het job.
-            tasks_per_node: so many on each.
-            name: of the step.
             arguments: the module's name, and its own.
             quiet: without task numbers in its output.
             outside: not in the container, where there is one.
@@ -174,10 +171,7 @@ class StepRole(Role):
     ) -> None:
         """Args:
         spec, log_dir, environment, bus_statuses: as for `Role`.
-        context: the job.
-        publish: the hub's `publish`.
         grace_s: from the polite end of the role to its kill.
-        clock: as for `Role`.
         """
         super().__init__(spec, log_dir, environment, bus_statuses, clock)
         self._context = context

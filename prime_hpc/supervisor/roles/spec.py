@@ -85,10 +85,7 @@ def held_by_roles(specs: Iterable[RoleSpec]) -> dict[str, float]:
 
 def usable_gpus(experiment: Experiment, environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs of this machine that the roles compute on; [] is the CPU, as `device` says or for want of any.
-
-    Raises:
-        ConfigError: GPUs are stated (`device`, `*_gpu_ids`) and there are none.
-    """
+    Raises ConfigError: GPUs are stated (`device`, `*_gpu_ids`) and there are none."""
     if experiment.device == "cpu":
         return []
     gpus = visible_gpus(environ)
@@ -113,7 +110,6 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
     Positions that a key names (`inference_gpu_ids`, ...) win and may overlap (one GPU shared by several roles).
 
     Args:
-        experiment: its counts and keys.
         gpus: the visible ones, as CUDA_VISIBLE_DEVICES takes them; [] is the CPU.
 
     Raises:
@@ -195,8 +191,6 @@ def trainer_spec(
 
     Args:
         experiment: its `num_ranks` are those of this node.
-        run_dir: of the run.
-        gpus: those that the ranks see.
         meets: torchrun's options of several nodes, where the ranks meet over the network.
         words: the config's command line, for ranks that find none in the run directory.
     """

@@ -38,7 +38,6 @@ def look_here(run_dir: Path, *, pids: Collection[int] = (), by_name: bool = Fals
     """Look at the run's processes on this node, its file system and GPUs, all at once; takes 6 s at most.
 
     Args:
-        run_dir: of the run.
         pids: these processes and what they started.
         by_name: all processes that say to be the run's.
     """

@@ -80,7 +80,6 @@ def diagnose(
         rows: of its processes on all nodes, as `runtime.look.look` returns them.
         probes: what the run directory's file system answered, by host, as `runtime.look.probe` does.
         patience_s: a wait that has lasted longer is a hang.
-        now: epoch seconds.
         silent: nodes that said nothing.
     """
     scene = _Scene(rows, time.time() if now is None else now, patience_s)

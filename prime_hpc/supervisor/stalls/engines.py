@@ -47,7 +47,6 @@ def find_held(parts: Sequence[Row], *, now: float, least_s: float) -> Held | Non
 
     Args:
         parts: from `parts_of`.
-        now: epoch seconds.
         least_s: a call that has lasted so long hangs, or is slow.
     """
     stuck = [row for row in parts if _is_mute(row) or _seconds(row, now) >= least_s]

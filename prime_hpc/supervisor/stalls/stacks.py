@@ -69,15 +69,8 @@ def parse_dump(text: str) -> list[tuple[str, Stack]]:
 
 
 def busy_episode(rows: Iterable[dict[str, Any]], env: str) -> tuple[str, str]:
-    """Find where an environment's episodes stand.
-
-    Args:
-        rows: of the processes in which they are played.
-        env: the environment's name.
-
-    Returns:
-        the frame of its own code, and which task or thread it is; empty where nothing of it is found.
-    """
+    """Find where an environment's episodes stand. `rows`: of the processes in which they are played.
+    Returns the frame of its own code, and which task or thread it is; empty where nothing of it is found."""
     found: list[tuple[str, str]] = []
     for row in rows:
         for name, stack in stacks_of(row):

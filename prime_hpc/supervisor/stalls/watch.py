@@ -36,12 +36,9 @@ class StallWatch:
     """Watches from its making to `close`.
 
     Args:
-        run_dir: of the run.
         log_dir: where what is found is kept.
-        config: what counts as a stall.
         clock: of the supervisor: time in which it was stopped is no stall.
         bus_statuses: the last word of each role's processes.
-        publish: of the hub.
         agents: `label host/task` of the agents that are there now; none where the roles are processes of this machine.
     """
 

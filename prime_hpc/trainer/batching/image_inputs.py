@@ -52,10 +52,7 @@ class ImageInputs:
     """A model's image processor, and how its tokens are placed. For one thread at a time."""
 
     def __init__(self, processor: Any, merge: int) -> None:
-        """Args:
-        processor: transformers' image processor of the model.
-        merge: m, patches of one embedding in each direction.
-        """
+        """`merge`: m, patches of one embedding in each direction."""
         self.processor, self.merge = processor, merge
         self._cache: OrderedDict[bytes, Pixels] = OrderedDict()
         self._cached_bytes = 0
@@ -63,10 +60,7 @@ class ImageInputs:
     @classmethod
     def load(cls, source: Path, merge: int) -> "ImageInputs":
         """Read the processor that lies beside a model's weights: that of the engines, if torchvision is here as there.
-
-        Raises:
-            ValueError: there is none.
-        """
+        Raises ValueError: there is none."""
         from transformers import AutoImageProcessor
 
         try:
@@ -75,11 +69,7 @@ class ImageInputs:
             raise ValueError(f"{source} holds no image processor (preprocessor_config.json): {error}") from error
 
     def pixels(self, image: bytes) -> Pixels:
-        """Return an encoded image as the model takes it.
-
-        Raises:
-            ImageError: it is none.
-        """
+        """Return an encoded image as the model takes it. Raises ImageError: it is none."""
         found = self._cache.get(image)
         if found is None:
             found = self._processed(image)

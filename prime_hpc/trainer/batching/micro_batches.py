@@ -141,9 +141,6 @@ def make_micro_batch(
     without targets fills the row up, so that they split evenly.
 
     Args:
-        batch: this rank's part of the batch.
-        index: of the micro-batch.
-        device: of the tensors.
         parallel: the layout; None: the whole row.
         share_prefixes: compute what samples of a group begin with once (`prefix_attention.py`); not where ranks
             split rows.
@@ -213,7 +210,6 @@ def _truncation(part: RankBatch, sequence: NDArray[np.int64], sampled: NDArray[n
     """Fields of `MicroBatch` that say of each target which tokens it was sampled from; none where that was all.
 
     Args:
-        part: the micro-batch.
         sequence: int64[N], of each target.
         sampled: bool[N], whether the policy sampled the target: else it is of the whole distribution.
     """
@@ -288,8 +284,7 @@ def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
 
 def rows_fit(batch: RankBatch, budget: int) -> bool:
     """Return whether every micro-batch fits the budget with a row for each sequence, padded to the longest; a row that
-    is longer must be alone.
-    """
+    is longer must be alone."""
     lengths = np.diff(batch.seq_offsets)
     parts = [lengths[batch.sequences_of(i)] for i in range(batch.num_micro_batches)]
     return bool((lengths > 0).all()) and all(len(n) * n.max() <= max(budget, n.max()) for n in parts if len(n))
@@ -335,8 +330,6 @@ def read_local_batch(
     """Return this rank's part of the batch in `directory`, also when it was packed for another number of ranks.
 
     Args:
-        directory: the batch's artifact.
-        rank, world_size: of the trainer.
         handover: the writer's socket, which is asked first.
         deadline_s: keep trying this many seconds while a file is not what the manifest says.
 
@@ -358,7 +351,6 @@ def refuse_untrainable(batch: RankBatch, vocab_size: int, budget: int) -> None:
 
     Args:
         batch: well-formed (`RankBatch.check`).
-        vocab_size: of the model.
         budget: tokens of one micro-batch that the trainer has memory for.
     """
     if batch.images is not None and batch.images.any():

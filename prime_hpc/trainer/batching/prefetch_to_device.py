@@ -22,8 +22,7 @@ from prime_hpc.trainer.ops.transfer import map_tensors
 @functools.cache
 def _copy_stream(device: torch.device) -> Any:
     """Return the stream of the copies to a device; the same in every step. Torch has 32 in all, which it gives out in
-    turn: a new one a step would soon be that of FSDP's collectives, and its allocator keeps memory for each.
-    """
+    turn: a new one a step would soon be that of FSDP's collectives, and its allocator keeps memory for each."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -35,8 +34,6 @@ class MicroBatches:
     ) -> None:
         """Args:
         make: `make(i, stream=...)` returns a micro-batch, see `make_micro_batch`.
-        count: of the micro-batches.
-        device: of the micro-batches.
         ahead: make them in a thread; default: on a GPU.
         """
         self._make_one, self._count, self._device = make, count, device

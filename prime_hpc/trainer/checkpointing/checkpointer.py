@@ -85,8 +85,6 @@ class Checkpointer:
     ) -> None:
         """Args:
         policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
-        paths: the run (its `checkpoints` may lie elsewhere).
-        incarnation: number of the run's attempt.
         meta: plain JSON for the manifest; `identity` (see `store.model.fingerprint`), `kind` and `adapter` are compared
             by `load`.
         config: None saves synchronously and keeps everything.
@@ -124,7 +122,6 @@ class Checkpointer:
         """Commit `checkpoints/step_<step>`; with `save_async`, begin to: `wait_for_save` or `finish` say how it went.
 
         Args:
-            step: updates done.
             progress: whole numbers, e.g. samples seen; `load` gives them back.
             batch_dir: artifact of batch `step`, whose orchestrator state belongs to the checkpoint; None for SFT.
 
@@ -157,10 +154,7 @@ class Checkpointer:
 
     def prepare(self) -> None:
         """Take the memory for asynchronous saves. Collective at its first call, which comes after the first step.
-
-        Raises:
-            StoreError: there is too little on some rank; on all.
-        """
+        Raises StoreError: there is too little on some rank; on all."""
         if not self._config.save_async or self._room is not None:
             return
         state = self._state()
@@ -169,18 +163,11 @@ class Checkpointer:
 
     def wait_for_save(self) -> None:
         """Take note of a save that has ended on rank 0. Every rank calls it then.
-
-        Raises:
-            StoreError: it failed, on whichever rank.
-        """
+        Raises StoreError: it failed, on whichever rank."""
         self._join(FINAL_JOIN_TIMEOUT_S)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any.
-
-        Raises:
-            StoreError: it failed, or took longer than `ckpt.timeout_s`.
-        """
+        """Wait for the save in flight, if any. Raises StoreError: it failed, or took longer than `ckpt.timeout_s`."""
         self._join(self._config.timeout_s)
 
     def close(self) -> None:
@@ -207,10 +194,7 @@ class Checkpointer:
 
     def _make_room(self, plan: dcp_state.ShardPlan, parts: Mapping[str, torch.Tensor]) -> None:
         """Take the memory for a plan's parts, unless it is there. Collective where the plan is new.
-
-        Raises:
-            StoreError: there is too little on some rank; on all.
-        """
+        Raises StoreError: there is too little on some rank; on all."""
         if plan is self._room_plan:
             return
         self._room = self._room_plan = None  # what it takes is free again before others measure
@@ -252,10 +236,7 @@ class Checkpointer:
         self, save: _Save, plan: dcp_state.ShardPlan, parts: Mapping[str, torch.Tensor], failure: Exception | None
     ) -> None:
         """Write this rank's part; on rank 0 commit when all have. All ranks learn how it went.
-
-        Raises:
-            StoreError: some rank failed.
-        """
+        Raises StoreError: some rank failed."""
         side = self._side
         assert side is not None
 
@@ -310,10 +291,7 @@ class Checkpointer:
 
     def prune(self) -> None:
         """Rank 0: delete the checkpoints that retention gives up. That it cannot is no reason to end a run.
-
-        Raises:
-            FencedError: a newer attempt has begun.
-        """
+        Raises FencedError: a newer attempt has begun."""
         config = self._config
         with if_removable("checkpoints"):
             prune_checkpoints(self._paths, config.keep_last, config.keep_interval, self._incarnation)
@@ -343,7 +321,6 @@ class Checkpointer:
         first, each rank's by itself.
 
         Args:
-            info: the checkpoint.
             patience_s: see `verify_parts`.
 
         Returns:

@@ -65,10 +65,7 @@ class PlainReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what the checkpoint holds.
-
-        Raises:
-            ArtifactError: its metadata is something else, or it holds objects that are no tensors.
-        """
+        Raises ArtifactError: its metadata is something else, or it holds objects that are no tensors."""
         path = Path(self.path) / METADATA
         try:
             metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()

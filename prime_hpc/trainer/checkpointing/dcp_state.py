@@ -193,11 +193,8 @@ def signature(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, 
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read what a checkpoint holds.
-
-    Raises:
-        ArtifactError: the file holds something else than a checkpoint's metadata, or names objects that are no tensors.
-    """
+    """Read what a checkpoint holds. Raises ArtifactError: the file holds something else than a checkpoint's metadata,
+    or names objects that are no tensors."""
     return PlainReader(directory).read_metadata()
 
 
@@ -224,7 +221,6 @@ def differences(metadata: Metadata, state: Mapping[str, torch.Tensor], *, with_o
     """Why a checkpoint does not fit the policy and optimizer of this run, as sentences; [] where it does.
 
     Args:
-        metadata: of the checkpoint.
         state: from `named_state`.
         with_optimizer: compare its state too.
     """

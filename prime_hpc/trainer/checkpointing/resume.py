@@ -17,8 +17,6 @@ def checkpoint_to_resume(experiment: Experiment, paths: RunPaths, chosen: int | 
     """Return it, or None for a fresh start; whoever loads it checks its sums. On rank 0: the others wait meanwhile.
 
     Args:
-        experiment: the run.
-        paths: its files.
         chosen: the supervisor's; None: there is no supervisor.
 
     Raises:
@@ -43,9 +41,6 @@ def checkpoint_to_resume(experiment: Experiment, paths: RunPaths, chosen: int | 
 
 def go_back_by_hand(paths: RunPaths, step: int, incarnation: int) -> None:
     """Take what comes after `step` out of the way, as a supervisor does before it starts the roles. On rank 0.
-
-    Raises:
-        StoreError: something cannot be moved or removed.
-    """
+    Raises StoreError: something cannot be moved or removed."""
     rewind(paths, step, incarnation, spare_given=True)
     clear_failed_reads(paths)

@@ -91,14 +91,7 @@ def build_schedule(
     experiment: Experiment, paths: RunPaths, num_bytes: int, clock: Callable[[], float], environ: Mapping[str, str]
 ) -> SaveSchedule:
     """Return the schedule from the site profile, the attempts so far and Slurm's environment.
-
-    Args:
-        experiment: the tree.
-        paths: the run.
-        num_bytes: that one rank writes in a save, roughly.
-        clock: seconds.
-        environ: of the job.
-    """
+    `num_bytes`: that one rank writes in a save, roughly."""
     site = read_site(paths.root)
     rows = read_attempts(paths.attempts)
     events = learn(rows)

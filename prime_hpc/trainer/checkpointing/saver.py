@@ -41,10 +41,7 @@ class Saver:
         schedule: SaveSchedule | None = None,
     ) -> None:
         """Args:
-        checkpointer: writes.
-        paths: the run.
         bus: requests come and answers go over it.
-        rank, world_size: this process.
         config: None: saves are on request only.
         max_steps: the last step is always saved.
         schedule: of `ckpt.interval = auto`, on rank 0.
@@ -90,10 +87,7 @@ class Saver:
 
     def prepare(self) -> None:
         """After a step: take the memory for asynchronous saves, unless it is there.
-
-        Raises:
-            StoreError: there is too little.
-        """
+        Raises StoreError: there is too little."""
         if self._config is not None:
             self.checkpointer.prepare()
 
@@ -108,10 +102,7 @@ class Saver:
 
     def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
         """Save a checkpoint, or begin to, unless this step's exists.
-
-        Raises:
-            StoreError: this save, or one that was still in flight, failed.
-        """
+        Raises StoreError: this save, or one that was still in flight, failed."""
         if self.saved_step != step and step:
             if self.in_flight is not None:
                 if self._rank == 0:
@@ -128,20 +119,12 @@ class Saver:
             self._take_note()
 
     def wait_for_save(self) -> None:
-        """Rank 0's save in flight has ended: take note of it everywhere.
-
-        Raises:
-            StoreError: it failed.
-        """
+        """Rank 0's save in flight has ended: take note of it everywhere. Raises StoreError: it failed."""
         self.checkpointer.wait_for_save()
         self._take_note()
 
     def finish(self) -> None:
-        """Wait until nothing is being written any more.
-
-        Raises:
-            StoreError: the save failed.
-        """
+        """Wait until nothing is being written any more. Raises StoreError: the save failed."""
         if self.in_flight is not None:
             self.checkpointer.finish()
             self._take_note()

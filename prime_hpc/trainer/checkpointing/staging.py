@@ -72,11 +72,7 @@ class HostStage:
     @torch.no_grad()
     def copy(self, parts: Mapping[str, torch.Tensor], after: "torch.cuda.Event | None" = None) -> None:
         """Copy the values; returns when they are here. Waits for `touch`, which somebody must have begun.
-
-        Args:
-            parts: of the names, shapes and types that the room was made for.
-            after: on CUDA, what has to be done before the values are right; compute goes on beside the copy.
-        """
+        `after`: on CUDA, what has to be done before the values are right; compute goes on beside the copy."""
         self._touched.wait()
         devices = {t.device for t in parts.values() if t.device.type == "cuda"}
         if not devices:
@@ -95,10 +91,7 @@ class HostStage:
     @torch.no_grad()
     def put(self, name: str, values: torch.Tensor) -> "torch.cuda.Event | None":
         """Queue one copy behind what the device does now: whatever is queued later may change the values.
-
-        Returns:
-            on CUDA an event: when it has happened, the copy is here; None: it is here.
-        """
+        Returns on CUDA an event: when it has happened, the copy is here; None: it is here."""
         self._touched.wait()
         self.tensors[name].copy_(values, non_blocking=self._pinned)
         return torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None

@@ -33,8 +33,6 @@ def verify_parts(info: CheckpointInfo, paths: RunPaths, patience_s: float | None
     """Check all sums of a checkpoint, each rank some. Collective.
 
     Args:
-        info: the checkpoint.
-        paths: the run that is about to load it.
         patience_s: how long to try again what cannot be read; None: `READ_S`. Short where others wait, too.
 
     Raises:

@@ -46,10 +46,7 @@ class TrainingData(Protocol):
 
     def last_step(self, start: int, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
         """Return the step at which the data end, of a run that goes on after `start`; None: never. Collective.
-
-        Raises:
-            StoppedCountingError: rank 0's `is_stopped` says so, before all rows are counted.
-        """
+        Raises StoppedCountingError: rank 0's `is_stopped` says so, before all rows are counted."""
 
     def next(self) -> tuple[RankBatch, Progress]:
         """Return this rank's part of the next step, and the progress after it. Collective."""
@@ -104,10 +101,7 @@ class RealData:
 
     def __init__(self, trainer: "Trainer") -> None:
         """Open it. Collective.
-
-        Raises:
-            SFTDataError: the data set, its tokenizer or its columns are not what they must be.
-        """
+        Raises SFTDataError: the data set, its tokenizer or its columns are not what they must be."""
         experiment = trainer.experiment
         config = experiment.sft.data
         self._config, self._timeout_s = config, experiment.trainer.batch_timeout_s
@@ -148,10 +142,7 @@ class RealData:
 
     def start(self, progress: Mapping[str, int]) -> Progress:
         """Begin to make batches from there on.
-
-        Raises:
-            SFTDataError: the checkpoint is of other data or another order, see `on_change`.
-        """
+        Raises SFTDataError: the checkpoint is of other data or another order, see `on_change`."""
         position = position_of(progress)
         known = progress.get("data_fingerprint", self._fingerprint)
         if known == self._former != self._fingerprint:
@@ -223,11 +214,7 @@ class RealData:
         return fingerprint_of(rows, config.shuffle, self._seed, *mixture)
 
     def next(self) -> tuple[RankBatch, Progress]:
-        """Return the next batch, usually made already.
-
-        Raises:
-            SFTDataError: a row in it cannot be trained on.
-        """
+        """Return the next batch, usually made already. Raises SFTDataError: a row in it cannot be trained on."""
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
         batch = self._prefetcher.take()
@@ -280,17 +267,8 @@ def seq_len_of(experiment: Experiment) -> int:
 
 
 def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path, vocab_size: int) -> Recipe:
-    """How rows of a source become samples.
-
-    Args:
-        experiment: the tree.
-        source: training or held-out rows.
-        model: directory of the tokenizer.
-        vocab_size: of the model.
-
-    Raises:
-        SFTDataError: no file is there.
-    """
+    """How rows of a source become samples. `source`: training or held-out rows.
+    Raises SFTDataError: no file is there."""
     config = experiment.sft.data
     try:
         found = find_data(source)
@@ -327,10 +305,7 @@ def shape_of(experiment: Experiment, pad_id: int) -> BatchShape:
 
 def open_together(recipe: Recipe, ranks: RankGroup) -> Rows:
     """Open the rows: rank 0 makes what is missing, then the others open it. Collective.
-
-    Raises:
-        SFTDataError: the same on every rank.
-    """
+    Raises SFTDataError: the same on every rank."""
     rows: Rows | None = None
     said: str | None = None
     if ranks.rank == 0:
@@ -352,11 +327,7 @@ def _try_open(recipe: Recipe) -> tuple[Rows | None, str | None]:
 
 
 def build_data(trainer: "Trainer") -> TrainingData:
-    """Return the data of the config. Collective.
-
-    Raises:
-        SFTDataError: see `RealData`.
-    """
+    """Return the data of the config. Collective. Raises SFTDataError: see `RealData`."""
     fake = trainer.experiment.sft.data.type == "fake"
     return FakeData(trainer) if fake else RealData(trainer)
 

@@ -79,10 +79,7 @@ def lengths_of(
 
     Args:
         recipe: the rows' source, and what is made of them.
-        rows: all of them.
         made_by: fingerprint of tokenizer and template.
-        tokenise: reads and tokenises rows.
-        ranks: all of them.
         is_stopped: whether the run is to end, asked on rank 0 while rows are counted.
 
     Raises:

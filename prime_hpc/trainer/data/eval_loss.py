@@ -33,11 +33,7 @@ class HeldOut:
     """Computes the held-out loss of the current weights. Its methods are collective."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        """Tokenise the rows.
-
-        Raises:
-            SFTDataError: they cannot be had, or hold nothing that is trained.
-        """
+        """Tokenise the rows. Raises SFTDataError: they cannot be had, or hold nothing that is trained."""
         experiment, self._trainer = trainer.experiment, trainer
         config = experiment.sft.eval
         assert config is not None

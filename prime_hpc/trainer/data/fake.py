@@ -58,11 +58,8 @@ def default_fake(experiment: Experiment) -> FakeDataConfig:
 
 
 def fake_source(trainer: Trainer) -> FakeSource | None:
-    """Build the source of fake batches; None where the orchestrator's are trained on. Collective.
-
-    Raises:
-        ArtifactTimeout: a bench of `rl`, and the orchestrator's bench did not end within `trainer.batch_timeout_s`.
-    """
+    """Build the source of fake batches; None where the orchestrator's are trained on. Collective. Raises
+    ArtifactTimeout: a bench of `rl`, and the orchestrator's bench did not end within `trainer.batch_timeout_s`."""
     experiment = trainer.experiment
     bench, config = experiment.trainer.bench, experiment.trainer.data.fake
     (part, num_parts), seed, vocab = trainer.part, experiment.seed, trainer.vocab_size

@@ -60,15 +60,8 @@ class ImageTokens:
         return f"{self._processor.size} {self._processor.patch_size} {self._merge}"
 
     def read(self, source: Any, folder: Path | None) -> EncodedImage:
-        """Return the image of a source.
-
-        Args:
-            source: see `store.dataset.row_images`.
-            folder: of the file of the rows; None: there is none.
-
-        Raises:
-            SFTDataError: it cannot be had, is no image, or is too large.
-        """
+        """Return the image of a source. `source`: see `store.dataset.row_images`.
+        Raises SFTDataError: it cannot be had, is no image, or is too large."""
         content, name = _content(source, folder)
         width, height = _measures(content, name)
         try:

@@ -68,11 +68,7 @@ class PlainText:
 
 
 def parse_line(line: bytes, path: Path) -> Any:
-    """Return a line of JSON lines as Python; `path` is its file.
-
-    Raises:
-        SFTDataError: it is no JSON, or no UTF-8.
-    """
+    """Return a line of JSON lines as Python; `path` is its file. Raises SFTDataError: it is no JSON, or no UTF-8."""
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
@@ -91,8 +87,6 @@ def parse_row(
 
     Args:
         row: the parsed JSON or Arrow row.
-        source: its column names.
-        config: which messages are trained.
         has_template: whether conversations can be rendered.
         sees_images: whether rows may hold images (`model.vision`).
 

@@ -35,10 +35,7 @@ class Prefetcher:
 
     def take(self) -> Batch | None:
         """Return the next batch; None after the last.
-
-        Raises:
-            SFTDataError: what the stream raised, or no batch within `timeout_s`.
-        """
+        Raises SFTDataError: what the stream raised, or no batch within `timeout_s`."""
         clock = AwakeClock(max_gap_s=5.0)
         end = clock.now() + self._timeout_s
         while True:

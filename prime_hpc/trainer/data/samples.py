@@ -112,21 +112,15 @@ class RowTokenizer:
     ) -> None:
         """Args:
         tokenizer: with its template.
-        source: column names.
         config: what is trained and what happens to long samples.
         seq_len: longest sample in tokens.
-        vocab_size: of the model.
         """
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
         self._vocab_size = vocab_size
 
     def row(self, row: Any, folder: Path | None = None) -> RowResult:
         """One row's samples; with `bad_rows = skip`, an error is only counted.
-
-        Args:
-            row: as it was read.
-            folder: from where its images' paths are meant.
-        """
+        `folder`: from where its images' paths are meant."""
         try:
             return self._samples(row, folder)
         except SFTDataError as error:

@@ -230,9 +230,7 @@ class ArrowRows:
 
     def __init__(self, path: Path, cache: Path, source: SFTSourceConfig, *, images: bool = False) -> None:
         """Args:
-            path: the Parquet file.
             cache: directory of the Arrow files.
-            source: column names.
             images: whether the column of images is read.
 
         Raises:
@@ -324,7 +322,6 @@ class HubRows:
 
     def __init__(self, source: SFTSourceConfig, directory: Path | None, *, images: bool = False) -> None:
         """Args:
-            source: name, subset, split, columns.
             directory: of `save_to_disk`, instead of the hub.
             images: whether the column of images is read.
 
@@ -435,10 +432,7 @@ class Chain:
 
 def open_rows(source: SFTSourceConfig, found: DataFiles, cache: Path, *, images: bool = False) -> Rows:
     """Open a data set; makes what is missing in the cache. With `images` their column is read, too.
-
-    Raises:
-        SFTDataError: names the file and what is wrong.
-    """
+    Raises SFTDataError: names the file and what is wrong."""
     if found.kind == "hub":
         parts: list[Rows] = [HubRows(source, folder, images=images) for folder in found.files]
         parts = parts or [HubRows(source, None, images=images)]

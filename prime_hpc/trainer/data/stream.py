@@ -192,9 +192,6 @@ class SampleStream:
     ) -> None:
         """Args:
         tokenise: reads and tokenises rows.
-        order: of the rows.
-        shape: of a batch.
-        ranks: all of them.
         share, num_shares: which data-parallel part this rank trains; ranks of one share get the same samples.
         last_row: end after that many rows; None: never.
         """
@@ -224,10 +221,7 @@ class SampleStream:
 
     def next(self) -> Batch | None:
         """Return the next step's batch; None after `last_row`.
-
-        Raises:
-            SFTDataError: a row in it cannot be trained on, or no row of the data set gives a sample.
-        """
+        Raises SFTDataError: a row in it cannot be trained on, or no row of the data set gives a sample."""
         while (needed := self._needed()) > 0 and not self._is_read():
             self._read_round(needed)
         chosen = self._choose()

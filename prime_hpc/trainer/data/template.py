@@ -37,7 +37,6 @@ class ChatTokenizer:
         images: ImageTokens | None = None,
     ) -> None:
         """Args:
-            tokenizer: a `PreTrainedTokenizer`.
             enable_thinking: handed to the template, as the environments do.
             chat_template: `auto`, `none` or a Jinja file, see `sft.data.chat_template`.
             images: reads the model's; None: rows are text alone.
@@ -61,10 +60,7 @@ class ChatTokenizer:
 
     def pad_id(self, vocab_size: int) -> int:
         """Return the token that fills rows; never trained, never seen by another.
-
-        Args:
-            vocab_size: of the model, which may lack a token that was added for padding.
-        """
+        `vocab_size`: of the model, which may lack a token that was added for padding."""
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return next(i for i in ids if i is not None and i < vocab_size)
 
@@ -100,10 +96,7 @@ class ChatTokenizer:
 
     def render(self, messages: Sequence[Message], tools: Any, *, header: bool = False) -> str:
         """Text of a conversation; `header` opens the assistant's next turn.
-
-        Raises:
-            SFTDataError: the template refuses these messages.
-        """
+        Raises SFTDataError: the template refuses these messages."""
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),

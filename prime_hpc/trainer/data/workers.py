@@ -41,18 +41,11 @@ class Recipe:
 
     def open_rows(self) -> Rows:
         """Return the rows; makes what is missing in the cache.
-
-        Raises:
-            SFTDataError: names the file and what is wrong.
-        """
+        Raises SFTDataError: names the file and what is wrong."""
         return open_rows(self.source, self.found, self.cache, images=self.sees_images)
 
     def load_tokenizer(self) -> ChatTokenizer:
-        """Return the model's tokenizer and the chosen template.
-
-        Raises:
-            SFTDataError: there is none.
-        """
+        """Return the model's tokenizer and the chosen template. Raises SFTDataError: there is none."""
         try:
             tokenizer = load_tokenizer(str(self.tokenizer), trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:

@@ -44,7 +44,6 @@ def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
 
     Args:
         hf: the unsharded model; changed in place, parameter names stay.
-        config: rank and targets.
         dtype: of the frozen parameters: that of the computation, since no optimizer needs more.
 
     Returns:

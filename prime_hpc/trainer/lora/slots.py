@@ -74,10 +74,8 @@ class Adapters:
 
         Args:
             hf: model after `add_lora`, sharded or not.
-            config: the adapters' shape.
             num_slots: adapters that there can be at once.
             mesh: one-dimensional, over all ranks whose losses are summed.
-            device: this rank's.
         """
         self.config, self.num_slots = config, num_slots
         self._mesh, self._device = mesh, device
@@ -137,10 +135,7 @@ class Adapters:
 
     def load(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill a slot from whole tensors under PEFT's names. Not collective.
-
-        Raises:
-            ValueError: other names or shapes than this model's adapters have.
-        """
+        Raises ValueError: other names or shapes than this model's adapters have."""
         expected = {self.peft_name(piece.name): piece for piece in self._pieces}
         absent, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
         if absent or extra:

@@ -65,11 +65,7 @@ class Piece:
 
     def keeps_rows(self, shape: Sequence[int]) -> bool:
         """Return whether rows of the model's tensor (for a stacked one: of its matrices) are whole rows of the stored
-        one.
-
-        Args:
-            shape: of the stored tensor.
-        """
+        one. `shape`: of the stored tensor."""
         order = [dim for dim in self.dims if dim is not None]
         stacked = all(dim is None for dim in self.dims[: len(self.dims) - len(order)])
         return stacked and order == sorted(order) and all(self.stored[d] == (0, shape[d]) for d in range(1, len(shape)))
@@ -190,10 +186,7 @@ class WeightMap:
 
     def base_names(self, modules: Iterable[str]) -> dict[str, str]:
         """Return the checkpoint's names of modules that are to be adapted.
-
-        Raises:
-            ValueError: one whose weight is not stored as the model has it: an adapter of it would fit no engine.
-        """
+        Raises ValueError: one whose weight is not stored as the model has it: an adapter of it would fit no engine."""
         names = {}
         for module in modules:
             pieces = self.pieces.get(f"{module}.weight", [])

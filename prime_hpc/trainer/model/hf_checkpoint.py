@@ -35,11 +35,7 @@ def inside(part: Box, box: Box) -> tuple[slice, ...]:
 @torch.no_grad()
 def read_tensors(tensors: Mapping[str, torch.Tensor], weights: WeightMap) -> None:
     """Fill (sharded) tensors with their parts of the stored ones; those that are not stored stay as they are.
-
-    Args:
-        tensors: by the model's names.
-        weights: which stored tensors they are made of.
-    """
+    `tensors`: by the model's names."""
     from safetensors import safe_open
 
     by_file: dict[Path, list[tuple[Piece, torch.Tensor]]] = {}

@@ -36,10 +36,7 @@ FP8_ROUNDING = 2.0**-4
 
 def resolve_source(name: str) -> Path:
     """Return the local directory of a model: `name` itself, or the hub's snapshot of it (downloaded where missing).
-
-    Raises:
-        ValueError: neither exists.
-    """
+    Raises ValueError: neither exists."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -58,11 +55,7 @@ def resolve_source(name: str) -> Path:
 
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
-    """dtype of the forward and backward pass.
-
-    Raises:
-        ValueError: float16, which would need loss scaling.
-    """
+    """dtype of the forward and backward pass. Raises ValueError: float16, which would need loss scaling."""
     if config.dtype == "float16":
         raise ValueError("model.dtype = float16 cannot train here (it needs loss scaling); use bfloat16 or float32")
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -96,7 +89,7 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
     if problem := family.refusal or family.dtype_problem(config.dtype) or vision_problem(stated, config.vision):
         raise ValueError(problem)
     # Images attend within themselves, by no kernel that knows samples.
-    kinds = {"text_config": _attention_of(family), "vision_config": "sdpa"}
+    kinds = {"text_config": "eager" if family.custom_attention else attention.register(), "vision_config": "sdpa"}
     try:
         with init_empty_weights(include_buffers=False):
             hf = (AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText).from_config(
@@ -113,10 +106,6 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
 
 def _says(source: Path, error: Exception) -> str:
     return f"no model can be built from {source / 'config.json'} ({type(error).__name__}: {error})"
-
-
-def _attention_of(family: Family) -> str:
-    return "eager" if family.custom_attention else attention.register()
 
 
 @torch.no_grad()
@@ -153,10 +142,7 @@ def load_policy(
     """Build, shard, load and test the policy. Collective.
 
     Args:
-        config: the model section.
         source: local directory of the weights (see `resolve_source`).
-        parallel: the layout of the trainer's ranks.
-        device: this rank's device.
         reshard_after_forward: free gathered block parameters after the forward pass.
         chunk_tokens: rows of logits that exist at once.
         num_slots: adapters at once, with `model.lora` (all zero until `Adapters.reset` or a checkpoint fills them).

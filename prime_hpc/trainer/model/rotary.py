@@ -96,10 +96,7 @@ def _pin(module: Any, layer_type: str | None, rope_type: str, context: int | Non
 
 def longrope_frequencies(rope: dict[str, Any], chosen: str, width: int) -> torch.Tensor:
     """float32[width / 2], 1 / (factor_i * theta^(2 i / width)) with the `long` or the `short` factors.
-
-    Raises:
-        ValueError: another number of factors.
-    """
+    Raises ValueError: another number of factors."""
     factors = torch.tensor(rope[f"{chosen}_factor"], dtype=torch.float32)
     if len(factors) != width // 2:
         raise ValueError(f"rope_parameters.{chosen}_factor has {len(factors)} values for {width // 2} frequencies")

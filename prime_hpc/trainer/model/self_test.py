@@ -79,7 +79,6 @@ def _batch(vocab_size: int, neighbours: int, shown: "_Shown | None") -> RankBatc
     The first sample, and what the second has after the common beginning, are drawn from the seed `neighbours`.
 
     Args:
-        vocab_size: tokens are below it.
         neighbours: seed of what changes.
         shown: shows an image in the first sample, and one in the common beginning of the others; None: none is.
     """
@@ -209,12 +208,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def measure(policy: Policy, device: torch.device, unit: float) -> Found:
     """Return the differences that the self-test judges. Collective.
-
-    Args:
-        policy: loaded and sharded.
-        device: of this rank.
-        unit: relative rounding error of the compute dtype.
-    """
+    `unit`: relative rounding error of the compute dtype."""
     from prime_hpc.trainer.parallel.distribute import reshard_all, transformer_blocks
 
     prober, parallel = _Prober(policy, device), policy.parallel
@@ -270,7 +264,6 @@ def self_test(policy: Policy, device: torch.device, unit: float, *, mixes_scales
 
     Args:
         policy: loaded and sharded, in evaluation mode.
-        device: of this rank.
         unit: relative rounding error of the compute dtype.
         mixes_scales: whether the scale of a product is that of the whole row (float8).
 

@@ -20,7 +20,6 @@ def forward_with_images(
         body: the model without its head, of `families.VISION`.
         input_ids: int64[rows, L].
         position_ids: int64[4, rows, L], see `ImageInputs.lay_out`.
-        images: of these tokens.
     """
     embeddings, behind = image_embeddings(body, images)
     of_text = body.get_input_embeddings()(input_ids)

@@ -47,10 +47,7 @@ class Admission:
 
 def read_child(parent: Experiment, path: Path) -> Experiment:
     """Return the experiment in a child's directory.
-
-    Raises:
-        ConfigError: it is no experiment, one that cannot share this trainer, or a copy of another child.
-    """
+    Raises ConfigError: it is no experiment, one that cannot share this trainer, or a copy of another child."""
     child = read_experiment(path / RUN_YAML)
     if child.name != path.name:
         message = f"says {child.name!r}, but lies in {path.name}: a copied directory? Make it with `prime-hpc runs add`"
@@ -71,9 +68,6 @@ def prepare(
     """Begin an attempt of the child: choose the checkpoint, claim it, bring the directory back to its step.
 
     Args:
-        parent: what all children share.
-        path: the child's directory.
-        slot: that it gets.
         failed_reads: first readings of this child's files.
         known: the newest attempt that is known of.
         parent_incarnation: the trainer's own attempt; an older one takes no child over.
@@ -101,10 +95,7 @@ def prepare(
 
 def _is_whole(paths: RunPaths, version: int, incarnation: int) -> bool:
     """Return whether a weights version can be served; a broken one is set aside.
-
-    Raises:
-        Unreadable: that cannot be told now.
-    """
+    Raises Unreadable: that cannot be told now."""
     try:
         verify_artifact(paths.weights_step(version), deadline_s=READ_DEADLINE_S)
     except ArtifactError:

@@ -91,10 +91,7 @@ class Child:
 
     def advance(self) -> dict[str, float]:
         """Train on the next batch, publish, save where it is due; returns the step's metrics, with its times.
-
-        Raises:
-            StepRefused, StoreError: on all ranks alike; this run cannot go on.
-        """
+        Raises StepRefused, StoreError: on all ranks alike; this run cannot go on."""
         trainer, step, started = self.trainer, self.step + 1, time.perf_counter()
         batch = self._on_all(lambda: self._read(step))
         counts = trainer.control.gather_all(batch.num_micro_batches)
@@ -134,10 +131,7 @@ class Child:
 
     def close(self, error: BaseException | None = None) -> str | None:
         """End it in good order: finish its saves, keep a refused batch; returns what went wrong with that.
-
-        Args:
-            error: why it ends, where it failed.
-        """
+        `error`: why it ends, where it failed."""
         trainer, trouble = self.trainer, None
         try:
             if isinstance(error, StepRefused):
@@ -159,10 +153,7 @@ class Child:
 
 def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -> Child:
     """Give a run its slot, from its checkpoint where it has one.
-
-    Raises:
-        StoreError: on all ranks alike; it cannot begin.
-    """
+    Raises StoreError: on all ranks alike; it cannot begin."""
     context = RoleContext(
         "trainer",
         admission.path,

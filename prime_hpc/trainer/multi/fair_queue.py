@@ -51,11 +51,7 @@ class FairQueue:
         self._accounts.pop(run, None)
 
     def choose(self, ready: Collection[str]) -> str | None:
-        """Return the run to train next; None where no batch is ready.
-
-        Args:
-            ready: runs whose next batch is whole.
-        """
+        """Return the run to train next; None where no batch is ready. `ready`: runs whose next batch is whole."""
         for run, account in self._accounts.items():
             if run in ready and not account.waits:
                 account.waits, account.virtual = True, max(account.virtual, self._now)
@@ -77,7 +73,6 @@ class FairQueue:
 
         Args:
             run: the one that was chosen.
-            num_tokens: of its batch.
             ready: as it was given to `choose`.
         """
         account = self._accounts[run]

@@ -330,10 +330,7 @@ def run_multi(
     experiment: Experiment, context: RoleContext, device: torch.device, bus: BusClient, status: Status
 ) -> None:
     """Train the runs below `context.run_dir` until there are none, or until told to stop. Collective.
-
-    Raises:
-        ValueError: the model cannot be loaded.
-    """
+    Raises ValueError: the model cannot be loaded."""
     trainer = MultiTrainer(experiment, context, device, bus, status)
     freeze_gc()
     trainer.run()

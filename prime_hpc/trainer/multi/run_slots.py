@@ -90,13 +90,7 @@ class RunSlots:
         announce: Callable[[str, ChildState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        parent: what all children share.
-        parent_dir: its run directory.
-        incarnation: this trainer's.
-        announce: told of every change of a child's state.
-        clock: seconds.
-        """
+        """`announce`: told of every change of a child's state."""
         self._parent, self._dir, self._incarnation = parent, parent_dir, incarnation
         self._announce, self._clock = announce, clock
         self._seen: dict[str, _Seen] = {}
@@ -126,8 +120,7 @@ class RunSlots:
     @property
     def is_changing(self) -> bool:
         """True if a directory cannot be read as a run, and changed so lately that it may still be being written; or
-        whether none can be seen at all.
-        """
+        whether none can be seen at all."""
         return self._blind_since is not None or any(
             seen.stamp is not None and self._phase(name) is None for name, seen in self._seen.items()
         )
@@ -144,10 +137,7 @@ class RunSlots:
 
     def look(self, *, now: bool = False) -> list[Leave]:
         """Look at the directories where it is time to; returns the runs that have to leave.
-
-        Args:
-            now: do not wait for the next time.
-        """
+        `now`: do not wait for the next time."""
         moment = self._clock()
         if not now and moment < self._next_look:
             return []
@@ -298,12 +288,8 @@ class RunSlots:
         return None
 
     def _put_off(self, name: str, unread: _Unread, trouble: Unreadable) -> None:
-        """Let it wait, and others take their turn.
-
-        Raises:
-            Unreadable: for so long that, with nothing else to train, this trainer's attempt is over; the next one goes
-                on.
-        """
+        """Let it wait, and others take their turn. Raises Unreadable: for so long that, with nothing else to train,
+        this trainer's attempt is over; the next one goes on."""
         now, limit = self._clock(), self._parent.supervisor.read_timeout_s
         logger.warning(f"{name} waits: {trouble}")
         if isinstance(trouble, InDoubt):

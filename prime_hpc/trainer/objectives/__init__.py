@@ -43,10 +43,7 @@ MicroBatchLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.
 
 def loss_of(experiment: Experiment) -> MicroBatchLoss:
     """Return the configured objective of an RL run, else the mean negative log-likelihood.
-
-    Raises:
-        ConfigError: there is none of that name: now, and not in the first step.
-    """
+    Raises ConfigError: there is none of that name: now, and not in the first step."""
     if experiment.kind != "rl":
         return sft_loss
     get_objective(experiment.trainer.loss.type)

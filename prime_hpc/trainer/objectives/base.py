@@ -84,10 +84,7 @@ Objective = Callable[[Targets, LossConfig, Bounds], Terms]
 
 def get_objective(name: str) -> Objective:
     """Return the objective called `name`, or the user's own at `module:function`.
-
-    Raises:
-        ConfigError: unknown, or the import fails; says why.
-    """
+    Raises ConfigError: unknown, or the import fails; says why."""
     if name not in OBJECTIVES and not is_import_path(name):
         raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(OBJECTIVES))}", _KEY))
     return import_object(OBJECTIVES[name].place if name in OBJECTIVES else name, _KEY)

@@ -24,7 +24,6 @@ def correction_factor(
     """Factor [N] of each target's loss, and bool [N]: where the ratio was truncated or masked.
 
     Args:
-        config: type, level and bounds.
         targets: their log pi and sequences.
         behaviour: float32 `[N]`, log mu.
     """

@@ -31,7 +31,6 @@ def rl_loss(
     No targets: loss 0, still connected to the graph.
 
     Args:
-        config: `trainer.loss`.
         micro: sequences, advantages, log mu and, where the config asks for it, the reference's log-probabilities.
         logprobs: float32 `[N]`, log pi, differentiable.
         weights: float32 `[N]`.

@@ -353,7 +353,6 @@ def select_kernel(choice: str, device_type: str, dtype: torch.dtype) -> Kernel:
     Args:
         choice: `auto`, `flash` (the package flash-attn, 2 or 3) or `sdpa`.
         device_type: `cuda` or `cpu`.
-        dtype: dtype of queries and keys.
 
     Raises:
         ValueError: `flash` was asked for and cannot run here.
@@ -415,10 +414,7 @@ def _reach(module: torch.nn.Module, passed: int | _NotPassed | None) -> tuple[in
 
 def _special(module: torch.nn.Module, heads: int, ranks: DeviceMesh | None, wanted: dict[str, Any]) -> dict[str, Any]:
     """Return what a layer asks of a kernel besides scale and window: `softcap`, and `sinks` of this rank's heads.
-
-    Raises:
-        ValueError: something that packed attention does not do.
-    """
+    Raises ValueError: something that packed attention does not do."""
     name = type(module).__name__
     if wanted.get("position_bias") is not None:
         raise ValueError(f"{name} uses attention position_bias, which packed attention lacks")

@@ -96,7 +96,6 @@ def all_to_all(
 
     Args:
         x: `[sum(sent), ...]`.
-        mesh: the ranks.
         sent, received: rows for and from each rank; None: the same number each.
 
     Returns:

@@ -21,10 +21,7 @@ from prime_hpc.trainer.ops.collectives import all_to_all
 
 def repeats(num_heads: int, num_kv_heads: int, width: int) -> int:
     """How often key-value heads are repeated so that `width` ranks can have their own.
-
-    Raises:
-        ValueError: the ranks do not divide the query heads, or can neither split nor repeat the key-value heads.
-    """
+    Raises ValueError: the ranks do not divide the query heads, or can neither split nor repeat the key-value heads."""
     if num_heads % width:
         raise ValueError(f"trainer.parallel.cp = {width} does not divide the {num_heads} attention heads of a rank")
     if num_kv_heads % width == 0:
@@ -48,7 +45,6 @@ def scatter_heads(
     Args:
         attend: of `[T, H / cp, D]`, `[T, KV', D]`, `[T, KV', D]`.
         query: `[T / cp, H, D]`; key, value: `[T / cp, KV, D]`.
-        mesh: `cp`.
 
     Returns:
         `[T / cp, H, D]`.
@@ -94,6 +90,5 @@ def gather_targets(x: torch.Tensor, own: slice, num: int, mesh: DeviceMesh) -> t
         x: float32 `[len(own)]`.
         own: this rank's targets.
         num: targets of the row.
-        mesh: `cp`.
     """
     return _Gather.apply(x, own, num, mesh)

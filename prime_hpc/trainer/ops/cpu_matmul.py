@@ -85,13 +85,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`.
-
-    Args:
-        x: `[..., in]`.
-        weight: `[out, in]`.
-        bias: `[out]` or None.
-    """
+    """`torch.nn.functional.linear`."""
     if not _takes(x, weight):
         return F.linear(x, weight, bias)
     out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])

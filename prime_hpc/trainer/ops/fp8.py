@@ -72,22 +72,13 @@ class _Linear(torch.autograd.Function):
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`torch.nn.functional.linear` with float8 products.
-
-    Args:
-        x: `[..., in_features]`.
-        weight: `[out_features, in_features]`, both multiples of 16.
-        bias: `[out_features]` or None.
-    """
+    `weight`: `[out_features, in_features]`, both multiples of 16."""
     out = _Linear.apply(x, weight)
     return out if bias is None else out + bias
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a GPU that has no float8 products.
-
-    Raises:
-        ValueError: its compute capability is below 8.9.
-    """
+    """Refuse a GPU that has no float8 products. Raises ValueError: its compute capability is below 8.9."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise NodeError(f"model.fp8 needs a GPU of compute capability 8.9 or above; {name} has none: leave it out")

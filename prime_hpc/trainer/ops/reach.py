@@ -29,12 +29,7 @@ class Reach:
 
 
 def layer_reach(config: Any, layer: int | None) -> Reach | None:
-    """Return how far a layer's tokens attend; None: they do not.
-
-    Args:
-        config: the text model's, or None.
-        layer: its index, where it is known.
-    """
+    """Return how far a layer's tokens attend; None: they do not. `config`: the text model's, or None."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else "sliding_attention"
     if kind in _NO_ATTENTION:

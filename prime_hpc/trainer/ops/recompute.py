@@ -98,11 +98,7 @@ _newest: dict[torch.device, "weakref.ref[HostCopy]"] = {}
 
 def recompute(block: nn.Module, config: ActivationCheckpointConfig) -> None:
     """Make `block` keep less between its forward and backward pass; its results stay the same.
-
-    Args:
-        block: called with its hidden states first, positionally.
-        config: what to keep, and where.
-    """
+    `block`: called with its hidden states first, positionally."""
     run = functools.partial(
         checkpoint,
         use_reentrant=False,

@@ -45,7 +45,6 @@ def to_device(value: T, device: torch.device, stream: Any = None) -> T:
     """Return a dataclass with its host tensors on `device`: one pinned buffer, one asynchronous copy.
 
     Args:
-        value: holds tensors in host memory.
         device: where they go; on a CPU nothing is copied.
         stream: the CUDA stream of the copy; None: the current one.
     """

@@ -74,7 +74,6 @@ def find_cut(
 
     Args:
         logits: float32 `[n, V]` at the temperature, or this rank's columns of them.
-        truncation: of the n rows.
         shard: sums and gathers over the ranks that have the other columns. Collective then.
         keeps_ties: whether all tokens that tie for the k-th place are kept, as vLLM's sampler on a CPU does, or exactly
             k, as its GPU kernel does; default: as on this device.
@@ -113,7 +112,6 @@ def apply_cut(logits: torch.Tensor, cut: Cut, column: torch.Tensor, own: torch.T
 
     Args:
         logits: float32 `[n, V]`, or this rank's columns of them.
-        cut: of the n rows.
         column: int64 `[n]` of each target.
         own: bool `[n]`, whether this rank has that column; None: it has all.
     """

@@ -28,7 +28,6 @@ def build_optimizer(
 
     Args:
         module: the (sharded) model; frozen parameters are left out.
-        config: `trainer.optim`.
         parameters: to train instead of the module's own (an adapter's).
     """
     optimizer = _build(module, config, parameters)
@@ -67,8 +66,7 @@ def _build(module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Param
 
 def _is_vector(parameter: nn.Parameter, name: str) -> bool:
     """Return whether a parameter is added or multiplied element by element, whatever its shape: a stack of biases, a
-    state space's rates, RWKV's mixing factors, [1, 1, width]. A matrix with one row is a linear map all the same.
-    """
+    state space's rates, RWKV's mixing factors, [1, 1, width]. A matrix with one row is a linear map all the same."""
     is_named = name.endswith("bias") or name in _VECTORS or name.startswith("time_")
     return parameter.ndim < 2 or is_named or (parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) <= 1)
 

@@ -70,8 +70,6 @@ class Muon(torch.optim.Optimizer):
         """Args:
         groups: dictionaries with `params`, `algorithm`, `weight_decay`.
         lr: of both halves.
-        momentum: of Muon.
-        betas, eps: of AdamW.
         fused: id of a parameter that holds several matrices -> how (`find_fused`).
         """
         self._fused = dict(fused or {})

@@ -33,7 +33,6 @@ def keep_in_host_memory(
 
     Args:
         optimizer: updates each parameter on its own, given its gradient and its state.
-        bucket_bytes: see `BUCKET_BYTES`.
         copies: how a tensor moves; default: as its device does.
     """
     step = optimizer.step

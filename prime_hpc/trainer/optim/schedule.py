@@ -16,9 +16,7 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
     earlier than the run, the rest has `min_lr_ratio`.
 
     Args:
-        config: the schedule.
         step: 1-based optimizer step.
-        max_steps: steps of the whole run.
 
     Raises:
         ValueError: warm-up and decay do not fit into the run.

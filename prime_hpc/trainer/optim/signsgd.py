@@ -18,7 +18,6 @@ class SignSGD(torch.optim.Optimizer):
 
     def __init__(self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         """Args:
-        params: parameters or groups of them.
         lr: step of every weight.
         momentum: of the gradient's average, in [0, 1); 0 keeps no average.
         weight_decay: decoupled.

@@ -29,10 +29,7 @@ from prime_hpc.trainer.parallel.tensor import split_tensors
 
 def transformer_blocks(hf: Any) -> list[nn.Module]:
     """Return the model's repeated blocks, each of which becomes one FSDP unit.
-
-    Raises:
-        ValueError: the model has no list of blocks.
-    """
+    Raises ValueError: the model has no list of blocks."""
     lists: list[Any] = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise ValueError(f"{type(hf).__name__} has no list of transformer blocks to shard")
@@ -51,8 +48,6 @@ def distribute(
     Args:
         policy: becomes the root FSDP module.
         hf: its causal LM.
-        config: recomputation and compilation.
-        parallel: the layout.
         dtype: of the forward and backward pass.
         reshard: free gathered block parameters after the forward pass.
 
@@ -119,8 +114,7 @@ def reshard_all(policy: nn.Module) -> None:
 
 def gathers_from_itself(parallel: Parallel) -> bool:
     """Return whether the only rank is on a CPU: to free what it has copied from its own shards, and copy it again for
-    every micro-batch, costs more there than the memory is worth.
-    """
+    every micro-batch, costs more there than the memory is worth."""
     return parallel.fsdp.size() == 1 and parallel.fsdp.device_type == "cpu"
 
 

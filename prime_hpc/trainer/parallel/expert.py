@@ -29,13 +29,8 @@ from prime_hpc.trainer.parallel.tensor import shard
 
 def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
     """Split the experts over `parallel.ep`, and their tokens over `parallel.tp`.
-
-    Returns:
-        the modules that FSDP must shard over `parallel.expert_fsdp`.
-
-    Raises:
-        ValueError: a dense model, or a number of experts that the ranks do not divide.
-    """
+    Returns the modules that FSDP must shard over `parallel.expert_fsdp`.
+    Raises ValueError: a dense model, or a number of experts that the ranks do not divide."""
     modules, width = expert_modules(hf), parallel.dims.ep
     if width > 1 and not modules:
         raise ValueError(f"trainer.parallel.ep = {width}: {type(hf).__name__} has no experts to split; set it to 1")
@@ -76,8 +71,6 @@ def _forward(
     """In the place of the module's own forward.
 
     Args:
-        module: the experts.
-        ep, tp: meshes, or None.
         hidden: `[tokens, D]`.
         chosen: int64 `[tokens, k]`, experts of each token.
         weights: `[tokens, k]`.

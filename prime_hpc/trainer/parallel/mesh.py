@@ -58,7 +58,6 @@ def build_parallel(dims: ParallelDims, device: torch.device | str, timeout_s: fl
 
     Args:
         dims: of as many ranks as the process group has.
-        device: of this rank.
         timeout_s: deadline of a collective; None: torch's own, 10 minutes on NCCL, whatever the default group's is.
     """
     kind, rank = torch.device(device).type, dist.get_rank()

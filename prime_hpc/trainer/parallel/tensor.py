@@ -71,13 +71,8 @@ class VocabEmbedding(nn.Embedding):
 
 def split_tensors(hf: Any, parallel: Parallel) -> list[nn.Module]:
     """Split a causal LM over `parallel.tp`.
-
-    Returns:
-        modules whose parameters are whole on every rank and whose gradients are to be summed over `tp`.
-
-    Raises:
-        ValueError: sizes that the ranks do not divide, or a model whose plan is missing or unknown.
-    """
+    Returns modules whose parameters are whole on every rank and whose gradients are to be summed over `tp`.
+    Raises ValueError: sizes that the ranks do not divide, or a model whose plan is missing or unknown."""
     mesh = parallel.tp
     assert mesh is not None
     _check_sizes(hf, mesh.size())
@@ -134,11 +129,7 @@ def _check_sizes(hf: Any, width: int) -> None:
 
 
 def _split(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """Replace a parameter by this rank's part of it.
-
-    Raises:
-        ValueError: the ranks do not divide it.
-    """
+    """Replace a parameter by this rank's part of it. Raises ValueError: the ranks do not divide it."""
     whole = getattr(module, name)
     if whole.shape[dim] % mesh.size():
         shape = list(whole.shape)
@@ -159,10 +150,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 def _let_in(hf: Any, name: str, mesh: DeviceMesh) -> None:
     """Sum the gradients of whole activations that enter a module of split matrices: once, for all of them.
-
-    Raises:
-        ValueError: the module has whole matrices, too, which would see those sums before they are due.
-    """
+    Raises ValueError: the module has whole matrices, too, which would see those sums before they are due."""
     parent, plan = hf.base_model.get_submodule(name), hf.config.get_text_config().base_model_tp_plan
     for child, module in parent.named_children():
         path = re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{child}")

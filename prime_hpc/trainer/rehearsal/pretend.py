@@ -54,11 +54,7 @@ def start_fake_process_group(world_size: int) -> None:
 
 def find_shape(name: str, folder: Path) -> Path:
     """Return a directory with the model's config.json: its own, the hub's cache, or the published shape written to
-    `folder`.
-
-    Raises:
-        ValueError: neither is there.
-    """
+    `folder`. Raises ValueError: neither is there."""
     local = Path(name).expanduser()
     if (local / "config.json").is_file():
         return local
@@ -141,7 +137,6 @@ def pretended(
         fake: entered by the caller, too, around the train step.
         on_gpu: pretend a GPU; else this machine's CPU kernels.
         folder: where published shapes are written.
-        sees: `model.vision`.
     """
     source = functools.partial(find_shape, folder=folder)
     with ExitStack() as stack:

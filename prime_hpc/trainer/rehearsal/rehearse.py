@@ -38,27 +38,13 @@ CUDA_GRANULE = 512
 """Bytes that CUDA's caching allocator rounds up to."""
 
 
-def is_on_gpu(experiment: Experiment) -> bool:
-    """Return whether the config's trainer runs on GPUs."""
-    return experiment.device != "cpu" and experiment.trainer.backend != "gloo"
-
-
 def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
     """Run it, in a process that has no process group.
-
-    Args:
-        experiment: of any number of ranks.
-        folder: for files that it needs.
-
-    Returns:
-        `peak` (bytes), `by_kind` (bytes), `phase`, and what was rehearsed.
-
-    Raises:
-        ValueError: a model, layout or dtype that cannot work; says which key to change.
-    """
+    Returns `peak` (bytes), `by_kind` (bytes), `phase`, and what was rehearsed.
+    Raises ValueError: a model, layout or dtype that cannot work; says which key to change."""
     began = time.perf_counter()
     notes: list[str] = []
-    on_gpu = is_on_gpu(experiment)
+    on_gpu = experiment.device != "cpu" and experiment.trainer.backend != "gloo"
     try:
         tracker, base = _in_group(experiment, on_gpu, folder)
     except NotCompiledError as error:  # a real rank's compiler, which has values, may know what to do
@@ -101,7 +87,8 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
     with pretended(tracker, fake, on_gpu=on_gpu, folder=folder, sees=sees):
         tracker.phase = "loading"
         base = load_base(experiment, CPU)
-        tracker.vocab_sizes = logit_widths(base.policy)
+        vocab = base.policy.hf.get_output_embeddings().weight.shape[0]
+        tracker.vocab_sizes = (vocab, vocab // base.policy.parallel.dims.tp)
         with fake, tracker:
             with tracker.kind("weights"):
                 train_step = build_train_step(base, experiment)
@@ -116,12 +103,6 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
                     "plan without --rehearse has an estimate, and a short run with --bench measures"
                 ) from error
     return tracker, base
-
-
-def logit_widths(policy: Policy) -> tuple[int, ...]:
-    """Tokens whose logits this rank computes, and rows of the head while it is whole."""
-    vocab = policy.hf.get_output_embeddings().weight.shape[0]
-    return (vocab, vocab // policy.parallel.dims.tp)
 
 
 def train(train_step: TrainStep, experiment: Experiment, tracker: MemoryTracker, policy: Policy) -> None:

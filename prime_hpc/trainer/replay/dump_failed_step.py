@@ -20,10 +20,7 @@ from prime_hpc.trainer.weights.publish import build_publisher
 
 def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
     """Write batch, weights and config of the refused step into `<run>/failed/step_<n>`. Collective.
-
-    Raises:
-        StoreError: the disk is full, or a newer attempt of the run has begun; on every rank.
-    """
+    Raises StoreError: the disk is full, or a newer attempt of the run has begun; on every rank."""
     experiment, step = trainer.experiment, error.step
     kept = RunPaths(trainer.paths.failed_step(step))
     ranks = RankGroup()

@@ -85,10 +85,7 @@ def batches_of(
 
 def train_again(trainer: Trainer, source: RunPaths, start: int, stop: int, metrics: MetricsWriter | None) -> bool:
     """Train steps `start` + 1 .. `stop`; False when a step is refused. Collective.
-
-    Raises:
-        StoreError: a checkpoint or a batch is not whole.
-    """
+    Raises StoreError: a checkpoint or a batch is not whole."""
     progress: dict[str, int] = {}
     if start:
         progress = trainer.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=False))
@@ -113,10 +110,8 @@ def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
     """Train steps `start` + 1 .. `stop` of a run again, one row a step in `scratch`'s metrics. Collective.
 
     Args:
-        run_dir: the run.
         scratch: for what this writes.
         start: checkpoint to begin with; 0: the base model.
-        stop: last step.
 
     Returns:
         False when a step is refused; its row says why.
@@ -129,10 +124,7 @@ def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
 
 def kept_step(kept: RunPaths, scratch: Path) -> bool:
     """Compute a kept step again: prints its metrics or what refuses it, then its worst sequences. Collective.
-
-    Returns:
-        Whether it passes now.
-    """
+    Returns whether it passes now."""
     [step] = list_batches(kept)
     with opened(load_run(kept.root), scratch) as trainer:
         if (adapters := trainer.train_step.policy.adapters) is not None:

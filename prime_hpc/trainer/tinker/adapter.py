@@ -74,15 +74,7 @@ class Adapter:
     """An adapter that holds a slot."""
 
     def __init__(self, base: Base, experiment: Experiment, slot: int, shape: Shape, paths: RunPaths) -> None:
-        """Begin as the base model.
-
-        Args:
-            base: the shared model.
-            experiment: of the service.
-            slot: that it gets.
-            shape: of the adapter; its rank is at most the service's.
-            paths: its directory.
-        """
+        """Begin as the base model. `shape`: of the adapter; its rank is at most the service's."""
         self.slot, self.steps, self._shape = slot, 0, shape
         self._base, self._paths, self._budget = base, paths, experiment.micro_batch_tokens
         self._refusal: str | None = None
@@ -127,10 +119,7 @@ class Adapter:
         self, examples: Sequence[Example], loss_fn: str, bounds: Bounds, *, forward_only: bool
     ) -> PassResult | None:
         """Do a forward pass, and a backward pass whose gradients are added to those that are there.
-
-        Returns:
-            the result on rank 0, None elsewhere.
-        """
+        Returns the result on rank 0, None elsewhere."""
         step, parallel = self._train_step, self._base.policy.parallel
         part = part_of(examples, parallel.data_rank, parallel.dims.num_data_ranks, self._budget)
         batch, collected = step.lay_out(part), Collected([], [])
@@ -162,10 +151,7 @@ class Adapter:
 
     def update(self, adam: AdamStep) -> dict[str, float]:
         """Step the optimizer with the gradients that are there, and drop them; returns metrics.
-
-        Raises:
-            BadRequestError: the gradients are not whole or not finite; weights and optimizer are as before.
-        """
+        Raises BadRequestError: the gradients are not whole or not finite; weights and optimizer are as before."""
         if self._refusal is not None:
             why, self._refusal = self._refusal, None
             raise BadRequestError(f"no step was taken, and the gradients were dropped: {why}")
@@ -200,19 +186,11 @@ class Adapter:
         return bool(self._optimizer.state)
 
     def save(self, number: int) -> None:
-        """Write weights and optimizer as checkpoint `number`.
-
-        Raises:
-            StoreError: disk full, fenced.
-        """
+        """Write weights and optimizer as checkpoint `number`. Raises StoreError: disk full, fenced."""
         self._checkpointer.save(number, progress={"steps": self.steps}, batch_dir=None)
 
     def publish(self, number: int) -> None:
-        """Write the weights for the engines as version `number`.
-
-        Raises:
-            StoreError: disk full, fenced.
-        """
+        """Write the weights for the engines as version `number`. Raises StoreError: disk full, fenced."""
         self._publisher.publish(number)
 
     def load(self, saved: Saved, *, with_optimizer: bool) -> None:

@@ -25,11 +25,7 @@ LINGER_S = 20.0
 
 
 def listen(config: TinkerConfig, run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[socket.socket, str]:
-    """Take the address; returns the socket and the URL for clients.
-
-    Raises:
-        ValueError: it cannot be listened on.
-    """
+    """Take the address; returns the socket and the URL for clients. Raises ValueError: it cannot be listened on."""
     in_job = bool(environ.get(LED))
     network = Network.from_env(environ)
     place = network.place("serving") if in_job and config.host is None else None

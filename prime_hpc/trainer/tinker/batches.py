@@ -77,10 +77,7 @@ class Example:
 
 def check_loss(name: str, config: Mapping[str, float | str]) -> Bounds:
     """Return the bounds of a loss' ratio; none that binds where it has none.
-
-    Raises:
-        BadRequestError: a loss or an option that is not served.
-    """
+    Raises BadRequestError: a loss or an option that is not served."""
     if name not in LOSSES:
         raise BadRequestError(f"loss_fn {name!r} is not served here; there are {', '.join(LOSSES)}")
     known = LOSSES[name].config
@@ -104,9 +101,7 @@ def check_data(data: Sequence[Datum], loss: str, vocab_size: int, most_tokens: i
     """Return the data as examples.
 
     Args:
-        data: of one request.
         loss: of `LOSSES`.
-        vocab_size: of the model.
         most_tokens: of one datum's input and its last target.
 
     Raises:
@@ -165,7 +160,6 @@ def part_of(examples: Sequence[Example], part: int, num_parts: int, budget: int)
     """Return one rank's part of a request's data; every rank computes the same split.
 
     Args:
-        examples: all of it.
         part, num_parts: this rank's place among the parts.
         budget: tokens of one micro-batch.
     """
@@ -246,12 +240,7 @@ def per_example(
     batch: RankBatch, examples: Sequence[Example], collected: Collected
 ) -> dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """Return index of the example -> log pi and loss of its targets, each in their shape.
-
-    Args:
-        batch: whose targets the notes are of.
-        examples: of the whole request.
-        collected: by `summed_loss`.
-    """
+    `batch`: whose targets the notes are of."""
     shapes = [examples[i].targets.shape for i in batch.sample_ids]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
     logprobs, losses = (

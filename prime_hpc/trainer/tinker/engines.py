@@ -134,7 +134,6 @@ class Engines:
     ) -> None:
         """Args:
         urls: of the servers that are known now.
-        key: theirs.
         room: adapters at once in one server.
         max_len: longest prompt and completion together.
         wait_s: how long a request waits for a server that does not answer (it starts, or is started again).
@@ -155,9 +154,7 @@ class Engines:
         """Return the client's answer to a request for samples.
 
         Args:
-            request: what to sample.
             saved: weights; None: the base model's.
-            vocab_size: of the model.
 
         Raises:
             BadRequestError: it cannot be sampled like that.

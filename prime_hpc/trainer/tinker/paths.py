@@ -113,11 +113,7 @@ def tinker_path(model_id: str, kind: Kind, name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return a save's name.
-
-    Raises:
-        BadRequestError: it could be no file's name.
-    """
+    """Return a save's name. Raises BadRequestError: it could be no file's name."""
     if not _NAME.fullmatch(name):
         raise BadRequestError(f"{name!r} names no save: letters, digits and . _ - alone, at most 128")
     return name
@@ -149,11 +145,7 @@ class Shelf:
                 yield f"{session}:train:{number}"
 
     def index(self, model_id: str) -> Index:
-        """Return what is known of an adapter.
-
-        Raises:
-            BadRequestError: there never was one of this id.
-        """
+        """Return what is known of an adapter. Raises BadRequestError: there never was one of this id."""
         path = self.of_model(model_id).root / INDEX
         try:
             found = json.loads(path.read_bytes())
@@ -173,15 +165,8 @@ class Shelf:
         write_atomic(root / INDEX, json.dumps(asdict(index), indent=1), sync_name=True)
 
     def find(self, path: str, kind: Kind | None = None) -> Saved:
-        """Return the save that a path names.
-
-        Args:
-            path: `tinker://...`
-            kind: that it must be of; None: any.
-
-        Raises:
-            BadRequestError: there is none; says what there is.
-        """
+        """Return the save that a path names. `kind`: that it must be of; None: any.
+        Raises BadRequestError: there is none; says what there is."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise BadRequestError(f"{path} is no path of a save: {SCHEME}<adapter>/weights/<name>, or sampler_weights")
@@ -200,10 +185,7 @@ class Shelf:
 
     def change(self, model_id: str, change: Callable[[Index], Index]) -> Index:
         """Replace the index of an adapter by what `change` makes of it; returns the one before.
-
-        Raises:
-            BadRequestError: there never was an adapter of this id.
-        """
+        Raises BadRequestError: there never was an adapter of this id."""
         with self._lock:
             before = self.index(model_id)
             self.write(model_id, change(before))
@@ -227,10 +209,7 @@ class Shelf:
 
     def saved(self, model_id: str) -> list[Saved]:
         """Return all saves of an adapter, those too whose time is over.
-
-        Raises:
-            BadRequestError: there never was an adapter of this id.
-        """
+        Raises BadRequestError: there never was an adapter of this id."""
         index, run = self.index(model_id), self.of_model(model_id)
         return [
             Saved(tinker_path(model_id, kind, name), model_id, kind, name, index.shape, save, run)
@@ -268,10 +247,7 @@ class Shelf:
 
 def expiry(ttl_seconds: int | None) -> float | None:
     """Return the time, in seconds since the epoch, that is so many seconds from now; None for None.
-
-    Raises:
-        BadRequestError: no second at all.
-    """
+    Raises BadRequestError: no second at all."""
     if ttl_seconds is None:
         return None
     if ttl_seconds < 1:
@@ -309,10 +285,7 @@ def as_checkpoint(saved: Saved) -> dict[str, Any]:
 
 def as_training_run(shelf: Shelf, model_id: str) -> dict[str, Any]:
     """Return an adapter as the client lists training runs.
-
-    Raises:
-        BadRequestError: there never was an adapter of this id.
-    """
+    Raises BadRequestError: there never was an adapter of this id."""
     shape, saves = shelf.index(model_id).shape, newest_first(shelf.saved(model_id))
     touched = (shelf.of_model(model_id).root / INDEX).stat().st_mtime
     last = {kind: next((as_checkpoint(saved) for saved in saves if saved.kind == kind), None) for kind in KINDS}

@@ -187,21 +187,14 @@ _ADAM: Mapping[str, tuple[float, float, float]] = {
 
 
 def kept(request: SaveWeights | SaveForSampler) -> dict[str, Any]:
-    """Return what is noted beside a save.
-
-    Raises:
-        BadRequestError: it is to be kept for no time at all.
-    """
+    """Return what is noted beside a save. Raises BadRequestError: it is to be kept for no time at all."""
     expiry(request.ttl_seconds)  # refused before anything is written
     return {"user_metadata": request.user_metadata, "ttl_seconds": request.ttl_seconds}
 
 
 def adam_step(request: OptimStep) -> AdamStep:
     """Return the parameters of a step.
-
-    Raises:
-        BadRequestError: one is no number, not finite or out of its range; or another optimizer's.
-    """
+    Raises BadRequestError: one is no number, not finite or out of its range; or another optimizer's."""
     stated = request.adam_params
     if stated is None:
         kind = (request.optimizer_params or {}).get("type", "none")

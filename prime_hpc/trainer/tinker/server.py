@@ -49,10 +49,7 @@ class Server:
         vocab_size: int,
     ) -> None:
         """Take the port and the key; `shelf` is the one that the ranks' loop writes on.
-
-        Raises:
-            ValueError: the address cannot be listened on, or the key's file is not the user's alone.
-        """
+        Raises ValueError: the address cannot be listened on, or the key's file is not the user's alone."""
         config = experiment.trainer.tinker
         assert config is not None
         self._run_dir, self._incarnation = context.run_dir.absolute(), context.incarnation
@@ -132,10 +129,7 @@ class Server:
 
 def own_key(path: Path) -> str:
     """Return the service's key: the one in the file, else a new one, which is written there.
-
-    Raises:
-        ValueError: the file is not the user's alone, or holds something else.
-    """
+    Raises ValueError: the file is not the user's alone, or holds something else."""
     try:
         descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:

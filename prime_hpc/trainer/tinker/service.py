@@ -109,11 +109,7 @@ class Service:
         return {"type": "create_session", "session_id": session_id, "info_message": info}
 
     def heartbeat(self, session_id: str) -> None:
-        """Note that a client lives.
-
-        Raises:
-            GoneError: no such session.
-        """
+        """Note that a client lives. Raises GoneError: no such session."""
         self._session(session_id).seen = time.monotonic()
 
     def finish(self, session_id: str) -> None:
@@ -273,11 +269,7 @@ class Service:
         return line is not None
 
     def info(self, model_id: str) -> dict[str, Any]:
-        """Say of an adapter what its client asks.
-
-        Raises:
-            GoneError: there is none.
-        """
+        """Say of an adapter what its client asks. Raises GoneError: there is none."""
         self._line(model_id)
         shape = self._models.get(model_id)
         if shape is None:
@@ -463,10 +455,7 @@ class Service:
 
     async def result(self, request_id: str, wait_s: float) -> Future | None:
         """Return a future that has its result; None after so many seconds without one.
-
-        Raises:
-            GoneError: there is no such request.
-        """
+        Raises GoneError: there is no such request."""
         future = self._futures.get(request_id)
         if future is None:
             raise GoneError(

@@ -115,11 +115,7 @@ MESSAGES = _classes()
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Read a request.
-
-    Raises:
-        BadWireError: it is no such message, or a tensor in it is no tensor.
-    """
+    """Read a request. Raises BadWireError: it is no such message, or a tensor in it is no tensor."""
     message = MESSAGES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
@@ -211,7 +207,6 @@ def write_samples(
     """Return the answer to a request for samples.
 
     Args:
-        sequences: the samples.
         prompt_logprobs: [L] of the prompt's tokens, NaN where there is none; None: not asked for.
         prompt_top: [L] the likeliest tokens at each of them; None: not asked for.
     """

@@ -234,10 +234,7 @@ def run_tinker(
     experiment: Experiment, context: RoleContext, device: torch.device, bus: BusClient, status: Status
 ) -> None:
     """Serve until told to stop. Collective.
-
-    Raises:
-        ValueError: the model cannot be loaded, or the address cannot be listened on.
-    """
+    Raises ValueError: the model cannot be loaded, or the address cannot be listened on."""
     worker = Worker(experiment, context, device, bus, status)
     freeze_gc()
     worker.run()

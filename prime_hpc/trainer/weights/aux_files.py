@@ -21,20 +21,13 @@ class AuxFiles:
     """The files of one publisher."""
 
     def __init__(self, sources: Mapping[str, Content]) -> None:
-        """Args:
-        sources: by name in a version.
-        """
         self._sources = dict(sources)
         self._entries: dict[str, FileEntry] = {}
         self._last: Path | None = None
         """The version whose files can be linked."""
 
     def put(self, stage: Path) -> dict[str, FileEntry]:
-        """Put the files into a version's stage; their entries.
-
-        Raises:
-            StoreError: disk full, not writable.
-        """
+        """Put the files into a version's stage; their entries. Raises StoreError: disk full, not writable."""
         return {name: self._linked(name, stage) or self._written(name, stage) for name in self._sources}
 
     def committed(self, version: Path) -> None:

@@ -96,8 +96,7 @@ class Gathering:
     @torch.no_grad()
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Box, torch.Tensor]]:
         """Return what this rank owns: index of the tensor among those wanted, place of the rows, and their values on
-        the device, in the dtype that is wanted. Collective: every rank takes all of them.
-        """
+        the device, in the dtype that is wanted. Collective: every rank takes all of them."""
         for buckets in self._rounds:
             received = self._exchange(buckets, tensors)
             for rows in buckets[self._rank]:

@@ -39,10 +39,8 @@ def peft_config(config: LoraConfig, modules: list[str], linears: list[str], base
     """Fields of adapter_config.json.
 
     Args:
-        config: rank and scale.
         modules: full names of the adapted modules.
         linears: full names of all linear modules.
-        base: name or directory of the base model.
     """
     names = sorted({m.rsplit(".", 1)[-1] for m in modules})
     everywhere = {m for m in linears if m.rsplit(".", 1)[-1] in names} == set(modules)
@@ -62,11 +60,7 @@ def peft_config(config: LoraConfig, modules: list[str], linears: list[str], base
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter under PEFT's names.
-
-    Raises:
-        ValueError: the folder holds no adapter.
-    """
+    """Tensors of an adapter under PEFT's names. Raises ValueError: the folder holds no adapter."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder} holds no adapter: {WEIGHTS_FILE} is missing")
     return load_file(folder / WEIGHTS_FILE)
@@ -94,9 +88,6 @@ class AdapterPublisher:
     ) -> None:
         """Args:
         policy: with adapters.
-        source: directory of the base model (tokenizer).
-        paths: the run.
-        incarnation: number of the run's attempt.
         model_name: the base model's, for the manifest and for PEFT.
         slot: whose adapter.
         chat_template: what the run trains with, in the place of the base model's.
@@ -114,14 +105,8 @@ class AdapterPublisher:
         self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source), **own})
 
     def publish(self, version: int) -> Manifest | None:
-        """Write and commit `weights/step_<version>`.
-
-        Returns:
-            the manifest on rank 0, None elsewhere.
-
-        Raises:
-            StoreError: disk full, fenced, or other content has this name; on every rank.
-        """
+        """Write and commit `weights/step_<version>`. Returns the manifest on rank 0, None elsewhere.
+        Raises StoreError: disk full, fenced, or other content has this name; on every rank."""
         tensors = self._adapters.weights(self._slot)
         manifest = self._ranks.from_first(lambda: self._write(version, tensors))
         return manifest if self._ranks.rank == 0 else None

@@ -40,11 +40,7 @@ def adapter_scale(config: Mapping[str, Any]) -> float:
 
 
 def merged_weight(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale B A, computed in float32, in W's dtype.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
+    """W + scale B A, computed in float32, in W's dtype. Raises ValueError: the shapes do not fit."""
     if base.shape != (b.shape[0], a.shape[1]):
         raise ValueError(f"the base is {list(base.shape)}, the adapter {[b.shape[0], a.shape[1]]}")
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)

@@ -120,12 +120,8 @@ class Publisher:
         chat_template: str | None = None,
     ) -> None:
         """Args:
-        policy: sharded model.
         source: directory of the model that training began with (config, tokenizer).
-        paths: the run.
         dtype: floating-point dtype of the published weights.
-        incarnation: number of the run's attempt.
-        model_name: for the manifest.
         weights: names the transport; default: whole files.
         is_kept: versions that stay for as long as the run, by its config.
         chat_template: what the run trains with, in the place of the source's.
@@ -156,7 +152,6 @@ class Publisher:
         """Make a version of what all ranks write.
 
         Args:
-            version: its number.
             blocks: as `blocks` has them, or copies.
             ranks: over which they talk about it.
 
@@ -239,10 +234,7 @@ class Publisher:
         self, version: int, form: VersionForm, sealed: Sequence[Sealed], aux_files: Mapping[str, FileEntry]
     ) -> Manifest:
         """On rank 0: give a version its name, from what each rank sealed.
-
-        Raises:
-            StoreError: disk full, fenced, or other content has this name.
-        """
+        Raises StoreError: disk full, fenced, or other content has this name."""
         final = self.paths.weights_step(version)
         parts = [*(entries for entries, _ in sealed), aux_files]
         dtype = str(self._dtype).removeprefix("torch.")

@@ -52,14 +52,7 @@ def build_beside(
     publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce
 ) -> "BesidePublisher | None":
     """Build what writes a publisher's versions beside the training; None where it should not, or they are small
-    (adapters).
-
-    Args:
-        publisher: of the run.
-        wanted: `trainer.publish_beside`.
-        device: this rank's.
-        announce: see `BesidePublisher`.
-    """
+    (adapters). `wanted`: `trainer.publish_beside`."""
     if not isinstance(publisher, Publisher) or not (device.type == "cuda" if wanted is None else wanted):
         return None
     return BesidePublisher(publisher, announce, TIMEOUT_S)
@@ -89,10 +82,7 @@ class BesidePublisher:
 
     def begin(self, version: int) -> None:
         """Begin `weights/step_<version>`; returns when the state may change.
-
-        Raises:
-            StoreError: the version before it failed; or this one, where there is no room for a copy.
-        """
+        Raises StoreError: the version before it failed; or this one, where there is no room for a copy."""
         self.finish()
         if self._room is None and not self._lacks_room:
             self._take_room()
@@ -107,11 +97,7 @@ class BesidePublisher:
         thread.start()
 
     def finish(self) -> None:
-        """Wait for the version under way, if any.
-
-        Raises:
-            StoreError: it failed on some rank, or took too long.
-        """
+        """Wait for the version under way, if any. Raises StoreError: it failed on some rank, or took too long."""
         pending = self._pending
         if pending is None:
             return

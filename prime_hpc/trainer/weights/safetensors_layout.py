@@ -56,10 +56,7 @@ def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 def header(specs: Sequence[TensorSpec]) -> bytes:
     """Return the beginning of a file that holds these tensors in this order.
-
-    Raises:
-        ValueError: a dtype that the format does not know.
-    """
+    Raises ValueError: a dtype that the format does not know."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for spec in specs:
@@ -77,11 +74,7 @@ class SafetensorsLayout:
     """The layout of a file that holds these tensors in this order."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        """Check the arguments.
-
-        Raises:
-        ValueError: a dtype that the format does not know.
-        """
+        """Check the arguments. Raises ValueError: a dtype that the format does not know."""
         self.specs = {spec.name: spec for spec in specs}
         self.header = header(specs)
         self._offsets: dict[str, int] = {}

@@ -125,11 +125,7 @@ class VersionPlan:
 
     def blocks(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Block]:
         """Return what this rank writes, in the same blocks for every version. Collective: every rank takes all of its
-        own.
-
-        Args:
-            tensors: the model's, sharded or not.
-        """
+        own. `tensors`: the model's, sharded or not."""
         for file, name, cuts in self._own_cuts(tensors):
             local = tensors[name]
             with torch.no_grad():  # else a part of a sharded tensor is a computation of its own
@@ -159,12 +155,7 @@ class VersionPlan:
 
     def _cuts(self, file: VersionFile, name: str, box: Box) -> list[_Cut]:
         """Return the places in a file of a part of one of the model's tensors.
-
-        Args:
-            file: in which the tensor stands.
-            name: of the tensor.
-            box: place of the part in the tensor.
-        """
+        `box`: place of the part in the tensor."""
         found = []
         for piece in self._stored[name]:
             part = piece.within(box)

@@ -31,7 +31,6 @@ def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
     """Open the store of a group that is to be: it, and its port.
 
     Args:
-        host: address of this node.
         network: names the ports that may be taken.
 
     Raises:
@@ -52,11 +51,7 @@ def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
 
 
 def connect(host: str, port: int) -> "dist.TCPStore":
-    """Reach the store of a sender.
-
-    Raises:
-        RuntimeError: torch's own, where nobody answers.
-    """
+    """Reach the store of a sender. Raises RuntimeError: torch's own, where nobody answers."""
     timeout = datetime.timedelta(seconds=JOIN_S)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
@@ -70,12 +65,10 @@ class Group:
         """Come to the group; `connect` it before anything is sent.
 
         Args:
-            store: of the sender.
             name: of the group, below which it is written there.
             rank, size: 0 is the sender.
             backend: `gloo` or `nccl`.
             peer: an address of the other side, to which this node's own way leads.
-            device: of the tensors.
         """
         self.device = device if backend == "nccl" else torch.device("cpu")
         prefixed = dist.PrefixStore(name, store)
@@ -113,11 +106,7 @@ class Group:
             raise
 
     def broadcast(self, values: torch.Tensor) -> None:
-        """Send to all, or receive; returns when it is done.
-
-        Args:
-            values: contiguous, of `device`.
-        """
+        """Send to all, or receive; returns when it is done. `values`: contiguous, of `device`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = datetime.timedelta(seconds=BUCKET_S)

@@ -48,10 +48,7 @@ class Sent:
 
 def sent_of(manifest: Manifest) -> Sent | None:
     """Return how a version can be had over the network; None where it cannot.
-
-    Raises:
-        StoreError: the manifest says something else there.
-    """
+    Raises StoreError: the manifest says something else there."""
     said = manifest.meta.get(KEY)
     if said is None:
         return None
@@ -77,10 +74,7 @@ class Entry:
 
 def read_layout(path: Path) -> list[Entry]:
     """Return the tensors of a safetensors file, or of the header of one, in their order.
-
-    Raises:
-        StoreError: it cannot be read, or is no such header.
-    """
+    Raises StoreError: it cannot be read, or is no such header."""
     try:
         with path.open("rb") as handle:
             return read_header(handle, str(path))
@@ -90,10 +84,7 @@ def read_layout(path: Path) -> list[Entry]:
 
 def read_header(handle: BinaryIO, where: str) -> list[Entry]:
     """Return the tensors that a safetensors header names, in their order; `where` it is, for messages.
-
-    Raises:
-        StoreError: it is no such header.
-    """
+    Raises StoreError: it is no such header."""
     try:
         length = int.from_bytes(handle.read(8), "little")
         if length > _MAX_HEADER:

@@ -16,11 +16,7 @@ class NoFilesReceiver:
     """For readers of files: a version that has none."""
 
     def fetch(self, folder: Path) -> Path:
-        """Refuse.
-
-        Raises:
-            StoreError: always.
-        """
+        """Refuse. Raises StoreError: always."""
         raise StoreError(
             f"{folder} holds no weights: it went to the engines over the network; whole versions come every "
             "weights.whole_interval versions, with every checkpoint and at the end"
@@ -35,11 +31,7 @@ class NetworkTransport:
     gathers: bool = True
 
     def sender(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int) -> Sender:
-        """Return what keeps an image and sends it.
-
-        Raises:
-            ValueError: `nccl` without a GPU.
-        """
+        """Return what keeps an image and sends it. Raises ValueError: `nccl` without a GPU."""
         if self.backend == "nccl" and not torch.cuda.is_available():
             raise ValueError("weights.transport = nccl, but the trainer has no GPU; use gloo, or files")
         return NetworkSender(config, files, rank, self.backend)

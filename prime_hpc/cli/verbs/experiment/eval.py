@@ -27,10 +27,7 @@ def run(argv: list[str], program: str) -> int:
 
 def run_alone(argv: list[str], program: str, kind: str) -> int:
     """Run a job without a trainer (`eval`, `synthesize`); returns the exit code.
-
-    Raises:
-        ConfigError: as the config is wrong.
-    """
+    Raises ConfigError: as the config is wrong."""
     given = parse(kind, argv)
     loaded = load(given.words, kind, program)
     says_where = ("inference", f"{kind}.client")  # keys that say which servers are meant

@@ -96,7 +96,6 @@ def plan_replay(run_dir: Path, steps: str | None, start: int | None, num_ranks: 
     """Find the steps that can be trained again, and from where.
 
     Args:
-        run_dir: the run.
         steps: `A:B`, `A:`, `:B` or `A`; None: all that were recorded.
         start: checkpoint to begin with, 0 for the base model; None: the nearest one below.
         num_ranks: default the run's.

@@ -1,6 +1,5 @@
 """Facts that the live view draws, read from the ends of a run's files: as much work for a run of ten million steps as
-for one of ten.
-"""
+for one of ten."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -68,11 +67,7 @@ class LiveRuns:
 
 
 def read_run(path: Path, ask: Ask) -> LiveRun:
-    """Read one run.
-
-    Raises:
-        RunGoneError: its directory is not there any more.
-    """
+    """Read one run. Raises RunGoneError: its directory is not there any more."""
     if not path.is_dir():
         raise RunGoneError(f"{path} is not there any more: the run was deleted or renamed")
     kind = line_of(path / RUN_YAML, "kind: ") or "rl"

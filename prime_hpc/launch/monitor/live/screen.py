@@ -134,13 +134,8 @@ def page_of(reader: Reader[T], view: View[T], console: Console) -> RenderableTyp
 
 def watch(view: View[T], ask: Ask, console: Console | None = None) -> int:
     """Show the view until it is over or Ctrl-C; its last page stays on the terminal.
-
-    Returns:
-        0; 2 where what is looked at is gone.
-
-    Raises:
-        ConfigError: there is no such run.
-    """
+    Returns 0; 2 where what is looked at is gone.
+    Raises ConfigError: there is no such run."""
     console = console or Console()
     reader = Reader(view, ask)
     reader.start()

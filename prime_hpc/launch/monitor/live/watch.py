@@ -20,9 +20,7 @@ def watch_run_or_folder(find: Callable[[], Meant], ask: Ask, limit: int | None, 
 
     Args:
         find: says what is meant; called by the thread that reads, for the file system may hang here already.
-        ask: of Slurm.
         limit: of a folder, at most so many runs that are over.
-        console: the terminal.
 
     Raises:
         ConfigError: there is no such run.
