@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.forked import WORKER_SERVER
+
 # No test fails for being slow (several run at once, on machines of any load), nor by luck: the draws are the same each
 # time, unless PRIME_HPC_TEST_DRAWS=new looks for more.
 settings.register_profile("tests", deadline=None, derandomize=os.environ.get("PRIME_HPC_TEST_DRAWS") != "new")
@@ -23,8 +25,6 @@ settings.load_profile("tests")
 OWN_CLUSTERS = ("tests/slurm/test_stalls.py", "tests/slurm/test_suites.py")
 FIRST_CLUSTER = ("tests/slurm/test_jobs.py", "tests/slurm/test_submit.py", "tests/slurm/test_shell.py")
 """About as long as all other files of tests/slurm, which share the second one: they mostly wait."""
-WORKER_SERVER = "PRIME_HPC_TEST_WORKER_SERVER"
-"""Names the socket of the process whose forks pytest's workers are (see `tests/support/worker_server.py`)."""
 EXHAUSTIVE_TIMEOUT_S = 900
 """They are long, and are run beside others; what hangs is still found."""
 LONGEST_FIRST = ("gpu", "slurm", "integration", "faults", "proofs", "unit")

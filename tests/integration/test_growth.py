@@ -3,27 +3,31 @@
 Where something does, the failure names the attribute. See `tests.support.growth`.
 """
 
-import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs import rendering
-from prime_hpc.envs.patches import lookups
-from prime_hpc.observe.console import Console
-from tests.integration.test_supervisor import role, supervise
 from tests.integration.test_trainer import run_trainer, write_batches, write_run
-from tests.support.env_world import World as EnvWorld
-from tests.support.growth import VARIABLE, Growth
+from tests.support import forked
+from tests.support.growth import STEPS, VARIABLE
 from tests.support.orchestrator_world import World, make_experiment
+from tests.support.runs import ENVIRONMENT
 from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
-STEPS = [20, 40, 60]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_processes() -> Iterator[None]:
+    """Forks of a server that holds no test: a look goes through all that there is, of thousands of tests a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(forked.WORKER_SERVER, raising=False)
+        patch.setattr(forked, "_running", [])
+        yield
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -64,34 +68,17 @@ def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(found.read_text()) == []
 
 
-def test_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    growth, shown = Growth(STEPS), Console._show_step
-
-    def show(console: Console, row: dict[str, Any]) -> None:
-        shown(console, row)
-        growth.look(row["step"])
-
-    monkeypatch.setattr(Console, "_show_step", show)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    trainer = role("trainer", run_dir, "ready", f"train:{STEPS[-1]}", "done")
-    code, _ = supervise(run_dir, [role("orchestrator", run_dir, "ready", "done"), trainer])
-    assert code == 0 and growth.found == []
+def test_a_supervisor(tmp_path: Path) -> None:
+    assert alone("a_supervisor", tmp_path / "run") == []
 
 
-def test_environments(world: EnvWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments(tokenizer_dir: Path) -> None:
     """The code that plays episodes, in the orchestrator's process or a worker's; a step is sixteen of them."""
-    for module, name in ((rendering, "MAX_TEXTS"), (rendering, "CACHE_PROMPTS"), (lookups, "MAX_DECODED")):
-        monkeypatch.setattr(module, name, 16)
-    growth = Growth([10, 30, 50])
+    assert alone("environments", tokenizer_dir) == []
 
-    async def play() -> None:
-        async with world.pool(EnvConfig(id="reverse-text", args={"num_tasks": 64})) as pool:
-            for step in range(1, 51):
-                await asyncio.gather(*(pool.run_episode(0, (16 * step + i) % 64) for i in range(16)))
-                world.server.requests.clear()
-                world.server.headers.clear()
-                growth.look(step)
 
-    asyncio.run(play())
-    assert growth.found == []
+def alone(name: str, folder: Path) -> Any:
+    """What a function of `tests.support.growth_alone` finds, in a process of its own."""
+    done = forked.run(["tests.support.growth_alone", name, str(folder)], env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -22,7 +22,8 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0
-
+WORKER_SERVER = "PRIME_HPC_TEST_WORKER_SERVER"
+"""Names the socket of the process whose forks pytest's workers are (see `tests/support/worker_server.py`)."""
 
 _running: list[tuple["subprocess.Popen[bytes]", Path]] = []
 """This process's server, and its socket."""
@@ -39,7 +40,7 @@ def _server() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fork-", dir="/tmp"))  # socket paths must stay short
     path = folder / "s"
     log = (folder / "log").open("wb")
-    ready = os.environ.get("PRIME_HPC_TEST_WORKER_SERVER")  # has imported everything: a fork of it begins at once
+    ready = os.environ.get(WORKER_SERVER)  # has imported everything: a fork of it begins at once
     start = [str(ROOT / "tests/support/worker_start.py"), ready] if ready else []
     process = subprocess.Popen(
         [sys.executable, *start, "-m", "tests.support.fork_server", str(path)],

@@ -16,6 +16,8 @@ from typing import Any
 VARIABLE = "PRIME_HPC_GROWTH"
 CONTAINERS = (dict, list, set, deque)
 LOOKS = 3
+STEPS = [20, 40, 60]
+"""When a role is looked at."""
 
 
 def limit_caches(most: int = 16) -> None:

@@ -1,7 +1,8 @@
-"""Trainer ranks that publish a small sharded model over the network, told what to do over pipes."""
+"""Trainer ranks that publish a small sharded model over the network, told what to do over sockets."""
 
-import multiprocessing
 import os
+import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -21,11 +22,12 @@ from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
+from tests.support.ranks import started
 
 ANSWER_S = 120.0
 
 
-def work(rank: int, num_ranks: int, base: Path, root: Path, dtype: torch.dtype, bus: str, pipe: Connection) -> None:
+def work(rank: int, num_ranks: int, base: Path, root: Path, dtype: torch.dtype, bus: str, address: str) -> None:
     """One rank: `change` the weights; `publish` a version over the network, and whole files of it beside; `die`, when
     asked to send."""
     torch.set_num_threads(1)
@@ -52,6 +54,10 @@ def work(rank: int, num_ranks: int, base: Path, root: Path, dtype: torch.dtype, 
         for name, transport in (("run", "gloo"), ("whole", "files"))
     }
     generator = torch.Generator().manual_seed(rank)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    pipe = Connection(connection.detach())
+    pipe.send(rank)
     while (said := pipe.recv()) is not None:
         if said[0] == "publish":
             for tensor in tensors.values():
@@ -69,8 +75,8 @@ def work(rank: int, num_ranks: int, base: Path, root: Path, dtype: torch.dtype, 
 class Ranks:
     """The ranks of a test."""
 
-    def __init__(self, pipes: list[Connection], processes: list[Any]) -> None:
-        self.pipes, self.processes = pipes, processes
+    def __init__(self, pipes: list[Connection]) -> None:
+        self.pipes = pipes
 
     def tell(self, *words: Any, ranks: list[int] | None = None) -> None:
         """Have ranks (default: all) do something; returns when they have."""
@@ -86,17 +92,16 @@ class Ranks:
 def network_ranks(num_ranks: int, base: Path, root: Path, dtype: torch.dtype, bus: str) -> Iterator[Ranks]:
     """Run ranks that publish `run` over the network and `whole` as files, in `root`."""
     root.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(rank, num_ranks, base, root, dtype, bus, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        yield Ranks(pipes, processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(30)
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/s"  # socket paths must stay short
+        listener.bind(address)
+        listener.listen(num_ranks)
+        listener.settimeout(ANSWER_S)
+        with started(work, (num_ranks, base, root, dtype, bus, address), num_ranks):
+            pipes: dict[int, Connection] = {}
+            while len(pipes) < num_ranks:
+                connection, _ = listener.accept()
+                connection.setblocking(True)
+                pipe = Connection(connection.detach())
+                pipes[pipe.recv()] = pipe
+            yield Ranks([pipes[rank] for rank in range(num_ranks)])

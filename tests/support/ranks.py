@@ -9,7 +9,8 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,33 @@ from tests.support.forked import ForkedProcess
 LIMIT_S = 280.0
 
 
-def spawn(work: Callable[..., None], args: Sequence[Any], nprocs: int, limit_s: float = LIMIT_S) -> None:
-    """`work(rank, *args)` on every rank. Raises AssertionError with what the first rank that failed said."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        file = Path(folder) / "work"
-        file.write_bytes(pickle.dumps((work.__module__, work.__qualname__, tuple(args))))
-        processes = []
-        for rank in range(nprocs):
-            with (Path(folder) / f"log{rank}").open("wb") as log:
-                command = ["tests.support.ranks", str(file), str(rank)]
-                processes.append(ForkedProcess(command, env=os.environ, stdout=log, stderr=log))
+@contextmanager
+def started(work: Callable[..., None], args: Sequence[Any], nprocs: int) -> Iterator[tuple[list[ForkedProcess], Path]]:
+    """`work(rank, *args)` on every rank, until the block ends: the processes, and where they say something (`log0`)."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder, processes = Path(name), list[ForkedProcess]()
+        (folder / "work").write_bytes(pickle.dumps((work.__module__, work.__qualname__, tuple(args))))
         try:
-            deadline = time.monotonic() + limit_s
-            while None in (codes := [process.poll() for process in processes]) and not any(codes):
-                assert time.monotonic() < deadline, f"ranks still run after {limit_s:g} s"
-                time.sleep(0.02)
-            for rank, code in enumerate(codes):
-                assert not code, f"rank {rank}: {code}\n{(Path(folder) / f'log{rank}').read_text()[-6000:]}"
+            for rank in range(nprocs):
+                with (folder / f"log{rank}").open("wb") as log:
+                    command = ["tests.support.ranks", str(folder / "work"), str(rank)]
+                    processes.append(ForkedProcess(command, env=os.environ, stdout=log, stderr=log))
+            yield processes, folder
         finally:
             for process in processes:
                 process.kill()
                 process.wait(30)
+
+
+def spawn(work: Callable[..., None], args: Sequence[Any], nprocs: int, limit_s: float = LIMIT_S) -> None:
+    """`work(rank, *args)` on every rank. Raises AssertionError with what the first rank that failed said."""
+    with started(work, args, nprocs) as (processes, folder):
+        deadline = time.monotonic() + limit_s
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            assert time.monotonic() < deadline, f"ranks still run after {limit_s:g} s"
+            time.sleep(0.02)
+        for rank, code in enumerate(codes):
+            assert not code, f"rank {rank}: {code}\n{(folder / f'log{rank}').read_text()[-6000:]}"
 
 
 def main(file: str, rank: str) -> None:
