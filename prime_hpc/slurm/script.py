@@ -96,6 +96,7 @@ def render_job(
         "",
         *(["# shellcheck disable=SC2016 # values are literal"] if literal else []),
         "set -euo pipefail",
+        "trap '' USR1 # Slurm's warning: while the supervisor does not listen (yet), it ends nothing",
         *body,
     ]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Causes of a job's end as Slurm knows them: which nodes are lost, and what a SIGTERM inside a job means.
 
 `supervisor.attempt` asks while the job is being ended, the next attempt asks again. Every question has a short
-deadline; where Slurm does not answer, the answer is that the reason is unknown.
+deadline; where Slurm does not answer, the answer is that the reason is unknown, or of a job that runs on: ask again.
 """
 
 import re
@@ -17,6 +17,8 @@ from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.times import parse_time
 
 END_TIMEOUT_S = 5.0
+GRACE_TIMEOUT_S = 15.0
+"""Of questions about a job that runs on: a controller that preempts many answers late, and there is time."""
 LIMIT_SLACK_S = 15.0
 """Slurm ends a job up to so long after (and its clock may be so far before) the time limit."""
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
@@ -80,7 +82,11 @@ def parse_words(added: str) -> str | None:
 
 
 def granted_until(job_id: str) -> float | None:
-    """EndTime of the running job: a preemption with grace moves it. None where it is unknown or the job is ending."""
+    """EndTime of the running job: a preemption with grace moves it. None where the job is ending.
+
+    Raises:
+        SlurmError: nobody answers now.
+    """
     return first_end(part for part in _of_running(job_id) if not _is_over(part))
 
 
@@ -91,6 +97,9 @@ def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequenc
 
     Args:
         began: of this attempt, epoch seconds.
+
+    Raises:
+        SlurmError: nobody answers now.
     """
     over = [part for part in _of_running(job_id) if _is_over(part) and part.restarts <= restarts]
     if not over or lost_hosts(hosts, began):
@@ -101,8 +110,10 @@ def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequenc
 def _of_running(job_id: str) -> list[ShownJob]:
     """Return a job's components, the leader first; none where that does not run."""
     try:
-        parts = show_job(job_id, END_TIMEOUT_S)
+        parts = show_job(job_id, GRACE_TIMEOUT_S)
     except SlurmError as error:
+        if error.is_unreachable:
+            raise
         logger.debug(f"the job's end is unknown: {error}")
         return []
     return parts if parts[0].state == "RUNNING" else []

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ from loguru import logger
 
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.termination import JobLog, cancelled_component, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.errors import StoreError
@@ -159,7 +161,9 @@ class Controls:
     def was_stopped(self, seconds: float) -> None:
         """Move the end by the time that the job was suspended, as Slurm has: it did not count."""
         if self._allocation is not None and self._limit is not None and self._limit.ends_at is not None:
-            end = granted_until(self._allocation.job_id)
+            end = None
+            with suppress(SlurmError):
+                end = granted_until(self._allocation.job_id)
             self._limit.ends_at = end if end is not None else self._limit.ends_at + seconds
             logger.info(f"the job's time limit is {self._limit.ends_at - time.time():.0f} s away")
 
@@ -172,11 +176,8 @@ class Controls:
         if time.monotonic() < self._next_look:
             return None
         self._next_look, now = time.monotonic() + LOOK_S, time.time()
-        if self._warned:
-            request = self._of_grace(now)
-            if request is not None:
-                return request
-            self._warned = False
+        if self._warned and (request := self._of_grace(now)) is not None:
+            return request
         return self._of_files() or self._of_limit(now)
 
     def cancelled(self, outcome: str | None = None) -> StopRequest | None:
@@ -298,12 +299,18 @@ class Controls:
         job = self._allocation
         if job is not None and not job.by_slurm:
             return StopRequest("a pod of the run is told to end", "preempted", 0, True, self._budget())
-        if job is not None and job.is_het and (self._ends_at is None or now < self._ends_at - LIMIT_MARGIN_S):
-            gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
-            if gone is not None:
-                return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
-        end = granted_until(job.job_id) if job is not None else None
+        end = None
+        try:
+            if job is not None and job.is_het and (self._ends_at is None or now < self._ends_at - LIMIT_MARGIN_S):
+                gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
+                if gone is not None:
+                    return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
+            end = granted_until(job.job_id) if job is not None else None
+        except SlurmError as error:
+            logger.warning(f"whether the job is preempted, with a grace time, is asked again: {error}")
+            return None
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
+            self._warned = False
             return None
         reason = f"preempted, with {end - now:.0f} s of grace"
         return StopRequest(reason, "preempted", 0, True, max(5.0, end - now))

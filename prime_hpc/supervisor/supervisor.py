@@ -372,6 +372,7 @@ class Supervisor:
         others = any(r.state == "ready" for r in self._led.roles if r.spec.name == role.spec.name and r is not role)
         if not can_go_on or not others:
             self._kill_and_log(role, cause, hosts)
+            self._let_trainer_save(role)
             raise Ended(1, cause, outcome)
         self._led.hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
         self._led.kill(role)
@@ -399,20 +400,25 @@ class Supervisor:
             self._begin(role)
             return
         self._kill_and_log(role, cause)
-        if self._ready_at is not None:
-            needs_s, left_s, many = self._console.needs_s(), self._controls.time_left_s, self._children is not None
-            self._save_first.ask(self._led.roles, role, needs_s, left_s, self._led.pulse, self._is_over, many=many)
+        self._let_trainer_save(role)
         raise Ended(1, cause, permanent=permanent)
+
+    def _let_trainer_save(self, ended: Role) -> None:
+        if self._ready_at is None:
+            return
+        needs_s, left_s, many = self._console.needs_s(), self._controls.time_left_s, self._children is not None
+        self._save_first.ask(self._led.roles, ended, needs_s, left_s, self._led.pulse, self._cannot_save, many=many)
 
     def _is_done_with(self, role: Role) -> bool:
         if self._stop is not None and (role.is_server or role.has_reported("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
         return role.state == "done"
 
-    def _is_over(self) -> bool:
-        """Return whether the attempt has no time to save anything."""
-        request = self._controls.poll()
-        return self._fence.is_fenced or (request is not None and not request.save)
+    def _cannot_save(self) -> bool:
+        """Return whether the attempt has no time to save anything, or a trainer no more all of its nodes."""
+        request, silence_s = self._controls.poll(), self._experiment.slurm.restart.node_timeout_s
+        is_lost = any(role.spec.name == "trainer" and role.lost_hosts(silence_s) for role in self._led.roles)
+        return is_lost or self._fence.is_fenced or (request is not None and not request.save)
 
     def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
         """End a role without which the attempt is over. Raises Ended where somebody had asked for its end."""

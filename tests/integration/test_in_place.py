@@ -139,6 +139,18 @@ def test_a_spare_node_takes_the_place_of_the_trainers_lost_one(start: Callable[.
     assert second["nodes"] == {"inference[0]": ["n2"], "trainer": ["n3"]}
 
 
+def test_a_trainer_that_is_well_saves_before_the_loss_of_another_node_ends_the_attempt(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    job = start([f"saves:{saved}", "beat:0.5", "ready", "sleep:600"])
+    job.let_go()
+    for process in job.processes("prime_hpc.supervisor.agent", str(job.dir), "inference[0]"):
+        os.kill(process.pid, signal.SIGSTOP)  # its node says nothing any more
+    (only,) = job.ended()
+    assert (only["outcome"], only["lost_nodes"]) == ("node_lost", ["n2"]) and saved.exists(), job.said()
+
+
 def crash_once(start: Callable[..., Job], folder: Path, *orchestrator: str) -> tuple[Job, list[float], list[float]]:
     """An RL job whose trainer crashes once: the job, and when its orchestrator's processes began before and after."""
     over = folder / "over"

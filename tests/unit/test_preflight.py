@@ -172,6 +172,16 @@ def test_a_step_that_has_to_wait_is_no_fault_of_a_single_node(tmp_path: Path) ->
     assert set(checkup.nodes_at_fault(silent)) == {"n1"}
 
 
+@pytest.mark.parametrize(
+    ("because", "blamed"), [("", set()), ("DUE to SIGNAL Terminated ", set()), ("DUE TO NODE FAILURE, SEE ", {"n1"})]
+)
+def test_a_step_that_slurm_has_ended_is_no_fault_of_its_node(tmp_path: Path, because: str, blamed: set[str]) -> None:
+    """Where a preemption's grace time begins, all steps get SIGTERM: the node was kept from every run for a week."""
+    words = f"slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-28T11:23:37 {because}***"
+    report = refused(tmp_path, ["n1"], words)
+    assert not report.ok and set(Checkup.__new__(Checkup).nodes_at_fault(report)) == blamed
+
+
 # ---- GPUs, with recorded words of nvidia-smi
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+ATTEMPT = """
+import os, pathlib, signal, sys
+os.kill(os.getpid(), signal.SIGUSR1)
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.supervisor.stop_requests import Controls
+controls = Controls(pathlib.Path(sys.argv[1]), Allocation("1", (("n1",),), "n1", 0, ("1",), None), 120.0)
+controls._limit = None
+controls.install()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(controls.poll().reason)
+controls.restore()
+os.kill(os.getpid(), signal.SIGUSR1)
+print("requeued")
+"""
+
 
 def render(tree: dict[str, Any], site: dict[str, Any], **more: Any) -> str:
     one, profile = Experiment.model_validate(tree), SiteConfig.model_validate(site)
@@ -252,6 +268,17 @@ def test_how_a_job_comes_back_is_in_the_script() -> None:
     assert flags({}, layout="het") == {"--requeue"}
     one = Experiment.model_validate({**RL, "slurm": {"restart": {"how": "successor"}}})
     assert restart_mode(one, GENERIC, place_slurm(one, GENERIC)) == "successor"
+
+
+def test_slurms_warning_ends_no_job_that_does_not_listen(tmp_path: Path) -> None:
+    """While its modules load, before the supervisor listens, and after its attempt: it is to be requeued yet."""
+    supervisor = tmp_path / "python"
+    supervisor.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{ATTEMPT}' {tmp_path}\n")
+    supervisor.chmod(0o755)
+    warn = "kill -USR1 $$; sleep 0.1"  # bash takes note of it after a command
+    script = render({**RL, "slurm": {"partition": "h100"}}, {**SITE, "setup": [warn]}, python=str(supervisor))
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=280, check=False)
+    assert (done.returncode, done.stdout) == (0, "warned by SIGUSR1\nrequeued\n"), done.stderr
 
 
 def test_a_component_states_what_slurm_would_hand_on() -> None:

@@ -131,6 +131,7 @@ def test_exit_codes_may_come_while_they_are_read(world: World) -> None:
 def supervisor() -> Any:
     one: Any = object.__new__(Supervisor)
     one._plan, one._stop = SimpleNamespace(steps=SimpleNamespace(no_kill=True), urls={}), None
+    one._ready_at = None
     one._led = LedRoles(*[cast(Any, SimpleNamespace(forget=lambda pid: None))] * 5)
     one._experiment = SimpleNamespace(slurm=SimpleNamespace(restart=SimpleNamespace(node_timeout_s=1e9)))
     one.attempt = SimpleNamespace(lost_nodes=[])

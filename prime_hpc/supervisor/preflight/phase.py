@@ -4,6 +4,7 @@
 starts any role.
 """
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
 
 NO_STEP = ("Unable to create step", "Unable to confirm allocation", "temporarily disabled", "still disabled")
 """srun's words when the controller refuses, or has it wait: no fault of a node."""
+_ENDED_STEP = re.compile(r"STEP \S+ ON \S+ CANCELLED AT \S+ (?!DUE TO NODE FAIL)")
+"""slurmstepd's when somebody ends the step, as Slurm does where a preemption's grace time begins: neither."""
 OUTSIDE = "prime_hpc.supervisor.preflight.node"
 """Looks at the node itself, so that it runs outside the container."""
 
@@ -79,7 +82,7 @@ class Checkup:
         return {
             node: why
             for node, why in report.bad.items()
-            if node not in full and not any(words in why for words in NO_STEP)
+            if node not in full and not _ENDED_STEP.search(why) and not any(words in why for words in NO_STEP)
         }
 
     def _hosts(self) -> list[HostCheck]:

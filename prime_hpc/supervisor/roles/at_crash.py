@@ -1,4 +1,4 @@
-"""Questions to the roles that are well, before an attempt ends because another one crashed.
+"""Questions to the roles that are well, before an attempt ends because another one crashed or lost a node.
 
 To a trainer: to save. The steps since its checkpoint would be taken again, with rollouts that were sampled again. One
 of many runs saves each of them as it ends, which it is told to.
