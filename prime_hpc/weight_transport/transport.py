@@ -15,8 +15,11 @@ The table is `config.named_code.TRANSPORTS`. Imports here are light.
 """
 
 import contextlib
+import errno
 import fcntl
-import os
+import hashlib
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -136,12 +139,24 @@ def transport_of(manifest: Manifest) -> str:
 def node_lock(scratch: Path) -> Iterator[None]:
     """Hold a server's directory on this node, made if absent: its other processes there wait meanwhile."""
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(scratch / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with (scratch / "lock").open("a") as file, socket.socket(socket.AF_UNIX) as name:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks, as Lustre is mounted on some clusters
+            _take_name(name, scratch)
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _take_name(name: socket.socket, scratch: Path) -> None:
+    """Wait until this process alone has a name of this machine, which goes with it as a lock does."""
+    own = "\0prime-hpc-" + hashlib.sha256(bytes(scratch.absolute())).hexdigest()
+    while True:
+        try:
+            return name.bind(own)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            time.sleep(0.05)
 
 
 class VersionReader:

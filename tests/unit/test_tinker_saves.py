@@ -22,7 +22,7 @@ from prime_hpc.trainer.tinker.board import Operation
 from prime_hpc.trainer.tinker.paths import Index, Kind, Shape, Shelf, new_save, tinker_path
 from prime_hpc.trainer.tinker.requests import CreateSession
 from prime_hpc.trainer.tinker.server import Server
-from prime_hpc.trainer.tinker.service import Service
+from prime_hpc.trainer.tinker.service import KEPT_S, Service
 
 MODEL = "0123456789abcdef:train:0"
 
@@ -147,22 +147,28 @@ def test_the_address_of_a_service_that_is_gone_is_forgotten(tmp_path: Path) -> N
 
 
 def _with_sampler(index: Index, save: Any) -> Index:
-    return index.with_save("sampler_weights", "unnamed-1", save)
+    return index.with_save("sampler_weights", f"unnamed-{save.number}", save)
 
 
-def begin(service: Service, number: int = 1) -> str:
+def follow(service: Service, model_id: str, number: int) -> str:
+    """A save without a name, and a sampler that follows its adapter from then on; returns the save's path."""
+    save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=None)
+    service.shelf.change(model_id, partial(_with_sampler, save=save))
+    path = tinker_path(model_id, "sampler_weights", f"unnamed-{number}")
+    sampler = f"{model_id.partition(':')[0]}:sample:{number}"
+    payload = {"sampler": sampler, "follows": True}
+    service._finish(Operation(Kinds.PUBLISH, model_id, f"{model_id}:{number}", payload), {"path": path, "type": "t"})
+    assert service.describe_sampler(sampler)["model_path"] == path
+    return path
+
+
+def begin(service: Service) -> str:
     """A session with an adapter and a sampler whose save has no name; returns the session's id."""
     session_id = service.create_session(CreateSession())["session_id"]
     model_id = f"{session_id}:train:0"
     service._sessions[session_id].models.append(model_id)
     service.shelf.write(model_id, Index(Shape("base", 4, 1)))
-    save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=None)
-    service.shelf.change(model_id, partial(_with_sampler, save=save))
-    path = tinker_path(model_id, "sampler_weights", "unnamed-1")
-    sampler = f"{session_id}:sample:0"
-    payload = {"sampler": sampler, "follows": True}
-    service._finish(Operation(Kinds.PUBLISH, model_id, f"{model_id}:1", payload), {"path": path, "type": "t"})
-    assert service.describe_sampler(sampler)["model_path"] == path
+    follow(service, model_id, 1)
     return session_id
 
 
@@ -182,9 +188,21 @@ def service_of(shelf: Shelf) -> Service:
 
 
 def test_a_session_that_is_over_leaves_nothing_behind(service: Service) -> None:
-    for number in range(20):
-        service.finish(begin(service, number))
+    for _ in range(20):
+        service.finish(begin(service))
     assert_nothing_kept(service)
+
+
+def test_a_save_that_nothing_follows_any_more_is_deleted(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of thousands of steps would fill the disk before its session ends."""
+    session_id = begin(service)
+    first = service.describe_sampler(f"{session_id}:sample:1")["model_path"]
+    second = follow(service, f"{session_id}:train:0", 2)
+    assert service.describe_sampler(f"{session_id}:sample:1")["model_path"] == second
+    assert service.shelf.find(first).name == "unnamed-1"  # a request may be on its way with it
+    now = paths.time.time()
+    monkeypatch.setattr(paths.time, "time", lambda: now + KEPT_S + 1)
+    assert service.shelf.delete_expired() == [first] and service.shelf.find(second)
 
 
 def test_unnamed_saves_of_a_service_that_was_killed_do_not_stay_for_ever(

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import link_of, list_versions, prune_weights, read_chain
 from prime_hpc.supervisor.attempt.resume import _weights_of
-from prime_hpc.weight_transport import delta, delta_codec, delta_image
+from prime_hpc.weight_transport import delta, delta_codec, delta_image, transport
 from prime_hpc.weight_transport.delta import DELTA, DeltaSender
 from prime_hpc.weight_transport.delta_image import restore
-from prime_hpc.weight_transport.transport import Place, VersionReader, WholeFile, transport_of
+from prime_hpc.weight_transport.transport import Place, VersionReader, WholeFile, node_lock, transport_of
 
 NUM_RANKS = 2
 FILE = "model.safetensors"
@@ -133,6 +134,36 @@ def test_a_server_follows_versions_bit_by_bit_and_few_bytes_are_written(tmp_path
     assert wholes(paths) == [1, 2, 6]
     manifest = read_manifest(paths.weights_step(3))
     assert manifest.total_size < len(trainer.content) * 0.05 and 0.015 < manifest.meta["changed"] < 0.025
+
+
+def test_a_server_whose_temporary_directory_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre mounted without `flock`: versions come all the same, and its processes still wait for each other."""
+
+    def none(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    inside, waits, sleep = [0], threading.Event(), time.sleep
+
+    def slept(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
+    def enter(scratch: Path) -> int:
+        with node_lock(scratch):
+            inside[0] += 1
+            together = inside[0]
+            assert together > 1 or waits.wait(60)
+            inside[0] -= 1
+        return together
+
+    monkeypatch.setattr(transport.fcntl, "flock", none)
+    paths = RunPaths(tmp_path / "run")
+    trainer = Trainer(paths)
+    trainer.run([1, 2, 3])
+    assert fetch(VersionReader(tmp_path / "scratch"), paths, 3) == trainer.content
+    monkeypatch.setattr(transport.time, "sleep", slept)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(enter, [tmp_path / "scratch"] * 2)) == [1, 1]
 
 
 def test_where_nearly_all_changes_versions_stay_whole_and_nothing_is_kept(tmp_path: Path) -> None:

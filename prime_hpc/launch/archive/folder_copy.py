@@ -15,6 +15,9 @@ from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import FileEntry, hash_file
 from prime_hpc.store.io.tree import list_tree
 
+COARSEST_NS = 2 * 10**9
+"""A file system may round a file's time down, to whole seconds (ext4 with small inodes) or to two (FAT)."""
+
 
 class FolderCopy:
     """A folder that is filled, or gone on with."""
@@ -73,7 +76,8 @@ def _known(source: Path, target: Path) -> FileEntry | None:
         ours, its = target.stat(), source.stat()
     except FileNotFoundError:
         return None
-    return hash_file(target) if (ours.st_size, ours.st_mtime_ns) == (its.st_size, its.st_mtime_ns) else None
+    is_its = ours.st_size == its.st_size and 0 <= its.st_mtime_ns - ours.st_mtime_ns < COARSEST_NS
+    return hash_file(target) if is_its else None
 
 
 def _copy(source: Path, target: Path) -> FileEntry:

@@ -389,10 +389,8 @@ class Service:
         if request.sampling_session_id is not None:
             saved = self._weights_of(request.sampling_session_id)
             self._session(request.sampling_session_id.partition(":")[0]).seen = time.monotonic()
-        elif request.model_path is not None:
-            saved = self.shelf.find(request.model_path, "sampler_weights")
         else:
-            saved = None
+            saved = self.shelf.find(request.model_path, "sampler_weights") if request.model_path is not None else None
         self._check_base(saved.shape.base_model if saved is not None else request.base_model or self._source)
         begins = request.sampling_session_id or uuid.uuid4().hex
         request_id = f"{begins}:{uuid.uuid4().hex if request.seq_id is None else request.seq_id}"
@@ -443,6 +441,8 @@ class Service:
             saved = self.shelf.find(result["path"], "sampler_weights")
             follows = model_id if payload["follows"] else ""
             if follows:
+                if model_id in self._published:  # what began to sample from it goes on, nothing else will
+                    self.shelf.set_expiry(self._published[model_id], int(KEPT_S))
                 self._published[model_id] = saved
             self._add_sampler(session, payload["sampler"], saved, follows)
             return {"sampling_session_id": payload["sampler"], "type": result["type"]}
