@@ -148,6 +148,7 @@ class EnvSource:
         self.name: str = config.name or config.id
         self.ratio: float = config.ratio
         self.split = split
+        began = time.monotonic()
         self.env_config = build_env_config(config, split, seed)
         self.sandbox = sandbox_of(config)
         """Of its episodes; None: what they run, they run as this process does."""
@@ -155,9 +156,10 @@ class EnvSource:
         # One split, seed and arguments: the same tasks in the same order.
         is_shared = any(self.env_config.taskset == other.taskset for other in others)
         self._part: Split | None = split if is_shared else None
+        if "played_as" in type(self.env_config.taskset).model_fields:
+            self.env_config.taskset.played_as = split
         self._chosen: list[int] | None = None
         try:
-            began = time.monotonic()
             self.env: Any = load_environment(self.env_config)
             self._tasks: list[Any] | PackedTasks | EndlessTasks
             taskset = self.env.taskset
@@ -168,7 +170,7 @@ class EnvSource:
         except (Exception, SystemExit) as error:  # other people's code
             raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         self.load_s = time.monotonic() - began
-        """For which its tasks were loaded."""
+        """For which it was imported and its tasks were loaded."""
         tasks = self._tasks
         self.num_tasks: int | None = None if isinstance(tasks, EndlessTasks) else self._count(len(tasks))
         self.total_tasks = self.num_tasks

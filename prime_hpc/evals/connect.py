@@ -63,7 +63,7 @@ async def connect(
     Args:
         stack: closes all of it.
         bus: news of servers come over it.
-        versions: those that will be served, one after another.
+        versions: those that will be served, one after another, if they are still there then.
 
     Raises:
         EvalError: no server is known or answers, or it refuses us.
@@ -81,7 +81,7 @@ async def connect(
     stack.push_async_callback(servers.close)
     # verifiers takes seconds to import: meanwhile the servers start
     warm = asyncio.to_thread(importlib.import_module, "prime_hpc.envs.episode_runner")
-    await asyncio.gather(servers.load(versions[0]), warm)
+    await asyncio.gather(servers.load_first(versions), warm)
     made = await _make_pool(experiment, urls, key, clients, split, keep_messages, context.log_dir)
     pool = await stack.enter_async_context(made)
     servers.on_move = pool.move_server

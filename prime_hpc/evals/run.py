@@ -10,6 +10,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.evals.connect import connect
 from prime_hpc.evals.episodes import EpisodeLog, Key
+from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.play import Player, wanted_keys
 from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
@@ -61,7 +62,8 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
         done: list[tuple[Version, Sequence[Key]]] = []
         for version in versions:
             if todo[version]:
-                await found.servers.load(version)
+                if not await found.servers.load_unless_gone(version):
+                    continue
                 progress.begin(version.label, [log.records[k] for k in keys[version] if k in log.records])
                 await player.play(version, todo[version])
                 progress.ended_all()
@@ -70,7 +72,10 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
             summary = summarize(done, log.records, config, settings, experiment.model.name)
             write_summary(context.run_dir, summary, table(summary))
             status.beat(step=progress.done)
-        progress.begin(versions[-1].label, [log.records[k] for k in keys[versions[-1]]])
+        if not done:
+            raise EvalError("no version is there any more: their run has removed them")
+        last, wanted = done[-1]
+        progress.begin(last.label, [log.records[k] for k in wanted])
     _conclude(context, summary)
 
 

@@ -58,6 +58,29 @@ class Servers:
         self._version = version
         await asyncio.gather(*(self._unless_lost(i) for i, server in enumerate(self._servers) if not server.is_lost))
 
+    async def load_unless_gone(self, version: Version) -> bool:
+        """`load`, and whether the version is still there to be loaded."""
+        try:
+            if not version.is_gone:
+                await self.load(version)
+                return True
+        except EvalError:
+            if not version.is_gone:
+                raise
+        logger.warning(f"{version.label} is left out: its run has removed {version.path} meanwhile")
+        return False
+
+    async def load_first(self, versions: Sequence[Version]) -> None:
+        """Load the first of the versions that is still there.
+
+        Raises:
+            EvalError: none is, or as `load`.
+        """
+        for version in versions:
+            if await self.load_unless_gone(version):
+                return
+        raise EvalError(f"none of {len(versions)} versions is there any more: their run has removed them")
+
     async def _unless_lost(self, index: int) -> None:
         """Have one server serve the version, broken off by `lose`."""
         loading = self._begin_restoring(index)

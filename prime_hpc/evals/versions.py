@@ -29,6 +29,11 @@ class Version:
         """For people."""
         return "base" if self.path is None else f"step {self.step}"
 
+    @property
+    def is_gone(self) -> bool:
+        """True if its run has removed it: one that trains on keeps its newest ones alone."""
+        return self.path is not None and not self.path.exists()
+
 
 def weights_root(stated: Path) -> Path:
     """Return the directory of versions: as stated, or `weights` in the run that is stated."""

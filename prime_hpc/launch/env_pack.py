@@ -13,8 +13,8 @@ from pathlib import Path
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.slurm.packed_env.facts import PackFacts, environment_hash
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.io import files
-from prime_hpc.store.io.disk import disk_errors, free_bytes
+from prime_hpc.store.io.disk import free_bytes
+from prime_hpc.store.io.new_file import new_file
 
 SUFFIXES = {"squashfs": ".sqsh", "tar.zst": ".tar.zst", "tar.gz": ".tar.gz"}
 PROGRAMS = {"squashfs": "mksquashfs", "tar.zst": "zstd", "tar.gz": "gzip"}
@@ -65,28 +65,23 @@ def pack_environment(
             return pack, facts
     except (ConfigError, OSError):
         pass  # there is none, or it is of another version
-    part = pack.with_name(f"{pack.name}.part")
     count = sum(len(names) for _, _, names in os.walk(venv.resolve()))
     say(f"packing {count} files of {venv} into {pack}")
-    with disk_errors(pack):
-        pack.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
+    with new_file(pack, durable=False) as part:
         _run(kind, venv.resolve(), part)
-    facts = PackFacts(
-        kind=kind,
-        machine=platform.machine(),
-        python=platform.python_version(),
-        hash=known,
-        size=str(part.stat().st_size),
-        blake2b=_blake2b(part),
-        venv=str(venv.absolute()),
-        files=str(count),
-        start=start,
-    )
-    if environment_hash(venv) != known:
-        part.unlink()
-        raise StoreError(f"{venv}: changed while it was packed; nothing was made, pack again")
-    files.rename(part, pack)
+        facts = PackFacts(
+            kind=kind,
+            machine=platform.machine(),
+            python=platform.python_version(),
+            hash=known,
+            size=str(part.stat().st_size),
+            blake2b=_blake2b(part),
+            venv=str(venv.absolute()),
+            files=str(count),
+            start=start,
+        )
+        if environment_hash(venv) != known:
+            raise StoreError(f"{venv}: changed while it was packed; nothing was made, pack again")
     facts.write(pack)
     return pack, facts
 
@@ -114,7 +109,6 @@ def _run(kind: str, venv: Path, part: Path) -> None:
         said = log.read().decode(errors="replace").strip()
     Path(log.name).unlink(missing_ok=True)
     if any(codes):
-        part.unlink(missing_ok=True)
         free = free_bytes(part.parent) / 2**20
         raise StoreError(f"{part}: could not be made ({free:,.0f} MiB are free): {said or codes}")
 

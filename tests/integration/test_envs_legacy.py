@@ -15,7 +15,7 @@ from loguru import logger
 from openai import APIStatusError, AsyncOpenAI
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs import math_answers
+from prime_hpc.envs import math_answers, task_sources
 from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
@@ -268,7 +268,7 @@ def test_a_picture_is_refused_rather_than_left_out(world: World) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_environment_is_torn_down_once_in_each_process_when_nobody_plays_it(
+def test_an_environment_is_torn_down_once_in_each_process_and_split_when_nobody_plays_it(
     workers: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
@@ -279,11 +279,43 @@ def test_an_environment_is_torn_down_once_in_each_process_when_nobody_plays_it(
         async with world.pool(env):
             async with world.pool(env, split="eval", beside=[env]) as evaluated:
                 assert (await evaluated.run_episode(0, 0)).state is EpisodeState.COMPLETED
-            assert str(os.getpid()) not in (log.read_text() if log.exists() else "")
+            assert log.read_text().split().count(str(os.getpid())) == 1
 
     asyncio.run(run())
     pids = log.read_text().split()
-    assert pids.count(str(os.getpid())) == 1 and len(set(pids)) == len(pids) == 1 + 2 * workers
+    assert pids.count(str(os.getpid())) == 2 and len(set(pids)) == len(pids) - 1 == 1 + 2 * workers
+
+
+def test_training_and_evaluation_do_not_meet_at_a_package_s_lock(world: World) -> None:
+    """They have a loop each, and a lock is of one: what waited for it on the other was scored 0, and learned from."""
+    world.script = lambda prompt, number: "abc"
+    env = odd("in_turn")
+
+    async def run() -> list[EpisodeResult]:
+        async with (
+            world.pool(env, beside=[env]) as trained,
+            world.pool(env, split="eval", beside=[env]) as evaluated,
+        ):
+            assert evaluated.sources[0].num_tasks == 8
+            pools = (trained, evaluated, trained)  # whoever waits first, has it
+            return [
+                result for pool in pools for result in await asyncio.gather(*(pool.run_episode(0, i) for i in range(8)))
+            ]
+
+    assert [(result.reward, result.metrics["reward_errors"]) for result in asyncio.run(run())] == [(3.0, 0.0)] * 24
+
+
+def test_what_a_package_takes_to_be_made_counts_as_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have so many times as long to open: one that took two minutes was ended as it did."""
+    clock, build = [0.0], task_sources.build_env_config
+
+    def slow(*args: Any) -> Any:
+        clock[0] += 300.0
+        return build(*args)
+
+    monkeypatch.setattr(task_sources, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(task_sources, "build_env_config", slow)
+    assert task_sources.EnvSource(odd("column"), "train", 0).load_s == 300.0
 
 
 def test_a_rubric_tidies_up_after_each_rollout_and_at_the_end(world: World, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
@@ -20,6 +21,10 @@ class Hub:
         self.url = ""
         self.sent: list[tuple[str, int]] = []
         """File and first byte of every answer with a body."""
+        self.cards: dict[str, dict[str, Any]] = {}
+        """Data sets, each with the head of its card."""
+        self.asked: list[str] = []
+        """Paths of all requests, each with its key."""
         self.break_off: str | None = None
         """File of which only the first half is sent."""
 
@@ -30,6 +35,9 @@ class Hub:
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer a GET or a HEAD."""
         path = unquote(urlsplit(request.path).path)
+        self.asked.append(f"{path} {request.headers.get('Authorization', '')}".strip())
+        if (card := self.cards.get(path.removeprefix("/api/datasets/"))) is not None:
+            return _send(request, json.dumps({"cardData": card}).encode(), {"Content-Type": "application/json"})
         for name, files in self.repositories.items():
             if path.startswith(f"/api/models/{name}/tree/"):
                 rows = [{"type": "file", "path": f, "size": len(b), "oid": _etag(b)} for f, b in files.items()]

@@ -17,6 +17,7 @@ import yaml
 
 from prime_hpc.cli import main
 from prime_hpc.config import ConfigError
+from prime_hpc.launch import env_pack
 from prime_hpc.launch.env_pack import PROGRAMS, pack_environment
 from prime_hpc.slurm.packed_env.facts import ENTER, PackFacts, environment_hash
 
@@ -332,3 +333,19 @@ def test_the_batch_script_and_the_steps_begin_with_it(
     assert main(["render", str(tmp_path / "exp.yaml")]) == 0
     script = capsys.readouterr().out
     assert f"exec sh {ENTER} {pack} '' {sys.executable} -P -m prime_hpc.launch.job" in script
+
+
+def test_two_at_once_each_make_a_whole_pack(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second took away what the first had half written, which ended in a traceback."""
+    run, turns = env_pack._run, []
+
+    def in_between(kind: str, folder: Path, part: Path) -> None:
+        run(kind, folder, part)
+        turns.append(part)
+        if len(turns) == 1:
+            pack_environment(venv, None, kind, lambda _: None)
+
+    monkeypatch.setattr(env_pack, "_run", in_between)
+    pack, facts = pack_environment(venv, None, "tar.gz", lambda _: None)
+    assert len(turns) == 2 and PackFacts.read(pack) == facts and facts.size == str(pack.stat().st_size)
+    assert not [path for path in pack.parent.iterdir() if path in turns]

@@ -28,6 +28,7 @@ from prime_hpc.evals.episodes import (
     read_records,
     replaces,
 )
+from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.play import Player, _judge
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
@@ -156,6 +157,33 @@ def test_a_server_that_is_lost_while_a_version_is_loaded_is_waited_for_no_longer
         while not servers._servers[0].ready:
             await asyncio.sleep(0)
         assert clients[0].version == 7
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_version_that_its_run_removes_meanwhile_is_left_out(tmp_path: Path) -> None:
+    """An evaluation of a run that still trains ended with the first of them: nothing after it was evaluated."""
+    client = policy_servers.Server()
+    versions = [Version(step, tmp_path / str(step)) for step in (1, 2, 3, 4)]
+    for version in versions[1:]:
+        assert version.path is not None
+        version.path.mkdir()
+
+    async def run() -> None:
+        servers = Servers(cast(Any, [client]), ["a"], 3600.0)
+        await servers.load_first(versions)
+        assert client.version == 2, "the first is gone before anything starts"
+        client.held, client.refuses = (held := asyncio.Event()), {3}
+        loading = asyncio.create_task(servers.load_unless_gone(versions[2]))
+        await client.began.wait()
+        (tmp_path / "3").rmdir()
+        held.set()
+        assert await loading is False and await servers.load_unless_gone(versions[3]) and client.version == 4
+        client.refuses = {4}
+        with pytest.raises(EvalError, match="a cannot serve step 4"):
+            await servers.load_unless_gone(versions[3])
+        with pytest.raises(EvalError, match="none of 1 versions is there any more"):
+            await servers.load_first(versions[:1])
 
     asyncio.run(asyncio.wait_for(run(), 10))
 

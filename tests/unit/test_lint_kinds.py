@@ -32,7 +32,7 @@ KINDS = {
     ("parallel_rules", TRAINING): "tensor_parallel context_parallel expert_parallel nodes",
     ("run_rules", "rl"): "groups sampling stale concurrency learning curriculum echo evaluation runs",
     ("run_rules", TRAINING): "batch learning_rate checkpoints",
-    ("run_rules", EVERY): "sandboxes alarms offline output variables",
+    ("run_rules", EVERY): "sandboxes alarms offline on_the_hub output variables",
     ("sft_rules", "sft"): "data epochs rate",
     ("env_rules", "rl eval synthesize"): "workers",
     ("env_rules", "rl"): "demonstrations",

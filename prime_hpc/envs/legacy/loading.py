@@ -1,7 +1,7 @@
 """Find a package with a `load_environment` function, call it, and keep what it makes.
 
-One environment is made for the same package and arguments: the pools of training and of evaluation, and every harness
-session, take it from here.
+One environment is made for the same package and arguments, and one more where training and evaluation both play it:
+their episodes are on event loops of their own, and a lock or a client that a package has made is of one loop.
 """
 
 import difflib
@@ -10,6 +10,8 @@ import inspect
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,9 @@ from prime_hpc.envs.legacy.rubrics import parts_of
 
 _LOCK = threading.RLock()
 _MADE: dict[str, Environment] = {}
+_MAKERS: dict[str, Callable[[], Environment]] = {}
+_OWNERS: dict[str, str] = {}
+"""The split that plays the environment of a key."""
 _HOLDERS: Counter[str] = Counter()
 
 
@@ -41,7 +46,8 @@ def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Env
     key = key_of(module.__name__, arguments)
     with _LOCK:
         if key not in _MADE:
-            _MADE[key] = _make(module, name, arguments)
+            _MAKERS[key] = partial(_make, module, name, arguments)
+            _MADE[key] = _MAKERS[key]()
         return _MADE[key]
 
 
@@ -63,6 +69,22 @@ def load_environment(env_id: str, **arguments: Any) -> Environment:
 def made(key: str) -> Environment:
     """Return the environment of a key, which this process has made."""
     return _MADE[key]
+
+
+def key_for(split: str, key: str) -> str:
+    """Return the key of the environment that a split's episodes are played in: that which was made, for the split that
+    comes first; for the other one more of it.
+
+    Raises:
+        EnvError: it cannot be made again.
+    """
+    with _LOCK:
+        if _OWNERS.setdefault(key, split) == split:
+            return key
+        other = f"{key} {split}"
+        if other not in _MADE:
+            _MADE[other] = _MAKERS[key]()
+        return other
 
 
 def hold(key: str) -> None:

@@ -17,7 +17,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.harness import DONE, InProcessHarness
 from prime_hpc.envs.interception import TurnRefused, interception_of
 from prime_hpc.envs.legacy.environments import Environment, MultiTurnEnv
-from prime_hpc.envs.legacy.loading import hold, let_go, made
+from prime_hpc.envs.legacy.loading import hold, key_for, let_go, made
 from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, marked, maybe_await, v1_tool, wire
 from prime_hpc.envs.legacy.rubrics import MathRubric, clean_up, name_of
 from prime_hpc.envs.math_answers import open_comparison
@@ -90,32 +90,38 @@ class LegacyConfig(vf.TasksetConfig):
     """Key of what it made."""
     split: Literal["train", "eval"] = "train"
     """One of its data sets."""
+    played_as: Literal["train", "eval"] = "train"
+    """The split whose episodes are played, whatever data set they are of: see `key_for`."""
 
 
 class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
     """The environment's rows."""
 
+    @property
+    def _key(self) -> str:
+        return key_for(self.config.played_as, self.config.environment)
+
     async def open_scorer(self) -> None:
         """Start what compares answers, for an environment whose rubric does.
         Raises EnvError: math-verify cannot be imported."""
-        env = made(self.config.environment)
+        env = made(self._key)
         rubrics = [member.rubric for member in (env, *getattr(env, "envs", ()))]
         if any(isinstance(part, MathRubric) for rubric in rubrics for part, _, _ in rubric.weighted()):
             await open_comparison()
 
     def hold(self) -> None:
         """Say that the environment is played until `let_go`."""
-        hold(self.config.environment)
+        hold(self._key)
 
     async def let_go(self) -> None:
         """Have what the environment holds freed, once nobody plays it."""
-        await let_go(self.config.environment)
+        await let_go(self._key)
 
     def load(self) -> Iterable[LegacyTask]:
         """One task a row. Raises EnvError: a row has no prompt, or holds what is no JSON; a reward function takes what
         the rows do not have."""
         config = self.config
-        env = made(config.environment)
+        env = made(self._key)
         rows = env.dataset if config.split == "train" else env.eval_dataset
         seen: dict[int, tuple[Environment, set[str]]] = {}
         for number, row in enumerate(rows):
@@ -126,7 +132,7 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
             member = env.member(example)
             seen.setdefault(id(member), (member, set()))[1].update(example)
             prompt = [parse_message(message) for message in example["prompt"]]
-            data = LegacyData(prompt=prompt, environment=config.environment, example=example)
+            data = LegacyData(prompt=prompt, environment=self._key, example=example)
             _check_json(data, config.module, number)
             yield LegacyTask(data, config.task)
         for member, columns in seen.values():  # at the end: rows that are no table may have columns of their own

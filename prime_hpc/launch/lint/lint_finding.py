@@ -1,5 +1,6 @@
 """Lint's finding with its stable code, the subject that all checks look at, and the kinds of runs a check is for."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,8 +12,11 @@ from prime_hpc.config.sections.orchestrator import ClientConfig
 from prime_hpc.config.sections.slurm import SiteConfig, SitePartition
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.launch.estimate.model_facts import ModelFacts
+from prime_hpc.launch.fetch.fetch import OFFLINE
+from prime_hpc.launch.fetch.presence import job_environ
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, known_partitions
 from prime_hpc.slurm.placement import Placement
+from prime_hpc.store.model.config import is_on
 
 Severity = Literal["error", "warning", "info"]
 Kind = Literal["rl", "sft", "eval", "synthesize"]
@@ -62,6 +66,7 @@ CODES = {
     "PH212": "code that a model writes",
     "PH213": "masked tokens where none can be",
     "PH214": "steps of epochs",
+    "PH215": "what the hub does not have",
     "PH220": "steps without a learning rate, or a schedule longer than the run",
     "PH221": "a clip narrower than the engine's numerics",
     "PH222": "KL penalty without the groups that have no signal",
@@ -205,6 +210,17 @@ class Subject:
         if self.is_rl and teacher is not None and teacher.urls:
             found["orchestrator.teacher"] = teacher
         return {key: servers for key, servers in found.items() if servers is not None}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of the roles, as far as it is known here."""
+        return job_environ(self.experiment, self.site) if self.is_slurm else dict(os.environ)
+
+    @property
+    def asks_hub(self) -> bool:
+        """True if neither this machine nor the nodes are kept off the hub."""
+        kept_off = any(is_on(environ, name) for environ in (os.environ, self.environ) for name in OFFLINE)
+        return not kept_off and not (self.is_slurm and self.site.internet is False)
 
     @property
     def num_nodes(self) -> int:

@@ -13,6 +13,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.checks import stated_environments
 from prime_hpc.launch.fetch.fetch import OFFLINE
+from prime_hpc.launch.fetch.hub import ask
 from prime_hpc.launch.fetch.presence import missing_of
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.observe.metric_names import is_known, near, split_metric
@@ -378,6 +379,19 @@ def offline(subject: Subject) -> Iterator[Finding]:
             lacks = f"{one.need.name} is not all in {one.path} ({', '.join(one.lacks)})"
             message, remedy = f"{lacks}, and {said} keeps it from the hub", f"`prime-hpc fetch FILE`, or unset {said}"
             yield Finding("PH329", "warning", one.need.key, message, remedy)
+
+
+@rule(*EVERY)
+def on_the_hub(subject: Subject) -> Iterator[Finding]:
+    """Find names of the hub's that it does not know, typing errors above all: a job would end at its start."""
+    for one in missing_of(subject.experiment, subject.environ) if subject.asks_hub else ():
+        if one.need.kind not in ("model", "dataset") or not one.can_fetch:
+            continue
+        word = ask(one.need.kind, one.need.name, subject.environ)
+        if word is not None and not word.is_there:
+            message = f"the hub has no {one.need.kind} {one.need.name}, or none that you may see"
+            remedy = "mend the name; for one that is not public export HF_TOKEN, or `hf auth login`"
+            yield Finding("PH215", "warning", one.need.key, message, remedy)
 
 
 @rule(*EVERY)

@@ -2,11 +2,23 @@
 
 from collections.abc import Iterator
 
+from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
+from prime_hpc.launch.fetch.hub import Shape, ask, shape_of, shape_of_prepared
+from prime_hpc.launch.fetch.needs import Need
+from prime_hpc.launch.fetch.presence import look
 from prime_hpc.launch.first_rows import SKIP_ROWS, nothing_trained, unusual_role, wrong_row
-from prime_hpc.launch.lint.lint_finding import Finding, Subject, rule
-from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject, rule
+from prime_hpc.store.dataset.files import (
+    DataFiles,
+    NothingThereError,
+    find_data,
+    first_columns,
+    has_columns,
+    missing_columns,
+    saved_splits,
+)
 from prime_hpc.trainer.data.messages import COMMON_ROLES
 
 
@@ -28,6 +40,9 @@ def data(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH207", "warning", key, str(error), remedy)
             else:
                 yield Finding("PH207", "error", key, str(error), "")
+            continue
+        if found.kind == "hub":
+            yield from _of_datasets(subject, section, source, found)
             continue
         try:
             columns = first_columns(found, source)
@@ -57,6 +72,39 @@ def data(subject: Subject) -> Iterator[Finding]:
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"
         yield Finding("PH207", "warning", key, f"{template} does not exist (yet)", "make it; or auto, or none")
+
+
+def _of_datasets(subject: Subject, section: str, source: SFTSourceConfig, found: DataFiles) -> Iterator[Finding]:
+    """Check splits and columns of what `datasets` has saved, or prepared in its cache, or the hub's card tells of.
+
+    What is the hub's may be another version by the time that the job runs: a warning.
+    """
+    severity: Severity = "error" if found.files else "warning"
+    key = f"{section}.path" if found.files else f"{section}.name"
+    for label, shape in _shapes(subject, source, found):
+        wanted = {part.strip().partition("[")[0] for part in source.split.split("+")} - {"all"}
+        if shape.splits is not None and not wanted <= set(shape.splits):
+            message = f"{label} has the splits {', '.join(shape.splits)}, not {source.split}"
+            yield Finding("PH207", severity, key, message, f"{section}.split")
+        elif shape.columns is not None and not has_columns(shape.columns, source):
+            said, to_do = missing_columns(shape.columns, source).split(". ", 1)
+            yield Finding("PH207", severity, key, f"{label}: {said}", to_do)
+
+
+def _shapes(subject: Subject, source: SFTSourceConfig, found: DataFiles) -> Iterator[tuple[str, Shape]]:
+    for folder in found.files:
+        splits = saved_splits(folder)
+        shape = shape_of_prepared(folder if splits is None else folder / source.split)
+        yield str(folder), Shape(splits, shape.columns)
+    if source.name is None:
+        return
+    there = look(Need("dataset", "", source.name, source.subset, source.split), subject.environ)
+    if there.is_there and there.path is not None:
+        configuration = there.path.parents[1]  # one of several may be another one than the job's
+        if source.subset or configuration.name == "default" or len(list(configuration.parent.iterdir())) == 1:
+            yield source.name, shape_of_prepared(there.path)
+    elif subject.asks_hub and (word := ask("dataset", source.name, subject.environ)) is not None:
+        yield source.name, shape_of(word.card, source.subset)
 
 
 @rule("sft")

@@ -90,6 +90,14 @@ def is_saved(path: Path) -> bool:
     return (path / _SAVED).exists() or (path / _SAVED_SPLITS).exists()
 
 
+def saved_splits(path: Path) -> list[str] | None:
+    """Return the splits of a directory that `save_to_disk` wrote; None: it is one data set, or cannot be read."""
+    try:
+        return [str(name) for name in json.loads((path / _SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def _expand(path: str) -> list[Path]:
     if glob.has_magic(path) and not Path(path).exists():
         found = glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern

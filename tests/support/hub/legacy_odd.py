@@ -1,5 +1,6 @@
 """Packages as people first write them, each with one thing that is easily got wrong."""
 
+import asyncio
 import functools
 import os
 from collections.abc import Callable
@@ -127,6 +128,20 @@ def raises(completion: Any) -> float:
     return 1.0 / (len(completion[-1]["content"]) - 3)
 
 
+class OneAtATime(vf.Rubric):
+    """Scores one reply at a time, as packages spare their judge."""
+
+    def __init__(self) -> None:
+        super().__init__(funcs=[self.waits])
+        self.turn = asyncio.Lock()
+
+    async def waits(self, completion: Any) -> float:
+        """Reward length, in turn."""
+        async with self.turn:
+            await asyncio.sleep(0.01)
+            return long(completion)
+
+
 class GroupLoop(vf.EnvGroup):
     """Plays its members' rows by itself."""
 
@@ -232,6 +247,8 @@ def load_environment(kind: str, log: str = "") -> Any:
             env = vf.SingleTurnEnv(dataset=said * 2, rubric=rubric)
             env.add_rubric(Tidies(log=log))
             return env
+        case "in_turn":
+            return vf.SingleTurnEnv(dataset=said * 80, rubric=OneAtATime())
         case "group_loop":
             return GroupLoop([load_environment("column")])
         case "twice":

@@ -1,0 +1,96 @@
+"""Names, splits and columns of the hub's, told before a job waits in a queue for them: a hub over real HTTP."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.fetch import hub as hub_module
+from prime_hpc.launch.lint.lint import lint
+from tests.support.hub_server import Hub, serving
+
+FEATURES = [{"name": "question", "dtype": "string"}, {"name": "answer", "dtype": "string"}]
+CARD = {"dataset_info": {"features": FEATURES, "splits": [{"name": "train"}, {"name": "test"}]}}
+MAPPED = {"prompt": "question", "completion": "answer"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with serving({"owner/model": {"config.json": b"{}"}}) as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        found.cards["owner/rows"] = CARD
+        yield found
+
+
+def said(site: SiteConfig = GENERIC, model: str = "owner/model", **data: Any) -> list[tuple[str, str, str | None, str]]:
+    tree = {"kind": "sft", "model": {"name": model}, "sft": {"data": data}, "trainer": {"optim": {"lr": 1e-5}}}
+    found = lint(Experiment.model_validate(tree), site)
+    return [(f.code, f.severity, f.key, f.message) for f in found if f.code in ("PH207", "PH215")]
+
+
+def test_names_that_the_hub_does_not_know(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(name="owner/rows", columns=MAPPED) == []
+    assert said(name="owner/rowz", model="owner/modle") == [
+        ("PH215", "warning", "model.name", "the hub has no model owner/modle, or none that you may see"),
+        ("PH215", "warning", "sft.data.name", "the hub has no dataset owner/rowz, or none that you may see"),
+    ]
+    assert len(hub.asked) == len(set(hub.asked)) == 4, "each name once a process"
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text("mine\n")
+    said(name="owner/mine")
+    assert hub.asked[-1] == "/api/datasets/owner/mine Bearer mine"
+    hub.asked.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert said(name="owner/none") == [] == hub.asked
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    asked = len(hub_module._SILENT)
+    assert said(name="owner/none") == [] and len(hub_module._SILENT) == asked + 1, "nobody there"
+
+
+def test_splits_and_columns_of_a_card(hub: Hub) -> None:
+    ((code, severity, key, message),) = said(name="owner/rows")
+    assert (code, severity, key) == ("PH207", "warning", "sft.data.name")
+    assert message.startswith("owner/rows: needs `messages`") and "the columns are: answer, question" in message
+    ((*_, message),) = said(name="owner/rows", columns=MAPPED, split="trian")
+    assert message == "owner/rows has the splits train, test, not trian"
+    assert said(name="owner/rows", columns=MAPPED, split="train[:10%]+test") == []
+    several = [{"config_name": "main", **CARD["dataset_info"]}, {"config_name": "socratic", "splits": [{"name": "x"}]}]
+    hub.cards["owner/several"] = {"dataset_info": several}
+    assert [m for *_, m in said(name="owner/several", subset="socratic")] == [
+        "owner/several has the splits x, not train"
+    ]
+    assert said(name="owner/several") == [], "nobody knows which"
+    hub.cards["owner/silent"] = {"configs": "odd", "dataset_info": [None, {"splits": "odd", "features": 3}]}
+    assert said(name="owner/silent") == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_splits_and_columns_of_what_datasets_saved(tmp_path: Path, whole: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"question": "q", "answer": "a"}])
+    (rows if whole else datasets.DatasetDict(train=rows, test=rows)).save_to_disk(str(tmp_path / "saved"))
+    path = str(tmp_path / "saved")
+    ((code, severity, key, message),) = said(path=path)
+    assert (code, severity, key) == ("PH207", "error", "sft.data.path") and "columns are: answer, question" in message
+    assert said(path=path, columns=MAPPED) == []
+    found = [] if whole else [("PH207", "error", "sft.data.path", f"{path} has the splits train, test, not trian")]
+    assert said(path=path, columns=MAPPED, split="trian") == found
+
+
+def test_columns_of_what_is_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "hf" / "datasets" / "owner___kept" / "default" / "0.0.0" / "abc"
+    folder.mkdir(parents=True)
+    info = {"splits": {"train": {}}, "features": {"question": {}, "answer": {}}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    ((*_, message),) = said(name="owner/kept")
+    assert "the columns are: answer, question" in message and said(name="owner/kept", columns=MAPPED) == []
+    assert not [path for path in hub.asked if "kept" in path]
