@@ -39,6 +39,8 @@ BUNDLED: dict[str, str] = {
     "long-tail": "prime_hpc.envs.tasksets.long_tail",
 }
 """Short names of the tasksets that prime-hpc brings; they win over an installed package of the same name."""
+NEED_SANDBOX = {"python-tool"}
+"""Of these, those whose harness has a sandbox, stated or not (`needs_sandbox`): known where nothing is imported."""
 BENCHMARK_TASKSETS = {
     "math": "prime_hpc.envs.tasksets.math_questions",
     "choice": "prime_hpc.envs.tasksets.choices",

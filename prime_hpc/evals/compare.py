@@ -102,6 +102,7 @@ def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 
         "test": "sign-flip permutation test over tasks, two-sided",
         "settings_that_differ": differing,
         "environments": rows,
+        "left_out": sorted((a.tasks.keys() | b.tasks.keys()) - rows.keys()),
     }
 
 
@@ -117,6 +118,8 @@ def lines(comparison: Mapping[str, Any]) -> list[str]:
         rows.append([env, str(row["num_tasks"]), *scores, f"{row['p']:.4g}", f"{row['num_better']}/{row['num_worse']}"])
     notes = [f"{env}: {row['num_unpaired']} tasks are in one of the two only, and left out"
              for env, row in comparison["environments"].items() if row["num_unpaired"]]  # fmt: skip
+    if comparison["left_out"]:
+        notes.append(f"no task of both, and left out: {', '.join(comparison['left_out'])}")
     if comparison["settings_that_differ"]:
         notes.append(f"settings that differ: {', '.join(comparison['settings_that_differ'])}")
     return [f"A = {a['name']} (step {a['step']}), B = {b['name']} (step {b['step']})", *align(rows), *notes]

@@ -463,8 +463,10 @@ class Supervisor:
         if (final := self._controls.final_request(ended.outcome)) is not None:
             self.attempt.next = "slurm" if final.by_slurm else None
             ended = Ended(final.code or ended.code, f"{final.reason}; before that: {ended.cause}", final.outcome)
-        level = "INFO" if (ended := self._write_down(ended)).code == 0 else "ERROR"
-        logger.log(level, f"attempt {self.attempt.attempt} ended: {ended.outcome} ({ended.cause})")
+        is_wanted = (ended := self._write_down(ended)).code == 0 or ended.outcome == "interrupted"
+        logger.log(
+            "INFO" if is_wanted else "ERROR", f"attempt {self.attempt.attempt} ended: {ended.outcome} ({ended.cause})"
+        )
         return ended
 
     def _write_down(self, ended: Ended) -> Ended:

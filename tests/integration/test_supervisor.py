@@ -324,10 +324,13 @@ def gone(marker: str, within_s: float) -> bool:
 
 
 def test_interrupt_ends_everything(run_dir: Path) -> None:
-    process, marker = start_apart(run_dir)
+    with (run_dir / "said.txt").open("w") as said:
+        process, marker = start_apart(run_dir, said.fileno())
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=90) == 130
     assert gone(marker, 30)
+    text = (run_dir / "said.txt").read_text()
+    assert "interrupted by SIGINT" in text and "ERROR" not in text, text
 
 
 def test_a_terminal_that_is_closed_ends_everything_and_is_named(run_dir: Path) -> None:

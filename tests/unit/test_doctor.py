@@ -86,6 +86,10 @@ def test_slurm_absent_broken_old_silent_and_well(tmp_path: Path, monkeypatch: py
     assert slurm_states(tmp_path, monkeypatch)["slurm"] == "fail"
     fake_command(tmp_path, "sbatch", "echo slurm 31.11.0")
     assert slurm_states(tmp_path, monkeypatch)["slurm"] == "warn", "newer than any that was tried"
+    fake_command(tmp_path, "sbatch", "echo 'sbatch: fatal: Could not establish a configuration source'; exit 1")
+    assert slurm_states(tmp_path, monkeypatch) == {"slurm": "warn"}, "commands of Debian without a cluster: as `submit`"
+    fake_command(tmp_path, "sbatch", "echo 'sbatch: error while loading shared libraries'; exit 127")
+    assert slurm_states(tmp_path, monkeypatch) == {"slurm": "fail"}
 
 
 def test_shared_memory_and_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

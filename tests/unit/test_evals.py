@@ -337,6 +337,7 @@ def test_comparison_pairs_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for task in range(20 if name == "a" else 18):
             for rollout in range(2):
                 log.add(episode(task, rollout, min(1.0, (task % 4) / 4 + gain), step=3))
+        log.add(episode(0 if name == "a" else 1, env="drawn", step=3))
         log.close()
     for name, step in (("one", 1), ("one", 3), ("other", 3)):
         (tmp_path / name / "weights" / f"step_{step:06d}").mkdir(parents=True)
@@ -349,7 +350,7 @@ def test_comparison_pairs_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (row["num_tasks"], row["num_unpaired"], row["num_better"], row["num_worse"]) == (18, 2, 18, 0)
     assert row["difference"] == pytest.approx(0.25) and row["interval"] == [pytest.approx(0.25)] * 2
     assert row["p"] < 0.001 and found["settings_that_differ"] == ["seed"]
-    assert "+0.2500" in "\n".join(lines(found))
+    assert "+0.2500" in "\n".join(lines(found)) and "no task of both, and left out: drawn" in lines(found)
     record(experiment("--seed", "4", "--weights-dir", str(tmp_path / "other")), tmp_path / "b")
     other = compare(read_side(str(tmp_path / "a")), read_side(f"{tmp_path / 'b'}@3"))["settings_that_differ"]
     assert other == ["seed", "eval.weights_dir", "eval.weights_dir, step 3"], "what was compared, and nothing else"

@@ -1,5 +1,6 @@
 """Lint: every code has a config that provokes it and one that does not."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.envs.env_config import BUNDLED, NEED_SANDBOX
 from prime_hpc.launch.estimate.step_time import pace
 from prime_hpc.launch.lint.lint import CODES, lint, lint_errors
 from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
@@ -107,6 +109,17 @@ def test_a_sandbox_wants_bubblewrap(model: Path, tmp_path: Path, monkeypatch: py
     assert "apt-get install bubblewrap" in found.message
     allowed = {"id": "humaneval", "args": {"allow_code_execution": True}}
     assert findings(model, {"orchestrator": {"env": [allowed]}}) == []
+    (found,) = findings(model, {"orchestrator": {"env": [{"id": "python-tool"}]}})
+    assert "apt-get install bubblewrap" in found.message, "it has a sandbox, stated or not"
+
+
+def test_what_needs_a_sandbox_is_known_without_an_import() -> None:
+    def needs(module: str) -> bool:
+        found = importlib.util.find_spec(module)
+        assert found is not None and found.origin is not None
+        return "needs_sandbox = True" in Path(found.origin).read_text()
+
+    assert {name for name, module in BUNDLED.items() if needs(module)} == NEED_SANDBOX
 
 
 def test_servers_by_hand_and_a_misspelt_word_are_told_on_one_machine_too(model: Path) -> None:
@@ -130,7 +143,9 @@ def test_a_job_without_a_trainer_is_held_to_its_time_its_engines_and_what_it_run
     assert said(inference={"num_replicas": 200}) == {("PH303", "slurm.inference.nodes")}
     assert said("humaneval") == {("PH212", "eval.env.0.sandbox")}
     by_name = {**alone, "eval": {"environment_ids": ["humaneval"]}}
-    assert [(f.code, f.key) for f in findings(model, by_name)] == [("PH212", "eval.environment_ids.0")]
+    (found,) = findings(model, by_name)
+    assert (found.code, found.key) == ("PH212", "eval.environment_ids.0")
+    assert "--eval.env.0.id humaneval --eval.env.0.sandbox" in (found.remedy or ""), "what can be typed"
 
 
 def test_what_supervised_fine_tuning_does_not_read_is_held_to_nothing(model: Path, tmp_path: Path) -> None:

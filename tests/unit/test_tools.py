@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,14 @@ def test_flash_attn_is_tried_where_it_is_installed(tmp_path: Path) -> None:
     assert done.returncode == 0 and "flash      holds" in done.stdout
 
 
+def test_a_rung_that_is_left_out_can_be_the_last(tmp_path: Path) -> None:
+    done = ladder(tmp_path, "--from", "flash", "--to", "flash")
+    assert done.returncode == 0 and "left out" in done.stdout and "doctor" not in done.stdout
+    program(tmp_path / "empty" / "sbatch", "exit 1")  # Debian's package where no slurm.conf is in force
+    done = ladder(tmp_path, "--from", "slurm")
+    assert done.returncode == 0 and "slurm      left out" in done.stdout, done.stdout
+
+
 def test_the_rung_of_flash_attn_tells_a_package_that_does_not_load(tmp_path: Path) -> None:
     """The rung's own Python, with a package of that name that another torch was built for."""
     text = (ROOT / "tools" / "ladder").read_text()
@@ -178,3 +187,23 @@ def test_the_rung_of_flash_attn_tells_a_package_that_does_not_load(tmp_path: Pat
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", found[1]], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1 and "its varlen kernel cannot be imported" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_bare_machine_ends_with_the_command_that_made_it(tmp_path: Path, how: signal.Signals) -> None:
+    """A limit of time on it would hold for nothing else: each process of the machine keeps the pipe open."""
+    roots = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prime-hpc" / "roots"
+    env = {"PRIME_HPC_ROOTS": str(roots)} | os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    packages = ("ca-certificates", "git", "python3", "g++", "python3-dev", "python3-venv")
+    there = [str(ROOT / "tools" / "lib" / "debian-root"), "--cached", "--check", "bookworm", *packages]
+    if os.getuid() or subprocess.run(there, env=env, capture_output=True).returncode:
+        pytest.skip("needs root, and a Debian that `tools/bare` has made once")
+    command = [str(ROOT / "tools" / "bare"), "--as", "user", "bash", "-c", "sleep 600 & echo it is up; exec sleep 600"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "it is up\n" in iter(process.stdout.readline, "")
+        process.send_signal(how)
+        process.communicate(timeout=200)
+        assert process.returncode == (143 if how is signal.SIGTERM else -how)
+    shutil.rmtree(tmp_path / "prime-hpc")  # who is killed leaves it

@@ -174,6 +174,10 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
     match = re.search(r"(\d+)\.(\d+)[.\d]*", text)
     if code != 0 or match is None:
         shown = (text.splitlines() or ["it said nothing"])[-1][:200]  # the lines before it are what was tried
+        if code is not None and "configuration source" in text:  # Debian's packages bring commands without a cluster
+            remedy = "for jobs set SLURM_CONF, or use a login node"
+            yield Finding("slurm", "warn", "no slurm.conf is in force: runs start on this machine", remedy)
+            return
         remedy = "set SLURM_CONF, use a login node, or start runs on this machine with --launch local"
         yield Finding("slurm", "fail", f"sbatch --version: {shown}", remedy)
         return

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.sections.orchestrator import OrchestratorConfig
+from prime_hpc.config.sections.orchestrator import OrchestratorConfig, SandboxConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
+from prime_hpc.envs.env_config import NEED_SANDBOX
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.checks import stated_environments
@@ -282,24 +283,30 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
 def sandboxes(subject: Subject) -> Iterator[Finding]:
     """Code that a model writes needs a sandbox, and a sandbox what makes it."""
     for where, env in stated_environments(subject.experiment):
-        key = where if "environment_ids" in where else f"{where}.sandbox"
+        by_name = "environment_ids" in where
+        key = where if by_name else f"{where}.sandbox"
         benchmark = find_benchmark(env.id)
         runs_code = benchmark is not None and benchmark.kind == "code"
-        if runs_code and env.sandbox is None and not env.args.get("allow_code_execution"):
+        sandbox = SandboxConfig() if env.sandbox is None and env.id in NEED_SANDBOX else env.sandbox
+        if runs_code and sandbox is None and not env.args.get("allow_code_execution"):
+            section = f"--{subject.experiment.kind}.env.0"
             yield Finding(
                 "PH212",
                 "error",
                 key,
                 f"{env.id} runs the Python that the model writes, and neither a sandbox is stated nor that it may run "
                 "without one",
-                "sandbox: {}; or, unprotected, args.allow_code_execution = true",
+                f"in place of its name alone {section}.id {env.id} {section}.sandbox; or, unprotected, "
+                f"{section}.args.allow-code-execution"
+                if by_name
+                else "sandbox: {}; or, unprotected, args.allow_code_execution = true",
             )
-        elif env.sandbox is not None:
+        elif sandbox is not None:
             try:
-                MAKERS[env.sandbox.runtime].find()
+                MAKERS[sandbox.runtime].find()
             except EnvError as error:
                 severity: Severity = "warning" if subject.is_slurm else "error"  # other nodes may have it
-                needed = f"{env.sandbox.runtime} on the orchestrator's node"
+                needed = f"{sandbox.runtime} on the orchestrator's node"
                 yield Finding("PH212", severity, key, str(error), needed)
 
 
