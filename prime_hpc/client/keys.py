@@ -59,9 +59,7 @@ def take_key(path: Path) -> str:
     """Return the key of the user's servers on this machine, for a server: a new one where none of them lives.
 
     The file is locked for as long as this process and those forked from it live.
-
-    Raises:
-        OSError: the file cannot be made, or is not the user's alone.
+    Raises OSError: the file cannot be made, or is not the user's alone.
     """
     make_private_dir(path.parent)
     descriptor = open_private(path, os.O_RDWR | os.O_CREAT)  # never closed: the lock must live as long as the server

@@ -156,9 +156,7 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
     """Return the verifiers config of an environment, all its seats running here.
 
     The taskset gets `split` and `seed` where it has such arguments and `config.args` does not set them.
-
-    Raises:
-        EnvError: the taskset cannot be found, or does not accept the arguments.
+    Raises EnvError: the taskset cannot be found, or does not accept the arguments.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type, resolve_env_config, taskset_config_type

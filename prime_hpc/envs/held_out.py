@@ -53,9 +53,7 @@ def leave_out_trained(
     """Choose each evaluation environment's first `num_examples` tasks that no training environment has.
 
     One number for all of `evaluated`, or one each.
-
-    Raises:
-        EnvError: fewer than half of them are left; names both environments and what to do.
+    Raises EnvError: fewer than half of them are left; names both environments and what to do.
     """
     numbers = [num_examples] * len(evaluated) if isinstance(num_examples, int) else num_examples
     for source, number in zip(evaluated, numbers, strict=True):

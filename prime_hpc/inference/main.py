@@ -130,8 +130,7 @@ def _default_port(experiment: Experiment, replica: int) -> int:
 
 
 def _require_model(name: str) -> None:
-    """Refuse a path at which nothing is, which backends take for a name at the hub and say nothing of paths.
-    Raises ValueError: that."""
+    """Raise NodeError for a path at which nothing is: backends take it for a name at the hub, and never say so."""
     if name.startswith(("/", ".")) and not Path(name).exists():
         raise NodeError(f"the model {name}: no such directory on {socket.gethostname()}")
 

@@ -159,9 +159,7 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
     """Have a child saved and ended (and its directory deleted); returns what became of it.
 
     A child that no trainer has seen is deleted at once. One whose trainer does not run ends once that comes back.
-
-    Raises:
-        ConfigError: it did not end in time.
+    Raises ConfigError: it did not end in time.
     """
     state = read_state(path)
     if state is None:

@@ -235,9 +235,7 @@ def run_role(loaded: Loaded, role: str) -> int:
 
     The role keeps its own config in `<run>/roles/<role>/`, servers one below it each, so that what is started from
     different files, on several machines at once, shares a run directory without overwriting each other's.
-
-    Raises:
-        ConfigError: the experiment cannot run here.
+    Raises ConfigError: the experiment cannot run here.
     """
     experiment = loaded.experiment
     check(loaded, role, is_here=True)

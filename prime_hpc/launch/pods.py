@@ -102,9 +102,7 @@ def _is_same(run_dir: Path, text: str) -> bool:
 
     A directory that was is never taken for another one because it cannot be read: it would be made anew, and with
     `clean` deleted before.
-
-    Raises:
-        Unreadable: that cannot be told until the deadline.
+    Raises Unreadable: that cannot be told until the deadline.
     """
 
     def look() -> bool:

@@ -115,9 +115,7 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     """Use a directory that already holds a run only to resume it, or to start over where that was asked for.
 
     The caller has made sure that no Slurm job of it waits or runs (`slurm.queue`).
-
-    Raises:
-        ConfigError: it is in use, or was not asked for.
+    Raises ConfigError: it is in use, or was not asked for.
     """
     if not any((run_dir / name).exists() for name in _OF_A_RUN):
         return

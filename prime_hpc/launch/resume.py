@@ -62,9 +62,7 @@ def without_dependency(experiment: Experiment, run_dir: Path) -> Experiment:
     Slurm may know it no more. What it is told to wait for now stays.
 
     Its `run.yaml` keeps what was waited for, so that another submit tells it from what is stated anew.
-
-    Args:
-        run_dir: its run directory, whose `run.yaml` says what it was told before.
+    `run_dir`: its run directory, whose `run.yaml` says what it was told before.
     """
     from prime_hpc.config.snapshot import load_run
 

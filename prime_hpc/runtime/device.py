@@ -62,9 +62,7 @@ def require_gpus(device: Device, *, process: str = "this process", environ: Mapp
     """Check that torch sees exactly the GPUs that were planned; their number.
 
     Makes no context on any of them.
-
-    Raises:
-        DeviceError: it sees fewer or more, with the reason as far as it can be known.
+    Raises DeviceError: it sees fewer or more, with the reason as far as it can be known.
     """
     import torch
 

@@ -133,9 +133,7 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
 
     Component 0 holds the batch script (supervisor and orchestrator) on its first node. A homogeneous job's nodes are in
     the order trainer, inference, teacher, spares.
-
-    Raises:
-        ConfigError: the roles do not fit the nodes that are asked for, or the site has no such jobs.
+    Raises ConfigError: the roles do not fit the nodes that are asked for, or the site has no such jobs.
     """
     layout, _ = choose_layout(experiment, site)
     placement = _PLACED_BY[layout](experiment, site)

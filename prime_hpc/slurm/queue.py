@@ -110,9 +110,7 @@ def jobs_of(run_dir: Path) -> list[JobInfo]:
 
     A job id alone proves nothing, since Slurm can use it again: the job must carry the record's token, or (a script
     that was sent by hand) write its log into the run directory.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
+    Raises SlurmError: Slurm cannot be asked.
     """
     record = read_record(run_dir)
     if record is None or record.get("state") in _NO_JOB:
@@ -370,9 +368,7 @@ def _keep_one(run_dir: Path, token: str, job_id: str) -> str | None:
 
     `submit` and the job that begins meanwhile may each queue one, and one of which sbatch's answer was lost may come
     later; two would run at once. One that was to follow another job would not wait for this one.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
+    Raises SlurmError: Slurm cannot be asked.
     """
     waiting = [info for info in find_by_token(token, ASK_TIMEOUT_S) if info.is_pending and info.job_id != job_id]
     if not waiting:

@@ -255,9 +255,7 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
 
     A job of a submission that was replaced (its answer came so late that the run was submitted again) may not. The
     record of one that may learns its job id, if sbatch's answer was lost.
-
-    Returns:
-        why not; None: it may.
+    Returns why not; None: it may.
     """
     token, _, folder = environ.get(SUBMISSION_VARIABLE, "").partition(" ")
     record = read_record(run_dir)

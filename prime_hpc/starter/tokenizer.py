@@ -77,9 +77,7 @@ def find_phrases(rows: Iterable[dict[str, Any]]) -> list[str]:
 
     As tokens of their own they make short what says little (declarations of tools, the form of a call), while numbers
     stay digit by digit. Lines bound them because renderers encode a conversation in pieces that end with one.
-
-    Args:
-        rows: conversations with `messages` and, where there are any, `tools`.
+    `rows`: conversations with `messages` and, where there are any, `tools`.
     """
     bare, count, num_rows = build_tokenizer(max_len=1), Counter[str](), 0
     for row in rows:

@@ -97,8 +97,8 @@ def prepare_stage(
 
 
 def _check_writer(run: RunPaths, incarnation: int) -> None:
-    """Refuse to begin an artifact of an old attempt, or of a run whose directory is gone: it is not made again.
-    Raises FencedError, StoreError: one of both."""
+    """Raise FencedError for an artifact of an old attempt, StoreError for one of a run whose directory is gone: that is
+    not made again."""
     if check_incarnation(run, incarnation) < incarnation and not run.root.is_dir():
         raise StoreError(f"{run.root} was deleted or moved under the run: nothing more is written there")
 

@@ -156,9 +156,7 @@ def begin(
     """Open the next attempt and write its line.
 
     Its number is that of a log directory which did not exist: two attempts that begin at once never share one.
-
-    Raises:
-        StoreError: disk full, not writable.
+    Raises StoreError: disk full, not writable.
     """
     number = max((row["attempt"] for row in read_attempts(path)), default=0) + 1
     while not _take(path.parent / "logs" / f"attempt_{number}"):

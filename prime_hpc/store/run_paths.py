@@ -137,9 +137,7 @@ def list_steps(parent: Path, digits: int = 6) -> list[int]:
     """Sorted numbers of the `step_<n>` entries of a directory; [] where it does not exist.
 
     Artifacts get their name by one rename when they are whole, so a name is enough: no file is opened.
-
-    Args:
-        digits: padding of the numbers; 0 for checkpoints.
+    `digits`: padding of the numbers; 0 for checkpoints.
     """
     numbers = (parse_step(name, digits) for name in files.list_dir(parent))
     return sorted(n for n in numbers if n is not None)

@@ -97,13 +97,8 @@ class Receiver(Protocol):
 
     def fetch(self, folder: Path) -> Path:
         """Return a folder on this node with the whole version, which is as it should be until the next call.
-
-        Args:
-            folder: a version of this transport, its own sizes checked.
-
-        Raises:
-            StoreError: it cannot be had; says what is missing or damaged.
-        """
+        `folder`: a version of this transport, its own sizes checked.
+        Raises StoreError: it cannot be had; says what is missing or damaged."""
 
 
 class WeightTransport(Protocol):

@@ -57,9 +57,7 @@ def make_texts(
     """`num` distinct texts of the split, each `min_words`..`max_words` lower-case words joined by one space.
 
     The first k texts do not depend on `num`. No text of one split can occur in the other.
-
-    Raises:
-        ValueError: an unknown split, impossible bounds, or bounds that allow fewer than `num` distinct texts.
+    Raises ValueError: an unknown split, impossible bounds, or bounds that allow fewer than `num` distinct texts.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; it is one of {', '.join(SPLITS)}")

@@ -79,9 +79,7 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
     """Load libnuma into this process, and so into the engines that it forks: vLLM's CPU kernels are linked with it.
 
     Where the system has none, `tools/setup` has put one into the environment's own lib.
-
-    Raises:
-        NodeError: there is none. vLLM itself would go on and fail later, for an attribute that is missing.
+    Raises NodeError: there is none. vLLM itself would go on and fail later, for an attribute that is missing.
     """
     for library in ("libnuma.so.1", str(environment / "lib" / "libnuma.so.1")):
         try:

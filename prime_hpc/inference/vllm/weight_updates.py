@@ -212,9 +212,7 @@ class PolicyService(WholeModel):
         """Give up the engines' memory (vLLM's level 1): weights to the host, no key-value cache; asleep, a no-op.
 
         Requests in flight and new ones wait; after waking up the former are prefilled again.
-
-        Raises:
-            PolicyFailedError: an engine could not; the server ends.
+        Raises PolicyFailedError: an engine could not; the server ends.
         """
         async with self._lock:
             if self._failure is not None:

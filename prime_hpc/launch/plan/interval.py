@@ -35,9 +35,7 @@ def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
     it.
 
     Of this run every end without notice counts. Of other runs only lost nodes do: their crashes may be bugs of theirs.
-
-    Returns:
-        the events, and how many attempts they are of.
+    Returns the events, and how many attempts they are of.
     """
     own = read_rows(run_dir / ATTEMPTS_JSONL)
     events = learn(own)

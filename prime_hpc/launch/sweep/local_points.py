@@ -20,9 +20,7 @@ def run_here(sweep: Sweep, rows: Sequence[PointRow], throttle: int) -> int:
     """Run prepared points to their ends; a point that fails stops no other.
 
     Ctrl-C ends those that run in good order; they and those that wait are left for `sweep resume`.
-
-    Returns:
-        0, 1 where a point failed, 130 where it was interrupted.
+    Returns 0, 1 where a point failed, 130 where it was interrupted.
     """
     stop = sweep.dir / STOP
     stop.unlink(missing_ok=True)

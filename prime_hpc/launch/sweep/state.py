@@ -231,9 +231,7 @@ def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow
 
     A point that is known by its hash keeps index, name and directory. One that is new takes the place of an invalid or
     never sent one of its name, else it is appended; where its name belongs to another experiment it gets another.
-
-    Returns:
-        the current points in the order of the file.
+    Returns the current points in the order of the file.
     """
     sent = {index for row in sweep.submits for index in row.points}
     known = {row.hash: row for row in sweep.rows if row.hash is not None}

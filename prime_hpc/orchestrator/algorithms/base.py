@@ -181,9 +181,7 @@ def get_algorithm(name: str) -> FoundAlgorithm:
 
     Its own one may have an attribute `min_group`; without, it must score groups of any size from 1. With an attribute
     `teacher` (`model` or `self`) its groups come with `references`.
-
-    Raises:
-        ConfigError: unknown, or the import fails; says why.
+    Raises ConfigError: unknown, or the import fails; says why.
     """
     if (entry := ALGORITHMS.get(name)) is not None:
         known = import_object(entry.place, _KEY)

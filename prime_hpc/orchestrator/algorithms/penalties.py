@@ -61,9 +61,7 @@ def soft_overlong_penalty(config: SoftOverlongConfig, episodes: Sequence[Episode
     0 up to max - buffer tokens, then rising evenly to 1 at max tokens, 1 beyond. The paper's answers have one turn;
     of several turns, each is held against the limit of a turn and the longest counts, or all together against that of
     the episode (`config.per`).
-
-    Args:
-        max_tokens: of one turn; stands for `config.max_tokens` where that is not set.
+    `max_tokens`: of one turn; stands for `config.max_tokens` where that is not set.
     """
     if config.per == "turn":
         longest = [max((len(run) for run in sampled_runs(e)), default=0) for e in episodes]

@@ -79,9 +79,7 @@ class Scorer:
 
         A group that the algorithm cannot score (too few rollouts left, advantages that are not finite) is named in
         a warning and does not train.
-
-        Raises:
-            OrchestratorError: the algorithm itself fails; names it and the group.
+        Raises OrchestratorError: the algorithm itself fails; names it and the group.
         """
         num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
         truncated = np.array([e.result.truncated for e in episodes], dtype=bool)

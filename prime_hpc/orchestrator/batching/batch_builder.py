@@ -92,9 +92,7 @@ def score_groups(
     still makes version n: where nothing at all would train, the smallest group (in tokens) without a signal stays with
     advantages of 0; where all rollouts were left out on purpose, the smallest one stays without a token that trains.
     Rewards, advantages and lengths are those of whole replies, also where their older tokens do not train.
-
-    Raises:
-        OrchestratorError: no group at all could be scored, or the algorithm failed.
+    Raises OrchestratorError: no group at all could be scored, or the algorithm failed.
     """
     scored = [
         _score(group, scorer if isinstance(scorer, Scorer) else scorer[group.prompt.source], zero, env_names, given)

@@ -209,9 +209,7 @@ def move_checkpoints_aside(paths: RunPaths, step: int, incarnation: int = 0) -> 
 
     What it was that an attempt did not go on from (damaged, too late, newer than what was asked for), its owner
     decides.
-
-    Returns:
-        Where they are now.
+    Returns where they are now.
     """
     after = [n for n in list_steps(paths.checkpoints, digits=0) if n > step]
     moved = [move_aside(paths, paths.checkpoint_step(n), incarnation) for n in reversed(after)]

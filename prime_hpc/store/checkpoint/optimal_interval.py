@@ -65,9 +65,7 @@ def mtbf_s(num_nodes: int, failures_per_1000_node_days: float, events: Events = 
 
     The site's rate counts like one failure seen in the time in which it predicts one (a gamma prior of shape 1); what
     the run's own attempts show shifts it: with k failures in T seconds, M = (M_site + T) / (1 + k).
-
-    Args:
-        failures_per_1000_node_days: of the site; 0: never.
+    `failures_per_1000_node_days`: of the site; 0: never.
     """
     if failures_per_1000_node_days <= 0:
         is_seen = events.num_failures and events.seconds > 0  # an attempt that failed at once says nothing of a rate

@@ -289,9 +289,7 @@ def list_dir(path: Path) -> list[str]:
     """Names in a directory, unsorted; [] where it does not exist, or is none.
 
     A stale handle is asked for again by its path: the directory was replaced, or its server came back.
-
-    Raises:
-        OSError: it cannot be listed now; of ESTALE, after `STALE_S`.
+    Raises OSError: it cannot be listed now; of ESTALE, after `STALE_S`.
     """
     end = time.monotonic() + STALE_S
     while True:

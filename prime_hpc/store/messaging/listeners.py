@@ -23,9 +23,7 @@ def shut_listeners() -> int:
 
     A packet filter, which any process may put on its own socket; from Linux 6.18 on only with CAP_NET_ADMIN. Else a key
     that every segment has to be signed with (RFC 2385), which nobody knows. Warns where neither can be had.
-
-    Returns:
-        How many listeners are deaf now.
+    Returns how many listeners are deaf now.
     """
     deaf, open_ = 0, 0
     with contextlib.suppress(OSError):

@@ -95,9 +95,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that make up a model, in the order of their names; [] where it has none.
 
     Others may lie beside them: some repositories hold the weights a second time under other names (`consolidated*`).
-
-    Raises:
-        ValueError: its index is none.
+    Raises ValueError: its index is none.
     """
     weight_map = _weight_map(folder)
     if weight_map is not None:

@@ -179,9 +179,7 @@ def _weights_of(info: CheckpointInfo, home: Path | None, is_foreign: bool) -> Pa
     """Return the weights version that belongs to a checkpoint, where it still lies in its run (`home`) and is whole.
 
     One that holds only what changed counts where its chain is there, and not for another run, which has none.
-
-    Raises:
-        Unreadable: that cannot be told now.
+    Raises Unreadable: that cannot be told now.
     """
     if home is None:
         return None
@@ -201,9 +199,7 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
 
     Weights that are not beside the checkpoint, or not whole, are no loss: it holds the parameters, and the trainer
     publishes the version again before anybody needs it.
-
-    Raises:
-        StoreError: disk full, or a file that is not what its manifest says.
+    Raises StoreError: disk full, or a file that is not what its manifest says.
     """
     info, own = start.info, paths.weights_step(start.info.step)
     home = run_of(info) if start.is_foreign else paths.root

@@ -13,9 +13,7 @@ def merge(texts: Mapping[str, str], run: str) -> str:
     """Return the texts of several servers as one, in which every family stands once.
 
     Lines that are none of Prometheus' form are left out, and `_created` times, which double the number of series.
-
-    Args:
-        texts: by the server's label, e.g. `inference[0]`.
+    `texts`: by the server's label, e.g. `inference[0]`.
     """
     about: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}

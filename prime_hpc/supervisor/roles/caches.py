@@ -46,9 +46,7 @@ def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
     It is `<node-local>/prime-hpc-<user id>/<versions>`: node-local is the site profile's `node_local`, else /tmp, or
     what stands for it where that is mounted noexec (never $TMPDIR, which some sites put on the shared file system or
     empty after each job).
-
-    Returns:
-        No cache where the directory cannot be made or is somebody else's: then each library's own default holds.
+    Returns no cache where the directory cannot be made or is somebody else's: then each library's own default holds.
     """
     found = {}
     if not environ.get(PRECOMPILES) and shutil.which("openssl", path=environ.get("PATH")) is None:

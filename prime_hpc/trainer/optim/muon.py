@@ -39,9 +39,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
     Singular values end between 0.68 and 1.2, but those below a thousandth of the largest are not all the way up yet.
     Computed in bfloat16 on a GPU, where float32 products would be slow, in float32 elsewhere. Zero matrices stay zero.
-
-    Args:
-        matrices: `[..., rows, columns]`.
+    `matrices`: `[..., rows, columns]`.
     """
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()

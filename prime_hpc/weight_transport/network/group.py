@@ -28,14 +28,8 @@ _STATING = threading.Lock()
 
 
 def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
-    """Open the store of a group that is to be: it, and its port.
-
-    Args:
-        network: names the ports that may be taken.
-
-    Raises:
-        OSError: no port is free.
-    """
+    """Open the store of a group that is to be: it, and its port. `network`: names the ports that may be taken.
+    Raises OSError: no port is free."""
     listening = sockets.listen(host, ports=network.ports)
     port = listening.getsockname()[1]
     store = dist.TCPStore(
