@@ -28,6 +28,8 @@ def small_processes() -> Iterator[None]:
         patch.delenv(forked.WORKER_SERVER, raising=False)
         patch.setattr(forked, "_running", [])
         yield
+        for server, _ in forked._running:  # it holds as much memory as all that it has imported
+            server.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.runs import ROOT, command, rows
+from tests.support import forked
+from tests.support.runs import ENVIRONMENT, ROOT, rows
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -67,7 +68,8 @@ def test_a_run_that_learns_nothing_keeps_the_engines_probabilities(tmp_path: Pat
         "inference": {"backend": backend, "cpu_kv_cache_gib": 0.25},
     }
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(tree))
-    done = command("rl", "@", tmp_path / "exp.yaml", timeout_s=280)
+    entry = ["tests.faults.entry", "rl", "@", str(tmp_path / "exp.yaml")]
+    done = forked.run(entry, env=ENVIRONMENT, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     table = rows(tmp_path / "run", "trainer")
     assert [row["step"] for row in table] == [1, 2, 3]

@@ -26,7 +26,7 @@ def a_supervisor(run_dir: Path) -> list[str] | None:
         shown(console, row)
         growth.look(row["step"])
 
-    Console._show_step = show  # type: ignore[method-assign]
+    Console._show_step = show  # type: ignore[method-assign, assignment]
     run_dir.mkdir()
     trainer = role("trainer", run_dir, "ready", f"train:{STEPS[-1]}", "done")
     code, _ = supervise(run_dir, [role("orchestrator", run_dir, "ready", "done"), trainer])

@@ -89,11 +89,11 @@ def test_the_table_names_what_it_counted_when_asked(tree: Path) -> None:
     assert "Whether it is whole." in long and "prime_hpc/full 21" in long
 
 
-@pytest.mark.parametrize("command", [("measure",), ("proofs", "--list")])
-def test_who_has_read_enough_sees_no_traceback(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", [("measure", "--root", "{tree}"), ("proofs", "--list")])
+def test_who_has_read_enough_sees_no_traceback(command: tuple[str, ...], tree: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    words = [sys.executable, str(TOOL.with_name(command[0])), *command[1:]]
+    words = [sys.executable, str(TOOL.with_name(command[0])), *(word.format(tree=tree) for word in command[1:])]
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == -signal.SIGPIPE and done.stderr == ""
