@@ -273,6 +273,7 @@ class Supervisor:
             "roles": {r.spec.label: r.state for r in self._led.roles},
             "nodes": self.attempt.nodes,
             "cause": self._stop.request.reason if self._stop else None,
+            "outcome": self._stop.request.outcome if self._stop else None,
             **self._run_watch.facts(),
         } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
 

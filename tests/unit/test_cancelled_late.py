@@ -17,10 +17,13 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.requeue import requeue
 from prime_hpc.slurm.termination import Verdict
-from prime_hpc.store.attempts import Ended, read_attempts
+from prime_hpc.store.attempts import Ended, begin, read_attempts
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor import main, stop_requests, supervisor
+from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from prime_hpc.supervisor.main import _apply_restart_policy
 from prime_hpc.supervisor.stalls.collect import WHY
+from prime_hpc.supervisor.status_file import LiveStatus
 from prime_hpc.supervisor.stop_requests import CANCELLED_BUDGET_S, Controls
 from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.submissions import ended, load, run_dir, use_fake_slurm, write_config
@@ -149,7 +152,8 @@ def test_a_stop_while_a_crashed_attempt_saves_is_heeded(
     asked = controls(tmp_path, monkeypatch, CANCELLED, 5000)
     one = saving(asked)
     one._experiment = SimpleNamespace(
-        supervisor=SimpleNamespace(grace_s=0.0), slurm=SimpleNamespace(restart=SimpleNamespace(in_place=True))
+        supervisor=SimpleNamespace(grace_s=0.0),
+        slurm=SimpleNamespace(restart=SimpleNamespace(in_place=True, node_timeout_s=9.0)),
     )
     one._plan, one._fence = SimpleNamespace(steps=SimpleNamespace()), SimpleNamespace(is_fenced=False)
     one._ended_by = SimpleNamespace(is_server=False, was_ready=True), []
@@ -162,7 +166,7 @@ def test_a_stop_while_a_crashed_attempt_saves_is_heeded(
         asked.ask_to_stop("an alarm wants it")
     else:
         asked._on_signal(signal.SIGINT, None)
-    assert one._is_over() == (by == "interrupt") and not (tmp_path / STOP).exists()
+    assert one._cannot_save() == (by == "interrupt") and not (tmp_path / STOP).exists()
     crash = Ended(1, "orchestrator ended with exit code 1")
     assert one._roles_to_leave(crash) is None
     end = one._end(crash)
@@ -248,3 +252,22 @@ def test_a_cancelled_job_is_not_requeued(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SlurmError, match="it was cancelled"):
         requeue("12", 2, 0)
     assert told == ["show"]
+
+
+def test_an_attempt_that_is_killed_as_it_saves_was_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no accounting says so it counted as a crash: a run that is preempted often stayed down."""
+    fake, config = use_fake_slurm(tmp_path, monkeypatch), write_config(tmp_path)
+    submit(load(config))
+    run = run_dir(config)
+    own = begin(run / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id="100")
+    asked = controls(tmp_path, monkeypatch, Verdict("preempted", "preempted by a job of higher priority", True))
+    one = saving(asked)
+    one.attempt.nodes, one._run_watch.facts = {}, dict
+    asked._on_signal(signal.SIGTERM, None)
+    one._handle_requests()
+    LiveStatus(run, attempt=own.attempt).write(now=True, **one._facts())
+    fake.change("100", state="RUNNING", nodes="n1", restarts=1)
+    job = Allocation("100", (("n1",),), "n1", 1, ("100",))
+    close_crashed_attempts(load_run(run), run, RunPaths(run), job)
+    (row,) = read_attempts(run / "attempts.jsonl")
+    assert row["outcome"] == "preempted" and "killed before everything was saved" in str(row["cause"])

@@ -17,7 +17,7 @@ from prime_hpc.slurm.queue import logs_into
 from prime_hpc.slurm.script import job_name
 from prime_hpc.slurm.termination import lost_hosts
 from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere
-from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_dirs import AttemptRow, read_json
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.bad_nodes import record_bad_nodes
 from prime_hpc.supervisor.attempt.start import newest_saved_step, refuse_held
@@ -116,6 +116,9 @@ def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tup
     ):
         if state in states:
             return outcome, words, []
+    word = read_json(run_dir / STATUS_JSON) or {}
+    if word.get("attempt") == row["attempt"] and word.get("outcome"):  # KillWait was too short for its save
+        return str(word["outcome"]), f"{word['cause']}; killed before everything was saved", []
     if allocation is not None and row.get("job_id") == allocation.job_id:
         return "failed", "the batch process was killed, and Slurm requeued the job (a node failure, or by hand)", []
     return "failed", f"job {row['job_id']} ended without a word: its batch process was killed", []
