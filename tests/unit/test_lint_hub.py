@@ -89,7 +89,7 @@ def test_splits_and_columns_of_what_datasets_saved(tmp_path: Path, whole: bool) 
 def test_columns_of_what_is_in_the_cache(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "hf" / "datasets" / "owner___kept" / "default" / "0.0.0" / "abc"
     folder.mkdir(parents=True)
-    info = {"splits": {"train": {}}, "features": {"question": {}, "answer": {}}}
+    info: dict[str, Any] = {"splits": {"train": {}}, "features": {"question": {}, "answer": {}}}
     (folder / "dataset_info.json").write_text(json.dumps(info))
     ((*_, message),) = said(name="owner/kept")
     assert "the columns are: answer, question" in message and said(name="owner/kept", columns=MAPPED) == []
