@@ -29,6 +29,8 @@ OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_fu
 """Methods with which a class of the older interface scores otherwise than by the weighted sum of its functions."""
 
 
+_NO_SIGNAL = "signal only works in main thread"
+"""Python's words."""
 REFUSED = (400, 413, 422)
 """HTTP statuses that are about the request, not about the server."""
 
@@ -110,6 +112,7 @@ class Rubric:
 
         Raises:
             openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
+            EnvError: it asks for a signal, a deadline's: all its values would be 0.
         """
         try:
             return float(await maybe_await(func, **accepted(func, self._offered(state))))
@@ -118,6 +121,11 @@ class Rubric:
         except Exception as error:  # the interface's own rule: the function scores 0
             if weight and _is_api_failure(error):
                 raise
+            if weight and _NO_SIGNAL in str(error):
+                raise EnvError(
+                    f"reward function {name_of(func)!r} asks for a signal (signal.alarm, as a deadline), which works "
+                    "on a process's main thread alone, and rewards run on another: bound it in another way"
+                ) from error
             state["reward_errors"] = state.get("reward_errors", 0) + 1
             if name_of(func) not in self._told:
                 self._told.add(name_of(func))
