@@ -261,6 +261,23 @@ def test_a_reward_that_asks_for_a_signal_fails_its_episodes() -> None:
         elsewhere(1.0)
 
 
+def test_a_reward_whose_lock_is_of_a_loop_that_was_left_behind_fails_its_episodes() -> None:
+    turn = asyncio.Lock()
+
+    async def waits(completion: Any) -> float:
+        async with turn:
+            await asyncio.sleep(0.01)
+            return 1.0
+
+    async def values(weight: float) -> list[float]:
+        rubric = Rubric([waits])
+        return await asyncio.gather(*(rubric.value(waits, State(completion=[]), weight) for _ in range(2)))
+
+    assert asyncio.run(values(1.0)) == [1.0, 1.0] and asyncio.run(values(0.0)) == [1.0, 0.0]
+    with pytest.raises(RuntimeError, match="bound to a different event loop"):
+        asyncio.run(values(1.0))
+
+
 @pytest.mark.timeout(60)
 def test_a_package_may_load_others_in_threads_and_change_each(world: World) -> None:
     world.script = lambda prompt, number: "abc"

@@ -6,6 +6,7 @@ whatever the rubric's `class_objects` hold. One that raises scores 0, as it did 
 """
 
 import inspect
+import re
 import sys
 import threading
 from asyncio import wrap_future
@@ -30,6 +31,7 @@ OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_fu
 
 
 _NO_SIGNAL = "signal only works in main thread"
+_OTHER_LOOP = re.compile("(bound|attached) to a different (event )?loop")
 """Python's words."""
 REFUSED = (400, 413, 422)
 """HTTP statuses that are about the request, not about the server."""
@@ -112,6 +114,7 @@ class Rubric:
 
         Raises:
             openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
+            RuntimeError: likewise, something of the package's is of an event loop that was left behind.
             EnvError: it asks for a signal, a deadline's: all its values would be 0.
         """
         try:
@@ -119,7 +122,7 @@ class Rubric:
         except CallBroken:  # not the function's fault, nor the answer's
             raise
         except Exception as error:  # the interface's own rule: the function scores 0
-            if weight and _is_api_failure(error):
+            if weight and (_is_api_failure(error) or _OTHER_LOOP.search(str(error))):
                 raise
             if weight and _NO_SIGNAL in str(error):
                 raise EnvError(
