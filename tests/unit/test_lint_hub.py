@@ -1,8 +1,10 @@
 """Names, splits and columns of the hub's, told before a job waits in a queue for them: a hub over real HTTP."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -56,6 +58,24 @@ def test_names_that_the_hub_does_not_know(hub: Hub, tmp_path: Path, monkeypatch:
     assert said(name="owner/none") == [] and len(hub_module._SILENT) == asked + 1, "nobody there"
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the name of one looked up for longer: no timeout of a request bounds that."""
+    hangs, tries = Event(), list[str]()
+
+    def looked_up(host: str, *more: Any, **named: Any) -> Any:
+        tries.append(host)
+        hangs.wait()
+        raise OSError("released")
+
+    monkeypatch.setattr(hub_module, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    monkeypatch.setenv("HF_ENDPOINT", "http://far.invalid")
+    try:
+        assert said(name="owner/none", model="owner/nothing") == [] and tries == ["far.invalid"]
+    finally:
+        hangs.set()
+
+
 def test_splits_and_columns_of_a_card(hub: Hub) -> None:
     ((code, severity, key, message),) = said(name="owner/rows")
     assert (code, severity, key) == ("PH207", "warning", "sft.data.name")
@@ -89,7 +109,7 @@ def test_splits_and_columns_of_what_datasets_saved(tmp_path: Path, whole: bool) 
 def test_columns_of_what_is_in_the_cache(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "hf" / "datasets" / "owner___kept" / "default" / "0.0.0" / "abc"
     folder.mkdir(parents=True)
-    info = {"splits": {"train": {}}, "features": {"question": {}, "answer": {}}}
+    info: dict[str, Any] = {"splits": {"train": {}}, "features": {"question": {}, "answer": {}}}
     (folder / "dataset_info.json").write_text(json.dumps(info))
     ((*_, message),) = said(name="owner/kept")
     assert "the columns are: answer, question" in message and said(name="owner/kept", columns=MAPPED) == []

@@ -123,6 +123,7 @@ def test_a_run_that_trains_nothing_is_held_to_what_its_engines_and_its_job_can_d
 @pytest.mark.parametrize("kind", EVERY.split())
 def test_a_model_that_nobody_may_fetch(model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
     for name in ("TRANSFORMERS_OFFLINE", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     here = {"launch": "local", "slurm": None, "model": {"name": "someone/unheard-of"}}

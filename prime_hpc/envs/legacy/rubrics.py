@@ -6,6 +6,7 @@ whatever the rubric's `class_objects` hold. One that raises scores 0, as it did 
 """
 
 import inspect
+import re
 import sys
 import threading
 from asyncio import wrap_future
@@ -29,6 +30,9 @@ OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_fu
 """Methods with which a class of the older interface scores otherwise than by the weighted sum of its functions."""
 
 
+_NO_SIGNAL = "signal only works in main thread"
+_OTHER_LOOP = re.compile("(bound|attached) to a different (event )?loop")
+"""Python's words."""
 REFUSED = (400, 413, 422)
 """HTTP statuses that are about the request, not about the server."""
 
@@ -104,14 +108,24 @@ class Rubric:
 
     async def value(self, func: RewardFunc, state: State, weight: float = 1.0) -> float:
         """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise.
-        Raises openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from."""
+
+        Raises:
+            openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
+            RuntimeError: likewise, something of the package's is of an event loop that was left behind.
+            EnvError: it asks for a signal, a deadline's: all its values would be 0.
+        """
         try:
             return float(await maybe_await(func, **accepted(func, self._offered(state))))
         except CallBroken:  # not the function's fault, nor the answer's
             raise
         except Exception as error:  # the interface's own rule: the function scores 0
-            if weight and _is_api_failure(error):
+            if weight and (_is_api_failure(error) or _OTHER_LOOP.search(str(error))):
                 raise
+            if weight and _NO_SIGNAL in str(error):
+                raise EnvError(
+                    f"reward function {name_of(func)!r} asks for a signal (signal.alarm, as a deadline), which works "
+                    "on a process's main thread alone, and rewards run on another: bound it in another way"
+                ) from error
             state["reward_errors"] = state.get("reward_errors", 0) + 1
             if name_of(func) not in self._told:
                 self._told.add(name_of(func))

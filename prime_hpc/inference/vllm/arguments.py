@@ -1,5 +1,6 @@
 """The arguments of vLLM that `inference.vllm` may hold: checked on a login node, where no vLLM is installed."""
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -128,6 +129,38 @@ tool_strict_level ubatch_size uds uvicorn_log_level video_pruning_method video_p
 watermark_config weight_transfer_config worker_cls worker_extension_cls
 """
 """Those that take one; `hf_token` may."""
+INTEGERS = """
+block_size cp_kv_cache_interleave_size data_parallel_supervisor_port dbo_decode_token_threshold
+dbo_prefill_token_threshold dcp_kv_cache_interleave_size decode_context_parallel_size
+dp_supervisor_probe_failure_threshold dp_sync_interval elastic_ep_max_dp_size h11_max_header_count
+h11_max_incomplete_event_size long_prefill_token_threshold mamba_cache_philox_rounds max_cudagraph_capture_size
+max_logprobs max_loras mm_shm_cache_max_object_size_mb offload_group_size offload_num_in_group offload_prefetch_step
+prefill_schedule_interval renderer_num_workers replayssm_buffer_len safetensors_prefetch_num_threads
+shutdown_timeout spec_tokens sse_keep_alive_interval ssl_cert_reqs stream_interval ubatch_size
+"""
+"""Of these, those that take a whole number."""
+CHOICES = {
+    "all2all_backend": (
+        "allgather_reducescatter deepep_high_throughput deepep_low_latency deepep_v2 flashinfer_all2allv "
+        "flashinfer_nvlink_one_sided flashinfer_nvlink_two_sided moonep mori_high_throughput mori_low_latency "
+        "naive nixl_ep pplx"
+    ),
+    "expert_placement_strategy": "linear round_robin",
+    "kv_cache_dtype": (
+        "auto bfloat16 float16 fp8 fp8_ds_mla fp8_e4m3 fp8_e5m2 fp8_inc fp8_per_token_head "
+        "int4_per_token_head int8_per_token_head nvfp4 nvfp4_4over6 nvfp4_ds_mla turboquant_3bit_nc "
+        "turboquant_4bit_nc turboquant_k3v4_nc turboquant_k8v4 ultraquant_4bit"
+    ),
+    "kv_offloading_backend": "lmcache native",
+    "lora_dtype": "auto bfloat16 float16",
+    "mamba_cache_dtype": "auto bfloat16 float16 float32",
+    "mamba_cache_mode": "align none",
+    "mamba_ssm_cache_dtype": "auto bfloat16 float16 float32",
+    "performance_mode": "balanced interactivity throughput",
+    "prefix_caching_hash_algo": "sha256 sha256_cbor xxhash xxhash_cbor",
+    "scheduling_policy": "fcfs priority",
+}
+"""Of these, values that are often stated, and what they may be: others vLLM refuses as an engine starts."""
 
 
 def not_passed_through(extra: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -146,3 +179,10 @@ def not_passed_through(extra: Mapping[str, Any]) -> Iterator[Refusal]:
         elif value is not None and isinstance(value, bool) != (name in switches) and name != "hf_token":
             takes = "true or false" if name in switches else "a value"
             yield Refusal(where, f"vLLM's {name} takes {takes}, not {value!r}", f"give it {takes}")
+        elif value is not None and name in INTEGERS.split() and not re.fullmatch(r"[+-]?\d+", str(value)):
+            yield Refusal(where, f"vLLM's {name} takes a whole number, not {value!r}", "give it one")
+        elif value is not None and name in CHOICES and value not in CHOICES[name].split():
+            known = CHOICES[name].split()
+            near = get_close_matches(str(value), known, n=1)
+            meant = f"did you mean {near[0]}? There are" if near else "take one of"
+            yield Refusal(where, f"vLLM's {name} cannot be {value!r}", f"{meant} {', '.join(known)}")

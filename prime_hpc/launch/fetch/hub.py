@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 from prime_hpc.store.model.config import hub_home
@@ -48,21 +49,30 @@ def _token(environ: Mapping[str, str]) -> str:
 
 @cache
 def _ask(hub: str, path: str, token: str) -> Word | None:
+    if hub in _SILENT:
+        return None
+    found: list[Word | None] = []
+    thread = Thread(target=lambda: found.append(_get(hub + path, token)), daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)  # a request's own timeout is none of the look-up of a name
+    if not any(found):
+        _SILENT.add(hub)
+        return None
+    return found[0]
+
+
+def _get(url: str, token: str) -> Word | None:
     from http.client import HTTPException  # here: few commands ask
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    if hub in _SILENT:
-        return None
     try:
-        request = Request(hub + path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        request = Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
         with urlopen(request, timeout=TIMEOUT_S) as answer:
-            found = json.loads(answer.read(_MOST_BYTES))
-        card = found.get("cardData")
+            card = json.loads(answer.read(_MOST_BYTES)).get("cardData")
     except HTTPError as error:
         return Word(False, {}) if error.code in (401, 404) else None
     except (OSError, HTTPException, ValueError, AttributeError):
-        _SILENT.add(hub)
         return None
     return Word(True, card if isinstance(card, dict) else {})
 
