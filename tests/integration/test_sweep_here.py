@@ -71,7 +71,7 @@ def test_a_failed_point_stops_no_other_and_runs_again_alone(folder: Path, seeds:
 
 def test_interrupt_ends_what_runs_and_resume_takes_the_rest(folder: Path) -> None:
     path = folder / "long.yaml"
-    path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000}\n")
+    path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000, ckpt.interval: 1000000}\n")
     run_dir = folder / "out" / "long" / "seed0"
     with background("prime-hpc", "sweep", "submit", path, log=folder / "long.log") as process:
         wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 120, "the point trains")
@@ -79,6 +79,9 @@ def test_interrupt_ends_what_runs_and_resume_takes_the_rest(folder: Path) -> Non
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=280) == 130, (folder / "long.log").read_text()
     assert not supervisor.is_running()
+    said = (folder / "long.log").read_text()
+    assert said.index("warning: ") < said.index("started as local job"), "not hours later"
+    assert "2 run" not in said
     assert states(path) == {"seed0": "stopped", "seed1": "missing"}
     for action, sent in (("submit", ["seed1"]), ("resume", ["seed0", "seed1"])):
         done = command("prime-hpc", "sweep", action, path, "--dry-run", "--json")

@@ -129,7 +129,7 @@ def test_faults_of_an_api_cost_no_row_or_are_counted(tmp_path: Path) -> None:
         code, said = run(command(api.url, tmp_path / "c", *args), key="wrong")
         assert code == 1 and "SCRIPTED_KEY" in said and "401" in said, said[-2000:]
     code, said = run(command("http://127.0.0.1:9/v1", tmp_path / "c", "--environment-ids", "no-such-environment"))
-    assert code == 2 and "no-such-environment" in said and "synthesize.env.0.id" in said
+    assert code == 2 and "no-such-environment" in said and "synthesize.environment_ids.0" in said
 
 
 def test_files_of_prompts_get_replies_beside_their_own_fields(tmp_path: Path) -> None:

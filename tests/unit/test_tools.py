@@ -113,6 +113,11 @@ def test_setup_on_a_login_node_of_a_cluster_with_gpus_wants_to_be_told_the_build
     for words in ((), ("gpu",), ("gpu", "--dev")):
         done = setup(tmp_path, "gpu:h100:8", *words)
         assert done.returncode == 0 and "up to date (env, gpu)" in done.stdout, done.stderr
+    for made, code in ((tmp_path / "env", 0), (tmp_path / "before" / "env", 1)):
+        (tmp_path / "env" / "pyvenv.cfg").write_text(f"home = /usr/bin\ncommand = /usr/bin/python3 -m venv {made}\n")
+        done = setup(tmp_path, "gpu:h100:8")
+        assert done.returncode == code, done.stderr
+    assert f"made as {made} and then moved or copied" in done.stderr and "rm -r env" in done.stderr
 
 
 def test_the_hooks_before_a_commit_are_what_is_tested() -> None:

@@ -137,9 +137,12 @@ def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -
         return
     _write(base, report.sweep, report.jobs, site, is_local=True)
     if report.jobs:
+        for warning in report.warnings:  # at the end, hours from now, they help nobody
+            print(f"warning: {warning}", file=sys.stderr)
+        invalid = f", {len(report.invalid)} are invalid" if report.invalid else ""
         print(
-            f"without Slurm: {len(report.jobs)} points run here, in the foreground, {throttle} at a time; Ctrl-C ends "
-            "them, `sweep resume` goes on",
+            f"without Slurm: {len(report.jobs)} points run here{invalid}, in the foreground, {throttle} at a time; "
+            "Ctrl-C ends them, `sweep resume` goes on",
             file=sys.stderr,
             flush=True,
         )

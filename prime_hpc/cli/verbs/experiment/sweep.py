@@ -202,12 +202,15 @@ def _find(given: Given) -> Path:
 
 def _print_report(report: "Report", given: Given, program: str) -> int:
     """Print what a submit did."""
-    for warning in report.warnings:
-        print(f"{program}: warning: {warning}", file=sys.stderr)
+    dry = "--dry-run" in given
+    if dry or not (report.is_local and report.jobs):  # else it was said before they ran
+        for warning in report.warnings:
+            print(f"{program}: warning: {warning}", file=sys.stderr)
     if "--json" in given:
         print_json(report.as_dict())
         return report.code
-    dry = "--dry-run" in given
+    if report.code == 130:
+        return report.code  # how many were to run is no news of what was interrupted
     left = f"; left alone: {counted(report.left)}" if report.left else ""
     done = "would be sent" if dry else "run" if report.is_local else "sent"
     accepted = sum(len(part["points"]) for part in report.parts if not part.get("error"))
