@@ -62,8 +62,12 @@ async def connect(
 
     Args:
         stack: closes all of it.
+        experiment: the tree of a run without a trainer.
+        context: of the role.
         bus: news of servers come over it.
         versions: those that will be served, one after another.
+        split: which tasks.
+        keep_messages: whether episodes bring their conversations.
 
     Raises:
         EvalError: no server is known or answers, or it refuses us.

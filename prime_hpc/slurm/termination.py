@@ -88,7 +88,12 @@ def cancelled_component(job_id: str, restarts: int, began: float, hosts: Sequenc
     """Return the component of a het job, such as `131+1`, that somebody has cancelled alone; None: none was.
 
     All that Slurm does by itself (a preemption, a requeue, a lost node) it does to all components.
-    `began`: of this attempt, epoch seconds.
+
+    Args:
+        job_id: the leader's, which runs.
+        restarts: of this attempt.
+        began: of this attempt, epoch seconds.
+        hosts: of the allocation.
     """
     over = [part for part in _of_running(job_id) if _is_over(part) and part.restarts <= restarts]
     if not over or lost_hosts(hosts, began):

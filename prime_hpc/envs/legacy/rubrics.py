@@ -104,7 +104,10 @@ class Rubric:
 
     async def value(self, func: RewardFunc, state: State, weight: float = 1.0) -> float:
         """Compute what one function gives for a finished rollout; `state["reward_errors"]` counts those that raise.
-        Raises openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from."""
+
+        Raises:
+            openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
+        """
         try:
             return float(await maybe_await(func, **accepted(func, self._offered(state))))
         except CallBroken:  # not the function's fault, nor the answer's

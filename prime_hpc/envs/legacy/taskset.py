@@ -97,7 +97,10 @@ class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
 
     async def open_scorer(self) -> None:
         """Start what compares answers, for an environment whose rubric does.
-        Raises EnvError: math-verify cannot be imported."""
+
+        Raises:
+            EnvError: math-verify cannot be imported.
+        """
         env = made(self.config.environment)
         rubrics = [member.rubric for member in (env, *getattr(env, "envs", ()))]
         if any(isinstance(part, MathRubric) for rubric in rubrics for part, _, _ in rubric.weighted()):
