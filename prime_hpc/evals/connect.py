@@ -62,6 +62,8 @@ async def connect(
 
     Args:
         stack: closes all of it.
+        experiment: the tree of a run without a trainer.
+        context: of the role.
         bus: news of servers come over it.
         versions: those that will be served, one after another, if they are still there then.
 
