@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from prime_hpc.trainer import perf
 from prime_hpc.trainer.ops.reach import Reach
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer, known_peak
 from tests.support.every_family import tiny_config, tiny_model
@@ -122,3 +124,10 @@ def test_without_a_device_all_phases_are_the_host_s() -> None:
     with timer("optim", on_device=True):
         pass
     assert set(timer.take()) == {"time/optim"}
+
+
+def test_the_peak_of_a_cpu_without_a_unit_for_bfloat16_is_that_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.bfloat16: 2e8, torch.float32: 9e9}
+    monkeypatch.setattr(perf, "measure_matmul_flops", lambda device, dtype: rates[dtype])
+    assert perf.measured_peak_flops(torch.device("cpu"), torch.bfloat16) == 9e9
+    assert perf.measured_peak_flops(torch.device("cpu"), torch.float32) == 9e9
