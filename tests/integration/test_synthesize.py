@@ -79,7 +79,7 @@ def test_killed_at_any_moment_the_rows_are_those_of_an_uninterrupted_run(tmp_pat
     assert len(rows) == report["num_rows"] == report["num_tasks_with_rows"]
     assert report["dropped"] == {"reward": total - ROLLOUTS * len(rows), "duplicate": (ROLLOUTS - 1) * len(rows)}
     assert len(list((killed / "data" / "rows").glob("*.jsonl"))) == -(-len(rows) // 4)
-    assert f"{len(rows)} rows: prime-hpc sft --data.path" in said
+    assert f"{len(rows)} rows: prime-hpc sft --model.name MODEL --data.path" in said
     for row in rows:  # `sft` trains on the reply
         found = parse_row(row, SFTDataConfig(), SFTDataConfig(), has_template=True)
         assert isinstance(found, Conversation) and found.trained == (False, True)

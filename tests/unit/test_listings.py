@@ -11,6 +11,7 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.envs.workers import fingerprint
 from prime_hpc.launch.archive.archive import read_folder
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.io.tree import list_tree
@@ -102,3 +103,20 @@ def test_bad_nodes_that_were_set_aside_are_not_silently_forgotten(open_folder: P
         assert bad_nodes(ledger, 1.0) == {}
     logger.remove(sink)
     assert len(said) == 1 and "the ledger of bad nodes could not be read" in said[0]
+
+
+def test_code_of_which_a_room_cannot_be_listed_is_not_taken_for_another_version(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that start again later would be refused."""
+    for room in ("envs/workers", "client", "config", "runtime"):
+        (open_folder / room).mkdir(parents=True)
+        (open_folder / room / "code.py").write_text("1\n")
+    monkeypatch.setattr(fingerprint, "__file__", str(open_folder / "envs" / "workers" / "fingerprint.py"))
+    digest = fingerprint.package_digest.__wrapped__  # as in a process of its own
+    before = digest()
+    with unlisted(open_folder / "envs" / "workers"), pytest.raises(PermissionError):
+        digest()
+    assert digest() == before
+    (open_folder / "envs" / "workers" / "code.py").write_text("2\n")
+    assert digest() != before

@@ -67,7 +67,8 @@ def table(summary: Mapping[str, Any]) -> list[str]:
     lines = align(rows)
     lines += [f"dropped: {', '.join(reasons[r])}: {REASONS[r]}" for r in REASONS if r in reasons]
     if summary.get("data"):
-        lines.append(f"{summary['num_rows']} rows: prime-hpc sft --data.path {shlex.quote(summary['data'])}")
+        train = f"prime-hpc sft --model.name MODEL --data.path {shlex.quote(summary['data'])}"
+        lines.append(f"{summary['num_rows']} rows: {train}")
     return lines
 
 
