@@ -38,14 +38,20 @@ def started(work: Callable[..., None], args: Sequence[Any], nprocs: int) -> Iter
 
 
 def spawn(work: Callable[..., None], args: Sequence[Any], nprocs: int, limit_s: float = LIMIT_S) -> None:
-    """`work(rank, *args)` on every rank. Raises AssertionError with what the first rank that failed said."""
+    """`work(rank, *args)` on every rank. Raises AssertionError with what all ranks said: the first that fails may only
+    have lost the one that is at fault."""
     with started(work, args, nprocs) as (processes, folder):
         deadline = time.monotonic() + limit_s
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             assert time.monotonic() < deadline, f"ranks still run after {limit_s:g} s"
             time.sleep(0.02)
-        for rank, code in enumerate(codes):
-            assert not code, f"rank {rank}: {code}\n{(folder / f'log{rank}').read_text()[-6000:]}"
+        if any(codes):
+            time.sleep(1.0)  # the others' last words
+        said = [(folder / f"log{rank}").read_text()[-6000:] for rank in range(nprocs)]
+        words = "\n".join(
+            f"rank {rank}: {code}\n{word}" for rank, (code, word) in enumerate(zip(codes, said, strict=True))
+        )
+        assert not any(codes), words
 
 
 def main(file: str, rank: str) -> None:
