@@ -286,6 +286,7 @@ def follow_job(job_id: str, log: Path) -> int:
                     return 0 if state == "COMPLETED" else 1
                 print(f"the run goes on as job {later}", flush=True)
                 job_id, log, offset, said, state = later, log.with_name(f"slurm-{later}.out"), 0, "", ""
+                asked = float("-inf")  # at once: what was told is of the job before
             time.sleep(FOLLOW_POLL_S)
     except KeyboardInterrupt:
         print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel` ends it)", flush=True)

@@ -57,17 +57,21 @@ def main(command: str, folder: str, argv: list[str]) -> int:
         how = state["behaviour"].get(command, {})
         if how.get("only_once"):
             state["behaviour"][command] = {}
+        is_late = "late" in how
+        # what the controller does with a request that has reached it; before anybody sees the call, and kills us
+        is_request = is_late and os.fork() == 0
+        if is_request:
+            os.setsid()
     if "code" in how:
         print(how.get("stderr", ""), file=sys.stderr)
         return int(how["code"])
     if how.get("hang") == "before":
         time.sleep(HANG_S)
-    if "late" in how:
-        if os.fork() == 0:  # what the controller does with a request that has reached it
-            os.setsid()
-            time.sleep(how["late"])
-            _DO[command](folder, argv)
-            return 0
+    if is_request:
+        time.sleep(how["late"])
+        _DO[command](folder, argv)
+        return 0
+    if is_late:
         time.sleep(HANG_S)
     if "FAKE_CLUSTER" in os.environ:
         argv = argv[1:]
