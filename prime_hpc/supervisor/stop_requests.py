@@ -175,10 +175,10 @@ class Controls:
             return self._of_request()
         if time.monotonic() < self._next_look:
             return None
-        self._next_look, now = time.monotonic() + LOOK_S, time.time()
-        if self._warned and (request := self._of_grace(now)) is not None:
+        self._next_look = time.monotonic() + LOOK_S
+        if self._warned and (request := self._of_grace()) is not None:
             return request
-        return self._of_files() or self._of_limit(now)
+        return self._of_files() or self._of_limit()
 
     def cancelled(self, outcome: str | None = None) -> StopRequest | None:
         """Return the end that a scancel asks for, whatever was asked for before it.
@@ -293,15 +293,15 @@ class Controls:
         reason = self._asked_to_stop
         return None if reason is None else StopRequest(reason, "stopped", 0, True, self._budget())
 
-    def _of_grace(self, now: float) -> StopRequest | None:
+    def _of_grace(self) -> StopRequest | None:
         """Notice a preemption with grace: it moves the end of the job, and says nothing else. Or the end of one
         component."""
         job = self._allocation
         if job is not None and not job.by_slurm:
             return StopRequest("a pod of the run is told to end", "preempted", 0, True, self._budget())
-        end = None
+        end, is_at_limit = None, self._ends_at is not None and time.time() >= self._ends_at - LIMIT_MARGIN_S
         try:
-            if job is not None and job.is_het and (self._ends_at is None or now < self._ends_at - LIMIT_MARGIN_S):
+            if job is not None and job.is_het and not is_at_limit:
                 gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
                 if gone is not None:
                     return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
@@ -312,14 +312,14 @@ class Controls:
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
             self._warned = False
             return None
-        reason = f"preempted, with {end - now:.0f} s of grace"
-        return StopRequest(reason, "preempted", 0, True, max(5.0, end - now))
+        left = end - time.time()  # the questions took time
+        return StopRequest(f"preempted, with {left:.0f} s of grace", "preempted", 0, True, max(5.0, left))
 
-    def _of_limit(self, now: float) -> StopRequest | None:
+    def _of_limit(self) -> StopRequest | None:
         """Ask for the end by the measured time: the signal comes a minute early or late, and its lead is a guess."""
         if self._ends_at is None:
             return None
-        left = self._ends_at - now
+        left = self._ends_at - time.time()
         if left > max(min(self._lead_s, 60.0), self.needs_s() + LIMIT_MARGIN_S):
             return None
         reason = f"{left:.0f} s before the time limit: one more step and a save may not fit"

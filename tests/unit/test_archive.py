@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
-from prime_hpc.launch.archive import archive, contents, folder_copy, packed_file
+from prime_hpc.launch.archive import archive, contents, packed_file
 from prime_hpc.launch.archive.contents import choose
 from prime_hpc.launch.archive.folder_copy import FolderCopy
 from prime_hpc.launch.archive.packed_file import PackedFile
@@ -25,7 +25,6 @@ from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.newest import POINTER, choose_newest, expected_step
 from prime_hpc.store.errors import Unreadable
-from prime_hpc.store.io.files import FileEntry, hash_file
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
 from tests.support.checkpoints import damage, make_checkpoint, make_weights
@@ -167,29 +166,6 @@ def test_broken_off_it_goes_on_where_it_was(
         assert len(names) == len(set(names)) and "weights/step_000004/model.safetensors" in names
     assert ask(capsys, "--restore", final, tmp_path / "back")["num_files"] > 10
     assert "is there already" in ask(capsys, *words, code=1)
-
-
-def test_on_a_file_system_of_whole_seconds_nothing_is_copied_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, copied, copy, utime = tmp_path / "source", list[Path](), folder_copy._copy, os.utime
-
-    def counted(source: Path, target: Path) -> FileEntry:
-        copied.append(target)
-        return copy(source, target)
-
-    def rounded(path: Path, ns: tuple[int, int]) -> None:
-        utime(path, ns=(ns[0] // 10**9 * 10**9, ns[1] // 10**9 * 10**9))
-
-    monkeypatch.setattr(folder_copy, "_copy", counted)
-    monkeypatch.setattr(folder_copy.os, "utime", rounded)
-    source.write_bytes(b"one")
-    utime(source, ns=(0, 1_700_000_000_999_999_999))
-    for _ in range(2):
-        entry = folder_copy.FolderCopy(tmp_path / "part").write({"a": source}, {})["a"]
-    assert len(copied) == 1 and entry == hash_file(source)
-    source.write_bytes(b"two")  # later
-    assert folder_copy.FolderCopy(tmp_path / "part").write({"a": source}, {})["a"] == hash_file(source) != entry
 
 
 def test_a_full_disk_loses_nothing(run_dir: Path, tmp_path: Path) -> None:

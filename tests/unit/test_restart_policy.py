@@ -508,22 +508,3 @@ def test_signals(tmp_path: Path) -> None:
     local._on_signal(signal.SIGTERM, None)
     request = local.poll()
     assert request is not None and (request.outcome, request.save, request.code) == ("interrupted", False, 143)
-
-
-def test_a_grace_time_that_slurm_does_not_tell_at_once_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A controller that preempts many jobs answers late: the run went on until the grace was over."""
-    one, answers = controls(tmp_path, left_s=10_000), [None, shown("02:46:40", time.time() + 300)]
-
-    def ask(argv: list[str], *_: object, **__: object) -> str:
-        if (answer := answers.pop(0)) is None:
-            raise client.SlurmError(argv, None, "timed out: no answer within 15 s")
-        return answer
-
-    monkeypatch.setattr(client, "run_slurm", ask)
-    one.note_warning(signal.SIGTERM)
-    assert one.poll() is None
-    one._next_look = 0.0
-    request = one.poll()
-    assert request is not None and request.reason.startswith("preempted, with ")

@@ -171,7 +171,7 @@ def test_the_time_limit_moves_with_a_suspended_job(tmp_path: Path, monkeypatch: 
     one = make()
     one.was_stopped(600)
     assert one.poll() is None
-    monkeypatch.setattr(stop_requests, "granted_until", lambda job: None)  # the controller does not answer
+    monkeypatch.setattr(stop_requests, "granted_until", lambda job: None)  # Slurm does not say
     one = make()
     one.was_stopped(600)
     assert one.poll() is None
