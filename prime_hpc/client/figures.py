@@ -14,6 +14,8 @@ _NAMES = {
     "vllm:num_requests_waiting": "waiting",
     "vllm:generation_tokens_total": "sampled",
     "vllm:num_preemptions_total": "preempted",
+    "vllm:spec_decode_num_draft_tokens_total": "drafted",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
     "vllm:kv_cache_usage_perc": KV_USE,
 }
 _LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})? (\S+)$", re.MULTILINE)
@@ -37,8 +39,9 @@ def parse_figures(text: str) -> dict[str, float]:
     """Add up the figures of interest over a server's engines; `text` is in Prometheus' form.
 
     Returns:
-        `running`, `waiting`: requests now; `sampled`, `preempted`: tokens, and requests thrown out for want of room,
-        since the server's start; `kv_use`. Those that the text does not hold are left out.
+        `running`, `waiting`: requests now; since the server's start `sampled`: tokens, `preempted`: requests thrown
+        out for want of room, `drafted`, `accepted`: tokens of speculative decoding; `kv_use`. Those that the text does
+        not hold are left out.
     """
     found: dict[str, float] = {}
     for name, value in _LINE.findall(text):

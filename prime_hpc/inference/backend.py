@@ -40,6 +40,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import BACKENDS
 from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.sampling import SamplingOverride, SamplingSection
 from prime_hpc.runtime.device import Device
 from prime_hpc.runtime.failures import NodeError
 
@@ -174,6 +175,20 @@ def death_reason(name: str, words: str, log: str) -> str:
 def section(experiment: Experiment) -> InferenceConfig:
     """Return the tree's inference section, or its defaults where the tree has none."""
     return experiment.inference or InferenceConfig.model_validate({})
+
+
+def stated_samplings(experiment: Experiment) -> dict[str, SamplingSection | SamplingOverride]:
+    """Return each `sampling` section of what is played in training and evaluation, by its key."""
+    o = experiment.orchestrator
+    sections: dict[str, Any] = {"orchestrator": o, "orchestrator.eval": o.eval}
+    if not experiment.trains:
+        sections = {experiment.kind: experiment.episodes}
+    found = {}
+    for key, section in sections.items():
+        if section is not None:
+            own = {f"{key}.env.{i}": env for i, env in enumerate(section.env)}
+            found |= {f"{part}.sampling": each.sampling for part, each in ({key: section} | own).items()}
+    return found
 
 
 def load_backend(name: str, key: str = "inference.backend") -> Backend:

@@ -199,6 +199,9 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_preempted_requests_total": counter(
         "Requests that an engine threw out for want of room.", of="engines/preempted"
     ),
+    "orchestrator_draft_acceptance_ratio": gauge(
+        "Share of the drafted tokens that engines accepted (speculative decoding).", of="engines/draft_acceptance"
+    ),
     "orchestrator_queued_groups": gauge("Whole groups that wait for a batch.", of="queue/complete_groups"),
     "orchestrator_sent_back_prompts": gauge("Prompts that were sent back to be drawn again.", of="queue/sent_back"),
     "orchestrator_engines_idle_ratio": gauge(

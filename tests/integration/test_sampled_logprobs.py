@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ import torch
 from prime_hpc.trainer.ops.truncation import Truncation, apply_cut, find_cut
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+SPECULATED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_p": 0.9, "top_k": 50},
+    {"temperature": 1.0},
+)
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "sampling.py"
 SAMPLINGS = (
     {"temperature": 1.0},
@@ -19,12 +25,32 @@ SAMPLINGS = (
 )
 
 
-def test_in_bfloat16_every_ratio_is_1_but_for_rounding(tmp_path: Path) -> None:
+def benchmark() -> Any:
     spec = importlib.util.spec_from_file_location("benchmark_sampling", TOOL)
     assert spec is not None and spec.loader is not None
     module = sys.modules["benchmark_sampling"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    figures = module.measure(tmp_path, "bfloat16", SAMPLINGS, num_prompts=32, num_tokens=32)
+    return module
+
+
+def test_speculation_changes_no_log_probability(tmp_path: Path) -> None:
+    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    figures = benchmark().measure(
+        tmp_path,
+        "float32",
+        SPECULATED,
+        num_prompts=16,
+        num_tokens=32,
+        inference={"vllm": {"speculative_config": draft}},
+        vocab_size=256,  # so that pairs of tokens come again, and are drafted
+    )
+    for sampling, row in zip(SPECULATED, figures, strict=True):
+        print(sampling, row)
+        assert row["tokens"] == 512 and row["max"] < 1e-3, sampling
+
+
+def test_in_bfloat16_every_ratio_is_1_but_for_rounding(tmp_path: Path) -> None:
+    figures = benchmark().measure(tmp_path, "bfloat16", SAMPLINGS, num_prompts=32, num_tokens=32)
     for sampling, row in zip(SAMPLINGS, figures, strict=True):
         print(sampling, row)
         deviation = 4 * 1.25 * row["error"] / row["tokens"] ** 0.5

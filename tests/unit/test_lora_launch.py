@@ -16,7 +16,7 @@ from prime_hpc.config.site import GENERIC
 from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import BadVersionError, check_adapter, receive_version
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.inference.vllm import cpu_lora
+from prime_hpc.inference.vllm import cpu_corrections
 from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.estimate.model_facts import model_facts
@@ -242,10 +242,10 @@ def test_products_leave_the_base_models_rows_alone() -> None:
     for places in ([0, -1, 2, 2, -1, 1, 0], [1] * 7, [-1] * 7):
         indices = torch.tensor(places)
         low, output = torch.full((7, 4), 9.0), base.clone()
-        cpu_lora.shrink(x, a, low, indices, 0.5)
-        cpu_lora.expand_slice(low, b, output, indices, 2, 5)
+        cpu_corrections.shrink(x, a, low, indices, 0.5)
+        cpu_corrections.expand_slice(low, b, output, indices, 2, 5)
         whole = base[:, :5].clone()
-        cpu_lora.expand(low, b, whole, indices, add_inputs=False)
+        cpu_corrections.expand(low, b, whole, indices, add_inputs=False)
         for row, place in enumerate(places):
             expected = torch.zeros(5) if place < 0 else b[place, 0] @ (0.5 * a[place, 0] @ x[row])
             torch.testing.assert_close(output[row, 2:7] - base[row, 2:7], expected, atol=1e-5, rtol=1e-5)

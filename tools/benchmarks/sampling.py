@@ -12,7 +12,7 @@ implementations and mistakes. Peaked distributions, as a trained model's are, an
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,16 @@ def measure(
     *,
     num_prompts: int = NUM_PROMPTS,
     num_tokens: int = REPLY_TOKENS,
+    inference: Mapping[str, Any] | None = None,
     **shape: Any,
 ) -> list[dict[str, float]]:
-    """Figures of each sampling, from one server and one policy of a new random model below `folder`."""
+    """Figures of each sampling, from one server (`inference`: more of its section) and one policy of a new random model
+    below `folder`."""
     from prime_hpc.config.sections.sampling import SamplingConfig
     from tests.support.inference_server import ServerProcess, save_model
 
     model = save_model(folder / "model", tied=True, seed=0, **SHAPE | shape)
-    server = ServerProcess(folder / "run", model, {"max_num_seqs": 64}, dtype=dtype)
+    server = ServerProcess(folder / "run", model, {"max_num_seqs": 64, **(inference or {})}, dtype=dtype)
     figures = []
     try:
         server.wait_ready()

@@ -5,7 +5,7 @@ from typing import Any
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.families import family_of
-from prime_hpc.inference.backend import Refusal
+from prime_hpc.inference.backend import Refusal, stated_samplings
 from prime_hpc.inference.transformers.parameters import BadRequestError, parse_params
 from prime_hpc.store.model.config import read_config
 
@@ -99,18 +99,9 @@ def model_problem(config: Mapping[str, Any], max_len: int) -> str:
 
 
 def _sampling(experiment: Experiment) -> Iterator[Refusal]:
-    o = experiment.orchestrator
-    sections: dict[str, Any] = {"orchestrator": o, "orchestrator.eval": o.eval}
-    if not experiment.trains:
-        sections = {experiment.kind: experiment.episodes}
-    stated: dict[str, Any] = {}
-    for key, section in sections.items():
-        if section is not None:
-            own = {f"{key}.env.{i}": env for i, env in enumerate(section.env)}
-            stated |= {f"{part}.sampling": each.sampling.extra for part, each in ({key: section} | own).items()}
-    for section_key, extra in stated.items():
-        for name, value in (extra or {}).items():
+    for key, sampling in stated_samplings(experiment).items():
+        for name, value in (sampling.extra or {}).items():
             try:
                 parse_params({name: value})
             except BadRequestError as error:
-                yield Refusal(f"{section_key}.extra", str(error), f"leave it out, or {_VLLM}")
+                yield Refusal(f"{key}.extra", str(error), f"leave it out, or {_VLLM}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.inference import InferenceConfig
-from prime_hpc.inference.backend import Refusal, Start, section
+from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
 from prime_hpc.inference.vllm.args import build_argv, build_env, not_passed_through
@@ -57,6 +57,8 @@ class VllmBackend:
                 "on a CPU the KV cache is in host memory already, and vLLM moves none of it",
                 "leave it out, and set inference.cpu_kv_cache_gib",
             )
+        if servers is not None and speculates(servers.vllm):
+            yield from _cannot_speculate(experiment)
         if experiment.replays_routers:
             yield from _records_no_experts(section(experiment))
         name = experiment.model.name
@@ -143,6 +145,27 @@ class VllmBackend:
             on_ready=on_ready,
         )
         uvloop.run(serving)
+
+
+def speculates(extra: Mapping[str, Any]) -> bool:
+    """Return whether arguments of `inference.vllm` ask for speculative decoding."""
+    names = {name.partition(".")[0].replace("-", "_") for name, value in extra.items() if value is not None}
+    return not names.isdisjoint({"speculative_config", "spec_method", "spec_model"})
+
+
+def _cannot_speculate(experiment: Experiment) -> Iterator[Refusal]:
+    """Yield what vLLM 0.32 answers with 400 while it speculates, and what was never seen right with it."""
+    for key, sampling in stated_samplings(experiment).items():
+        if sampling.min_p:
+            yield Refusal(f"{key}.min_p", "with speculative decoding vLLM knows no min_p", "leave it out, or use top_p")
+        if (sampling.extra or {}).get("logit_bias"):
+            yield Refusal(f"{key}.extra", "with speculative decoding vLLM knows no logit_bias", "leave it out")
+    if experiment.replays_routers and experiment.device == "cpu":
+        yield Refusal(
+            "trainer.router_replay",
+            "on a CPU the experts of drafted tokens that were rejected would be recorded, too",
+            "leave it out, or inference.vllm.speculative_config",
+        )
 
 
 def _records_no_experts(config: InferenceConfig) -> Iterator[Refusal]:

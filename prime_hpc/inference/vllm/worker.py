@@ -19,7 +19,7 @@ import torch
 
 from prime_hpc.inference.check_version import says_nothing, server_scratch, weight_files
 from prime_hpc.inference.tensor_file import TensorFile
-from prime_hpc.inference.vllm import cpu_lora, routing
+from prime_hpc.inference.vllm import cpu_corrections, routing
 from prime_hpc.inference.vllm.pinned import (
     CopyWithoutWaiting,
     PinnedStage,
@@ -76,7 +76,9 @@ class PolicyWorker:
         if self.vllm_config.aux_output_config.enabled:
             routing.record(self.model_runner, self.vllm_config)
         if self.vllm_config.lora_config is not None:
-            cpu_lora.install()
+            cpu_corrections.multiply_adapters()
+        if self.vllm_config.speculative_config is not None:
+            cpu_corrections.speculate()
         if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # no engine is on another node (`args.build_env`)
             shut_listeners()  # the engines are connected, and the HTTP server does not listen yet
         keep_freed_memory()

@@ -1,4 +1,4 @@
-"""Figures of the engines for a run's metrics, from their own `/metrics`: queue, KV cache, preemptions.
+"""Figures of the engines for a run's metrics, from their own `/metrics`: queue, KV cache, preemptions, drafts.
 
 A server that tells nothing (vLLM's statistics are off, an API) has no figures.
 """
@@ -35,6 +35,8 @@ class _Watch:
     version: int = -1
     skip: int = 0
     preempted: float | None = None
+    drafts: tuple[float, float] | None = None
+    """Tokens drafted, and accepted, since the server's start."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class _Sums:
     kv_uses: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     preempted: list[float] = field(default_factory=list)
+    drafted: float = 0.0
+    accepted: float = 0.0
 
 
 class EngineFigures:
@@ -90,19 +94,32 @@ class EngineFigures:
         self._sums.kv_uses += [figures[KV_USE]] if KV_USE in figures else []
         self._sums.waiting.append(figures["waiting"])
         self._sums.preempted += [preempted] if "preempted" in figures else []
+        self._add_drafts(watch, figures)
         return figures, preempted
+
+    def _add_drafts(self, watch: _Watch, figures: dict[str, float]) -> None:
+        now = figures.get("drafted", 0.0), figures.get("accepted", 0.0)
+        before, watch.drafts = watch.drafts, now
+        if before is None:
+            return
+        if now[0] < before[0]:  # the server was started again
+            before = (0.0, 0.0)
+        self._sums.drafted += now[0] - before[0]
+        self._sums.accepted += now[1] - before[1]
 
     def drain(self) -> dict[str, float]:
         """Return the figures since the last call; those that no server told are left out.
 
         `engines/kv_use`: the fullest KV cache, 0 to 1. `engines/waiting`: requests in the servers' queues, mean over
         looks and servers. `engines/preempted`: requests that were thrown out for want of room.
+        `engines/draft_acceptance`: the share of drafted tokens that were accepted.
         """
         sums, self._sums = self._sums, _Sums()
         if not sums.waiting:
             return {}
         row = {"engines/waiting": sum(sums.waiting) / len(sums.waiting)}
         row |= {"engines/preempted": sum(sums.preempted)} if sums.preempted else {}
+        row |= {"engines/draft_acceptance": sums.accepted / sums.drafted} if sums.drafted else {}
         return row | ({"engines/kv_use": max(sums.kv_uses)} if sums.kv_uses else {})
 
     def _is_sampling(self, index: int) -> bool:

@@ -1,9 +1,13 @@
-"""Right LoRA products on CPU, in place of vLLM 0.32's.
+"""Right results on CPU in place of vLLM 0.32's wrong ones: of adapters, and of speculative decoding.
 
-vLLM's own pick each token's matrices with `weights[indices]`, where -1 means the base model and so picks the *last*
-adapter: once all places for adapters are taken, requests of the base model that run beside an adapter's are sampled
-from that adapter, silently. They also copy a pair of matrices for every token. These multiply the rows of one adapter
-at a time and leave the base model's rows alone.
+Products of LoRA: vLLM's own pick each token's matrices with `weights[indices]`, where -1 means the base model and so
+picks the *last* adapter: once all places for adapters are taken, requests of the base model that run beside an
+adapter's are sampled from that adapter, silently. They also copy a pair of matrices for every token. These multiply the
+rows of one adapter at a time and leave the base model's rows alone.
+
+Speculative decoding: vLLM's own kernel writes temperature and top-p of the drafted tokens, as whole numbers, into a
+copy that nobody reads. The target's logits are then divided by what happened to be in memory: tokens come from another
+distribution (0.5 nats a token at a temperature of 0.7), some with a log-probability of NaN.
 """
 
 from collections.abc import Iterator
@@ -14,8 +18,35 @@ import torch
 _Rows = slice | torch.Tensor
 
 
-def install() -> None:
-    """Let vLLM's CPU path use the functions below; does nothing a second time."""
+def speculate() -> None:
+    """Let vLLM's rejection sampler use `expand_batch_to_tokens`; does nothing a second time."""
+    from vllm.v1.sample import rejection_sampler
+
+    module: Any = rejection_sampler
+    module.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """Repeat each request's value for its drafted tokens.
+
+    Args:
+        x: a value of each request, `[requests]`.
+        cu_num_tokens: drafted tokens up to and with each request, `[requests]`.
+        num_tokens: of all requests.
+        replace_from: a value in whose place stands `replace_to`.
+
+    Returns:
+        `[num_tokens]`, of `x`'s type.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(values, counts, output_size=num_tokens)
+
+
+def multiply_adapters() -> None:
+    """Let vLLM's CPU path use the products below; does nothing a second time."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     module: Any = punica_cpu
