@@ -183,7 +183,7 @@ def stated_samplings(experiment: Experiment) -> dict[str, SamplingSection | Samp
     sections: dict[str, Any] = {"orchestrator": o, "orchestrator.eval": o.eval}
     if not experiment.trains:
         sections = {experiment.kind: experiment.episodes}
-    found = {}
+    found: dict[str, SamplingSection | SamplingOverride] = {}
     for key, section in sections.items():
         if section is not None:
             own = {f"{key}.env.{i}": env for i, env in enumerate(section.env)}
