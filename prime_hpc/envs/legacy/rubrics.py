@@ -17,7 +17,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken
-from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.errors import NO_SIGNAL, EnvError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 from prime_hpc.envs.loop_thread import LoopThread
@@ -29,8 +29,6 @@ OF_GROUPS = frozenset({"prompts", "completions", "answers", "states", "tasks", "
 OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_func")
 """Methods with which a class of the older interface scores otherwise than by the weighted sum of its functions."""
 
-
-_NO_SIGNAL = "signal only works in main thread"
 _OTHER_LOOP = re.compile("(bound|attached) to a different (event )?loop")
 """Python's words."""
 REFUSED = (400, 413, 422)
@@ -121,7 +119,7 @@ class Rubric:
         except Exception as error:  # the interface's own rule: the function scores 0
             if weight and (_is_api_failure(error) or _OTHER_LOOP.search(str(error))):
                 raise
-            if weight and _NO_SIGNAL in str(error):
+            if weight and NO_SIGNAL in str(error):
                 raise EnvError(
                     f"reward function {name_of(func)!r} asks for a signal (signal.alarm, as a deadline), which works "
                     "on a process's main thread alone, and rewards run on another: bound it in another way"
