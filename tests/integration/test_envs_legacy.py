@@ -160,6 +160,22 @@ def test_a_hidden_argument_may_be_of_any_type_and_a_tool_s_of_any_name(world: Wo
     assert '"times": {"anyOf": [{"type": "integer"}, {"type": "null"}]' in prompt
 
 
+def test_what_a_rollout_writes_into_its_row_is_its_own(world: World) -> None:
+    async def run() -> list[EpisodeResult]:
+        async with world.pool(odd("notes")) as pool:
+            results = [await pool.run_episode(0, 0) for _ in range(2)]
+            assert pool.sources[0].task(0).data.example["info"] == {"rollouts": []}
+            return results
+
+    assert [result.reward for result in asyncio.run(run())] == [1.0, 1.0]
+
+
+def test_a_tool_call_that_a_package_handles_itself_may_fail_as_a_tool_may(world: World) -> None:
+    world.script = lambda prompt, number: "done" if "has no price" in prompt else call("price", item="pear")
+    (result,) = world.play(odd("notes"))
+    assert result.usable and result.reason == "" and "[tool] the shop has no price" in result.completion_text
+
+
 def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
     world.script = lambda prompt, number: "0"
     right, wrong = world.play(odd("column"), 2)

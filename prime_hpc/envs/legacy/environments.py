@@ -299,19 +299,21 @@ class ToolEnv(MultiTurnEnv):
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
         """Return the results of the last reply's calls."""
-        results = []
-        for call in messages[-1].get("tool_calls") or []:
-            try:
-                arguments = json.loads(call["function"]["arguments"] or "{}")
-                if not isinstance(arguments, dict):
-                    raise ValueError("the arguments must be a JSON object")
-            except (RecursionError, ValueError) as error:
-                results.append(ChatMessage(role="tool", content=self.error_formatter(error), tool_call_id=call["id"]))
-                continue
-            name = call["function"]["name"]
-            arguments = self.update_tool_args(name, arguments, messages, state)
-            results.append(await maybe_await(self.call_tool, name, arguments, call["id"]))
-        return results
+        return [await self._result_of(call, messages, state) for call in messages[-1].get("tool_calls") or []]
+
+    async def _result_of(self, call: dict[str, Any], messages: Messages, state: State) -> Any:
+        name, told = call["function"]["name"], {"role": "tool", "tool_call_id": call["id"]}
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+            if not isinstance(arguments, dict):
+                raise ValueError("the arguments must be a JSON object")
+        except (RecursionError, ValueError) as error:
+            return ChatMessage(told, content=self.error_formatter(error))
+        arguments = self.update_tool_args(name, arguments, messages, state)
+        try:
+            return await maybe_await(self.call_tool, name, arguments, call["id"])
+        except Exception as error:  # noqa: BLE001 - of a package's own `call_tool`; the model is told, as of a tool's
+            return ChatMessage(told, content=whole_characters(self.error_formatter(error)))
 
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any

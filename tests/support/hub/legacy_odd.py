@@ -53,6 +53,19 @@ class KeepsInput(vf.SingleTurnEnv):
         return state
 
 
+class NotesInRow(vf.ToolEnv):
+    """Keeps what happened where the row's own facts are; its tools are called by a method that raises."""
+
+    async def setup_state(self, state: "vf.State", **kwargs: Any) -> "vf.State":
+        """One more rollout, as the row counts them."""
+        state["info"]["rollouts"].append(1)
+        return state
+
+    async def call_tool(self, tool_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Know no tool at all."""
+        raise LookupError(f"the shop has no {tool_name}")
+
+
 class ScoresItself(vf.Rubric):
     """As packages did that weigh by themselves."""
 
@@ -202,6 +215,9 @@ def load_environment(kind: str, log: str = "") -> Any:
             return env
         case "input":
             return KeepsInput(dataset=ROWS, rubric=rubric)
+        case "notes":
+            rows = [{"question": "x", "info": {"rollouts": []}}]
+            return NotesInRow(dataset=rows, rubric=vf.Rubric(funcs=[lambda info: float(len(info["rollouts"]))]))
         case "scores":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([rubric, ScoresItself()]))
         case "column":
