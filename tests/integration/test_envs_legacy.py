@@ -234,6 +234,25 @@ def test_a_judge_that_blocks_holds_up_who_asked_it_alone() -> None:
     assert threads == [threading.current_thread()]
 
 
+def test_a_judge_s_limit_goes_under_the_name_that_newer_models_take() -> None:
+    """They answer 400 to `max_tokens`, which counted as 0 for every reply."""
+    asked: list[dict[str, Any]] = []
+
+    def create(**request: Any) -> Any:
+        asked.append(request)
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    sampling = {"max_tokens": 10, "temperature": None, "seed": 1}
+    judge = JudgeRubric(judge_client=client, judge_model="newer", judge_sampling_args=sampling)
+    assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
+    assert {k: v for k, v in asked[0].items() if k != "messages"} == {
+        "model": "newer",
+        "max_completion_tokens": 10,
+        "seed": 1,
+    }
+
+
 @pytest.mark.parametrize(("status", "is_scored"), [(400, True), (401, False), (429, False), (500, False)])
 def test_a_judge_that_is_away_scores_nothing(status: int, is_scored: bool) -> None:
     """Its rollouts were 0, which was learned from."""

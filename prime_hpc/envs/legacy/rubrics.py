@@ -259,12 +259,13 @@ class JudgeRubric(Rubric):
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
         response = self.parser.parse_answer(completion)
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
+        sampling = {"max_completion_tokens" if k == "max_tokens" else k: v for k, v in self.judge_sampling_args.items()}
         known = state.setdefault("judge_response", {}) if state is not None else {}
         if text not in known:
             asked = self.judge_client.chat.completions.create(
                 model=self.judge_model,
                 messages=[{"role": "user", "content": text}],
-                **self.judge_sampling_args,
+                **sampling,
             )  # a client that is not async answers here: on the judges' loop it would hold up all others
             reply = await _on_judges_loop(asked) if isinstance(asked, Awaitable) else asked
             known[text] = str(reply.choices[0].message.content)
