@@ -176,6 +176,13 @@ def test_a_tool_call_that_a_package_handles_itself_may_fail_as_a_tool_may(world:
     assert result.usable and result.reason == "" and "[tool] the shop has no price" in result.completion_text
 
 
+def test_an_error_that_ends_a_rollout_fails_it(world: World) -> None:
+    """`stop_errors` was left aside: what could not be played was scored."""
+    world.script = lambda prompt, number: "done" if "away" in prompt.rpartition("</tools>")[2] else call("away")
+    (result,) = world.play(odd("away"))
+    assert not result.usable and "ConnectionError: the service is away" in result.reason
+
+
 def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
     world.script = lambda prompt, number: "0"
     right, wrong = world.play(odd("column"), 2)
@@ -461,6 +468,7 @@ def test_what_its_rows_lack_is_said_before_it_is_played(world: World, kind: str,
         (EnvConfig(id="tests.support.hub.legacy_needs"), "pip install not_a_module_of_anyone"),
         (odd("scores"), "class ScoresItself has a score_rollout() of its own"),
         (odd("group_loop"), "class GroupLoop has a rollout() of its own"),
+        (odd("keys"), "needs variables that are not set: A_KEY_THAT_IS_NOT_SET, NOR_IS_THIS (in a job: slurm.env)"),
         (odd("twice"), "EnvGroup has two environments of one name (a, a)"),
         (EnvConfig(id="tests.support.hub.legacy_broken"), "KeyError: 'A_KEY_OF_A_JUDGE_THAT_NOBODY_HAS' (in /"),
         (EnvConfig(id="tests.support.hub.legacy_exits"), "load_environment() failed: SystemExit: set THE_KEY"),

@@ -204,6 +204,11 @@ class Tidies(vf.Rubric):
             file.write("end\n")
 
 
+def away() -> str:
+    """Ask a service."""
+    raise ConnectionError("the service is away")
+
+
 def load_environment(kind: str, log: str = "") -> Any:
     """One of them."""
     rubric = vf.Rubric(funcs=[long])
@@ -218,6 +223,11 @@ def load_environment(kind: str, log: str = "") -> Any:
         case "notes":
             rows = [{"question": "x", "info": {"rollouts": []}}]
             return NotesInRow(dataset=rows, rubric=vf.Rubric(funcs=[lambda info: float(len(info["rollouts"]))]))
+        case "away":
+            return vf.ToolEnv(dataset=ROWS, rubric=rubric, tools=[away], stop_errors=[ConnectionError])
+        case "keys":
+            vf.ensure_keys(["PATH", "A_KEY_THAT_IS_NOT_SET", "NOR_IS_THIS"])
+            return vf.SingleTurnEnv(dataset=ROWS, rubric=rubric)
         case "scores":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([rubric, ScoresItself()]))
         case "column":
