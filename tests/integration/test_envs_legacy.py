@@ -176,6 +176,14 @@ def test_a_tool_call_that_a_package_handles_itself_may_fail_as_a_tool_may(world:
     assert result.usable and result.reason == "" and "[tool] the shop has no price" in result.completion_text
 
 
+def test_messages_may_be_objects_of_classes(world: World) -> None:
+    world.script = lambda prompt, number: "yes" if "away done?" in prompt else call("away")
+    (result,) = world.play(odd("typed"))
+    assert result.usable and result.reward == 3.0, result
+    assert result.prompt_text == "[system] Be brief.\n[user] hi"
+    assert "[tool] away done\n[user] away done?\n[assistant] yes" in result.completion_text
+
+
 def test_an_error_that_ends_a_rollout_fails_it(world: World) -> None:
     """`stop_errors` was left aside: what could not be played was scored."""
     world.script = lambda prompt, number: "done" if "away" in prompt.rpartition("</tools>")[2] else call("away")

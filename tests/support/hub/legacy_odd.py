@@ -66,6 +66,19 @@ class NotesInRow(vf.ToolEnv):
         raise LookupError(f"the shop has no {tool_name}")
 
 
+class Typed(vf.ToolEnv):
+    """Makes its messages of classes, as the last releases have them."""
+
+    async def call_tool(self, tool_name: str, tool_args: Any, tool_call_id: str, **kwargs: Any) -> Any:
+        """Answer whatever is called."""
+        return vf.ToolMessage(content=f"{tool_name} done", tool_call_id=tool_call_id)
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        """Say one thing more."""
+        results = await super().env_response(messages, state)
+        return [*results, vf.UserMessage(content=f"{results[0].content}?")]
+
+
 class ScoresItself(vf.Rubric):
     """As packages did that weigh by themselves."""
 
@@ -223,6 +236,9 @@ def load_environment(kind: str, log: str = "") -> Any:
         case "notes":
             rows = [{"question": "x", "info": {"rollouts": []}}]
             return NotesInRow(dataset=rows, rubric=vf.Rubric(funcs=[lambda info: float(len(info["rollouts"]))]))
+        case "typed":
+            prompt = [vf.SystemMessage(content="Be brief."), vf.UserMessage(content="hi")]
+            return Typed(dataset=[{"prompt": prompt}], rubric=rubric, tools=[away])
         case "away":
             return vf.ToolEnv(dataset=ROWS, rubric=rubric, tools=[away], stop_errors=[ConnectionError])
         case "keys":
