@@ -32,7 +32,16 @@ class OddConfig(vf.TasksetConfig):
     """Arguments."""
 
     kind: Literal[
-        *("none", "endless", "exits", "exits_later", "logs", "bytes", "loop", "signals", "start_raises", "start_exits")
+        "none",
+        "endless",
+        "exits",
+        "exits_later",
+        "logs",
+        "bytes",
+        "loop",
+        "signals",
+        "start_raises",
+        "start_exits",
     ] = "none"
 
 

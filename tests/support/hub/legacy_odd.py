@@ -234,8 +234,8 @@ def load_environment(kind: str, log: str = "") -> Any:
         case "input":
             return KeepsInput(dataset=ROWS, rubric=rubric)
         case "notes":
-            rows = [{"question": "x", "info": {"rollouts": []}}]
-            return NotesInRow(dataset=rows, rubric=vf.Rubric(funcs=[lambda info: float(len(info["rollouts"]))]))
+            noted: dict[str, Any] = {"question": "x", "info": {"rollouts": []}}
+            return NotesInRow(dataset=[noted], rubric=vf.Rubric(funcs=[lambda info: float(len(info["rollouts"]))]))
         case "typed":
             prompt = [vf.SystemMessage(content="Be brief."), vf.UserMessage(content="hi")]
             return Typed(dataset=[{"prompt": prompt}], rubric=rubric, tools=[away])
