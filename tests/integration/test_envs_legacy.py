@@ -22,6 +22,7 @@ from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.legacy.messages import ChatMessage, State
+from prime_hpc.envs.legacy.parsers import extract_boxed_answer
 from prime_hpc.envs.legacy.rubrics import JudgeRubric, Rubric
 from prime_hpc.envs.legacy.taskset import LegacyData
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
@@ -220,6 +221,15 @@ def test_an_evaluation_s_task_is_the_same_whatever_the_package_s_arguments() -> 
         for prompt, environment in (("q", '["m", {"judge_api_key": "a"}]'), ("q", '["m", {}]'), ("r", '["m", {}]'))
     )
     assert task_id(one) == task_id(other) != task_id(another)
+
+
+@pytest.mark.parametrize(
+    ("text", "loose", "strict"),
+    [(r"\boxed{1} \boxed{a{b}c}", "a{b}c", "a{b}c"), ("12", "12", ""), (r"\boxed{{1}", r"\boxed{{1}", "")],
+)
+def test_an_answer_in_a_box_may_be_asked_for_alone(text: str, loose: str, strict: str) -> None:
+    """Later releases' packages ask so: the stand-in raised, and every reply scored 0."""
+    assert (extract_boxed_answer(text), extract_boxed_answer(text, strict=True)) == (loose, strict)
 
 
 def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
