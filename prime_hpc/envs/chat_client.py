@@ -6,7 +6,9 @@ What passes (rate limits, a server's errors, broken or cut answers) is asked aga
 
 import asyncio
 import random
+import time
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -168,8 +170,14 @@ class ChatClient(Client):
 
 
 def _seconds(text: str | None) -> float | None:
-    """Return a Retry-After header that gives seconds."""
-    try:
-        return min(max(0.0, float(text)), 300.0) if text else None
-    except ValueError:
+    """Return the pause of a Retry-After header, which gives seconds or a date."""
+    if not text:
         return None
+    try:
+        wait = float(text)
+    except ValueError:
+        try:
+            wait = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(0.0, wait), 300.0)

@@ -3,6 +3,9 @@
 from prime_hpc.config.secret import without_known
 from prime_hpc.runtime.failures import NodeError
 
+NO_SIGNAL = "signal only works in main thread"
+"""Python's words to who sets a handler on another one."""
+
 
 class EnvError(ValueError):
     """An environment cannot be set up as configured: the message says what is wrong and what to do.

@@ -12,15 +12,17 @@ does not answer after that is interrupted, and replaced if that does not help.
 """
 
 import asyncio
+import contextlib
+import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
-from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.errors import NO_SIGNAL, EnvError
 from prime_hpc.envs.loop_thread import BEHIND_S, Job, LoopThread, ThreadLoad
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.pool_settings import PoolSettings
@@ -88,6 +90,10 @@ class EnvPool:
         # Importing verifiers and reading tasks takes seconds; the caller's heartbeat goes on meanwhile.
         with kept_logger():
             await asyncio.to_thread(self._load)
+            self.sources = [await self._load_source(config) for config in self._settings.envs]
+        self._held = [s.env.taskset for s in self.sources if isinstance(s.env.taskset, Held)]
+        for taskset in self._held:
+            taskset.hold()
         self._closed = asyncio.get_running_loop().create_future()
         try:
             await asyncio.gather(self._start_worker(), self._start_fleets())
@@ -257,7 +263,7 @@ class EnvPool:
         await self._start_worker()
 
     def _load(self) -> None:
-        """Import verifiers, load tokenizer, tasksets and tasks. Runs on a thread."""
+        """Import verifiers, load the tokenizer. Runs on a thread."""
         try:
             import prime_hpc.envs.episode_runner  # noqa: F401 (what is missing is said here)
         except ImportError as error:
@@ -274,11 +280,22 @@ class EnvPool:
                 asked.chat_template,
                 asked.vision,
             )
-        with idle_loop():
-            self.sources = [EnvSource(config, asked.split, asked.seed, beside=asked.beside) for config in asked.envs]
-        self._held = [s.env.taskset for s in self.sources if isinstance(s.env.taskset, Held)]
-        for taskset in self._held:
-            taskset.hold()
+
+    async def _load_source(self, config: EnvConfig) -> EnvSource:
+        """Load an environment on a thread; one that sets handlers of signals meanwhile here, where alone that works."""
+        asked = self._settings
+
+        def load() -> EnvSource:
+            with idle_loop():
+                return EnvSource(config, asked.split, asked.seed, beside=asked.beside)
+
+        try:
+            return await asyncio.to_thread(load)
+        except EnvError as error:
+            if NO_SIGNAL not in str(error):
+                raise
+        with _own_ends():
+            return load()
 
     def _num_workers(self, config: EnvConfig) -> Any:
         return self._servers.workers if config.workers is None else config.workers
@@ -356,6 +373,18 @@ class EnvPool:
             logger.warning("closing the environments: {}", closing.exception())
         if not await worker.stop(CLOSE_TIMEOUT_S):
             logger.warning("{} does not end: its thread is left behind", worker.busy_with())
+
+
+@contextlib.contextmanager
+def _own_ends() -> Iterator[None]:
+    """Keep the handlers of the signals that end this process through the body, which runs other people's code."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            if signal.getsignal(signum) is not handler:
+                signal.signal(signum, handler)
 
 
 def _unfinished(state: EpisodeState, reason: str, error_type: str, started: float) -> EpisodeResult:

@@ -24,6 +24,8 @@ from prime_hpc.store.batch.images import ImageTable
 VersionsOf = Callable[[Any], np.ndarray | None]
 """Policy versions (int32 [num sampled tokens]) of a sampled message node, None when the engine's answer is unknown."""
 
+MOST_REWARD = float(np.finfo(np.float32).max)
+"""A larger one is infinite in a batch, and the mean of some is nothing in a table of scores."""
 TOOL, USER = 1, 2
 ROLES = {"tool": TOOL, "user": USER}
 """Values of `Sample.roles`."""
@@ -190,7 +192,7 @@ def _find_trace_problem(trace: Any) -> Problem | None:
             return Problem(EpisodeState.FAILED, f"reward {name!r} was not computed", "TaskError")
         if not math.isfinite(reward.value):
             return Problem(EpisodeState.FAILED, f"reward {name!r} is {reward.value}", "TaskError")
-    if not math.isfinite(trace.reward):
+    if not abs(trace.reward) <= MOST_REWARD:  # NaN is not, either
         return Problem(EpisodeState.FAILED, f"the rewards add up to {trace.reward}", "TaskError")
     for call in trace.calls:
         if call.error is None and call.finish_reason is None:

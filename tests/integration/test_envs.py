@@ -386,13 +386,17 @@ def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> N
 def test_an_api_that_asks_for_a_longer_pause_than_the_deadline_bears_is_told(world: World) -> None:
     """It looked as if nobody had waited."""
     said = {}
-    for pause in ("120", "0.1"):
+    for pause in ("120", "0.1", "Fri, 01 Jan 2100 00:00:00 GMT", "Fri, 01 Jan 2010 00:00:00 GMT", "soon"):
         with ScriptedApi(fault=lambda conversation, number: Fault(429, headers={"Retry-After": pause})) as api:  # noqa: B023
             env = EnvConfig(id="reverse-text", timeout_s=30)
             (result,) = world.play(env, urls=[api.url], chat=ChatOptions(600, 1), keep_samples=False)
         said[pause] = result.reason
     assert "429 1 times and asks for a pause of 120 s, where the environments' shortest timeout_s" in said["120"]
-    assert "429 2 times: " in said["0.1"]
+    assert "429 2 times: " in said["0.1"] and "429 2 times: " in said["soon"]
+    assert "429 1 times and asks for a pause of 300 s" in said["Fri, 01 Jan 2100 00:00:00 GMT"], (
+        "the longest that counts"
+    )
+    assert "429 2 times: " in said["Fri, 01 Jan 2010 00:00:00 GMT"]
 
 
 def test_cancelling_the_caller_cancels_the_episode(world: World) -> None:

@@ -22,6 +22,7 @@ from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.envs.legacy.messages import ChatMessage, State
+from prime_hpc.envs.legacy.parsers import extract_boxed_answer
 from prime_hpc.envs.legacy.rubrics import JudgeRubric, Rubric
 from prime_hpc.envs.legacy.taskset import LegacyData
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
@@ -160,6 +161,37 @@ def test_a_hidden_argument_may_be_of_any_type_and_a_tool_s_of_any_name(world: Wo
     assert '"times": {"anyOf": [{"type": "integer"}, {"type": "null"}]' in prompt
 
 
+def test_what_a_rollout_writes_into_its_row_is_its_own(world: World) -> None:
+    async def run() -> list[EpisodeResult]:
+        async with world.pool(odd("notes")) as pool:
+            results = [await pool.run_episode(0, 0) for _ in range(2)]
+            assert pool.sources[0].task(0).data.example["info"] == {"rollouts": []}
+            return results
+
+    assert [result.reward for result in asyncio.run(run())] == [1.0, 1.0]
+
+
+def test_a_tool_call_that_a_package_handles_itself_may_fail_as_a_tool_may(world: World) -> None:
+    world.script = lambda prompt, number: "done" if "has no price" in prompt else call("price", item="pear")
+    (result,) = world.play(odd("notes"))
+    assert result.usable and result.reason == "" and "[tool] the shop has no price" in result.completion_text
+
+
+def test_messages_may_be_objects_of_classes(world: World) -> None:
+    world.script = lambda prompt, number: "yes" if "away done?" in prompt else call("away")
+    (result,) = world.play(odd("typed"))
+    assert result.usable and result.reward == 3.0, result
+    assert result.prompt_text == "[system] Be brief.\n[user] hi"
+    assert "[tool] away done\n[user] away done?\n[assistant] yes" in result.completion_text
+
+
+def test_an_error_that_ends_a_rollout_fails_it(world: World) -> None:
+    """`stop_errors` was left aside: what could not be played was scored."""
+    world.script = lambda prompt, number: "done" if "away" in prompt.rpartition("</tools>")[2] else call("away")
+    (result,) = world.play(odd("away"))
+    assert not result.usable and "ConnectionError: the service is away" in result.reason
+
+
 def test_a_reward_function_may_take_any_column_of_its_row(world: World) -> None:
     world.script = lambda prompt, number: "0"
     right, wrong = world.play(odd("column"), 2)
@@ -191,6 +223,15 @@ def test_an_evaluation_s_task_is_the_same_whatever_the_package_s_arguments() -> 
     assert task_id(one) == task_id(other) != task_id(another)
 
 
+@pytest.mark.parametrize(
+    ("text", "loose", "strict"),
+    [(r"\boxed{1} \boxed{a{b}c}", "a{b}c", "a{b}c"), ("12", "12", ""), (r"\boxed{{1}", r"\boxed{{1}", "")],
+)
+def test_an_answer_in_a_box_may_be_asked_for_alone(text: str, loose: str, strict: str) -> None:
+    """Later releases' packages ask so: the stand-in raised, and every reply scored 0."""
+    assert (extract_boxed_answer(text), extract_boxed_answer(text, strict=True)) == (loose, strict)
+
+
 def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
     """Training and evaluation share an environment, and its judge's connections, and have a loop each."""
     loops = set()
@@ -216,6 +257,25 @@ def test_a_judge_that_blocks_holds_up_who_asked_it_alone() -> None:
     judge = JudgeRubric(judge_client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))))
     assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
     assert threads == [threading.current_thread()]
+
+
+def test_a_judge_s_limit_goes_under_the_name_that_newer_models_take() -> None:
+    """They answer 400 to `max_tokens`, which counted as 0 for every reply."""
+    asked: list[dict[str, Any]] = []
+
+    def create(**request: Any) -> Any:
+        asked.append(request)
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    sampling = {"max_tokens": 10, "temperature": None, "seed": 1}
+    judge = JudgeRubric(judge_client=client, judge_model="newer", judge_sampling_args=sampling)
+    assert asyncio.run(judge.judge("question", "reply", "answer")) == "yes"
+    assert {k: v for k, v in asked[0].items() if k != "messages"} == {
+        "model": "newer",
+        "max_completion_tokens": 10,
+        "seed": 1,
+    }
 
 
 @pytest.mark.parametrize(("status", "is_scored"), [(400, True), (401, False), (429, False), (500, False)])
@@ -426,6 +486,7 @@ def test_what_its_rows_lack_is_said_before_it_is_played(world: World, kind: str,
         (EnvConfig(id="tests.support.hub.legacy_needs"), "pip install not_a_module_of_anyone"),
         (odd("scores"), "class ScoresItself has a score_rollout() of its own"),
         (odd("group_loop"), "class GroupLoop has a rollout() of its own"),
+        (odd("keys"), "needs variables that are not set: A_KEY_THAT_IS_NOT_SET, NOR_IS_THIS (in a job: slurm.env)"),
         (odd("twice"), "EnvGroup has two environments of one name (a, a)"),
         (EnvConfig(id="tests.support.hub.legacy_broken"), "KeyError: 'A_KEY_OF_A_JUDGE_THAT_NOBODY_HAS' (in /"),
         (EnvConfig(id="tests.support.hub.legacy_exits"), "load_environment() failed: SystemExit: set THE_KEY"),

@@ -1,6 +1,7 @@
 """A package that a user wrote last night: what it raises, and what it does to the process, wherever it does."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def test_one_that_runs_something_at_once_as_it_is_loaded(world: World) -> None:
     """On the loop that a program's first thread has."""
     (result,) = world.play(odd("loop"))
     assert result.usable, result.reason
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_that_sets_handlers_of_signals_as_it_is_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """On the main thread, where alone that can be done; those that end a role stay the role's."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGALRM, signal.SIGTERM)}
+    try:
+        (result,) = world.play(odd("signals", workers=workers))
+        assert result.usable, result.reason
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def test_an_endless_one_that_ends_the_process_fails_the_episode_of_that_task(world: World) -> None:

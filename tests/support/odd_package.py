@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import signal
 import sys
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -30,9 +31,18 @@ class OddTask(vf.Task[OddData]):
 class OddConfig(vf.TasksetConfig):
     """Arguments."""
 
-    kind: Literal["none", "endless", "exits", "exits_later", "logs", "bytes", "loop", "start_raises", "start_exits"] = (
-        "none"
-    )
+    kind: Literal[
+        "none",
+        "endless",
+        "exits",
+        "exits_later",
+        "logs",
+        "bytes",
+        "loop",
+        "signals",
+        "start_raises",
+        "start_exits",
+    ] = "none"
 
 
 class OddTaskset(vf.Taskset[OddTask, OddConfig]):
@@ -51,6 +61,9 @@ class OddTaskset(vf.Taskset[OddTask, OddConfig]):
         if self.config.kind == "logs":
             logger.remove()
             logger.add(sys.stderr, format="theirs {message}")
+        if self.config.kind == "signals":
+            for signum in (signal.SIGALRM, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_IGN)
         if self.config.kind == "loop":
             asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
         for number in range(10) if self.bounded else itertools.count():

@@ -73,14 +73,6 @@ def test_scoring_does_not_change_the_rewards() -> None:
     assert [e.result.reward for e in group] == [0.5, -1.0] and result.rewards.tolist() == [0.5, -1.0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e39])
-def test_a_rollout_whose_reward_is_not_finite_failed(bad: float) -> None:
-    episode = to_episode(make_result([0], reward=bad), 100)
-    assert not episode.usable and episode.reason == f"reward is {bad}"
-    seats = [make_sample([0], reward=value) for value in (bad, -bad)]  # whose mean may hide it
-    assert to_episode(make_result(samples=seats), 100).reason == f"reward is {bad}"
-
-
 def test_rewards_that_overflow_name_their_group() -> None:
     scores = Scorer(AdvantageConfig(), max_tokens=9).score(episodes([1.7e308, 0.9e308]), env="game", position=4)
     assert "group of prompt 4 (game): grpo" in scores.problem and "1.7e+308" in scores.problem

@@ -292,7 +292,6 @@ def test_an_episode_counts_its_sampled_tokens_and_versions() -> None:
 def test_what_may_not_train() -> None:
     too_long = to_episode(make_result([0] * 20), seq_len=22)
     assert not too_long.usable and "seq_len (22)" in too_long.reason
-    assert not to_episode(make_result([0], reward=float("nan")), 100).usable
     assert not to_episode(make_result(samples=[]), 100).usable
     assert to_episode(failed_result("TaskError: boom"), 100).reason == "TaskError: boom"
 

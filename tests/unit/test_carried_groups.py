@@ -98,6 +98,16 @@ def test_images_come_back_each_once_and_text_stays_without() -> None:
     assert decode_groups(encode_groups([text], {}))[0][0].results[0].samples[0].images is None
 
 
+def test_recorded_experts_come_back_also_beside_a_sample_that_has_none() -> None:
+    one, other = make_sample([2, 3]), make_sample([1])
+    experts = np.arange(one.num_tokens * 4, dtype=np.uint8).reshape(one.num_tokens, 2, 2)
+    group = CarriedGroup(Prompt(5, 1, 2, 3), [make_result(samples=[other, replace(one, routed=experts)])])
+    ((found,), _) = decode_groups(encode_groups([group], {}))
+    unknown, known = (sample.routed for sample in found.results[0].samples)
+    assert known is not None and known.dtype == np.uint8 and np.array_equal(known, experts)
+    assert unknown is not None and unknown.shape == (other.num_tokens, 2, 2) and (unknown == 255).all()
+
+
 @pytest.mark.parametrize(
     "damage",
     [

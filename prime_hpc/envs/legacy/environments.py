@@ -6,6 +6,7 @@ They only hold and answer; `prime_hpc.envs.legacy.taskset` asks the model and sc
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -54,6 +55,12 @@ def _marked(mark: str, method: Callable[..., Any] | None, priority: int) -> Any:
         return function
 
     return decorate if method is None else decorate(method)
+
+
+def ensure_keys(keys: Iterable[str]) -> None:
+    """Check that variables are set, as packages do before all else. Raises EnvError: names those that are not."""
+    if missing := [key for key in keys if not os.environ.get(key)]:
+        raise EnvError(f"it needs variables that are not set: {', '.join(missing)} (in a job: slurm.env)")
 
 
 class Environment:
@@ -254,13 +261,14 @@ class ToolEnv(MultiTurnEnv):
         tools: Iterable[Callable[..., Any]] | None = None,
         max_turns: int = 10,
         error_formatter: Callable[[Exception], str] = str,
+        stop_errors: Iterable[type[Exception]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, **kwargs)
         self.tools: list[Callable[..., Any]] = []
         self.tool_map: dict[str, Callable[..., Any]] = {}
         self.oai_tools = list(self.oai_tools or [])
-        self.error_formatter = error_formatter
+        self.error_formatter, self.stop_errors = error_formatter, tuple(stop_errors or ())
         for tool in tools or []:
             ToolEnv.add_tool(self, tool)
 
@@ -287,31 +295,37 @@ class ToolEnv(MultiTurnEnv):
         return bool(state["trajectory"]) and not state["trajectory"][-1]["completion"][-1].get("tool_calls")
 
     async def call_tool(self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any) -> Any:
-        """One call's result, or what went wrong, as a message."""
+        """One call's result, or what went wrong, as a message. Raises Exception: one of `stop_errors`."""
         try:
             content = str(await maybe_await(self.tool_map[tool_name], **tool_args))
-        except KeyError as error:
+        except Exception as error:  # the model is told, whatever it is
+            if isinstance(error, self.stop_errors):
+                raise
             unknown = tool_name not in self.tool_map
             content = f"there is no tool {tool_name!r}" if unknown else self.error_formatter(error)
-        except Exception as error:  # noqa: BLE001 - the model is told, whatever it is
-            content = self.error_formatter(error)
         return ChatMessage(role="tool", content=whole_characters(content), tool_call_id=tool_call_id)
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
         """Return the results of the last reply's calls."""
-        results = []
-        for call in messages[-1].get("tool_calls") or []:
-            try:
-                arguments = json.loads(call["function"]["arguments"] or "{}")
-                if not isinstance(arguments, dict):
-                    raise ValueError("the arguments must be a JSON object")
-            except (RecursionError, ValueError) as error:
-                results.append(ChatMessage(role="tool", content=self.error_formatter(error), tool_call_id=call["id"]))
-                continue
-            name = call["function"]["name"]
-            arguments = self.update_tool_args(name, arguments, messages, state)
-            results.append(await maybe_await(self.call_tool, name, arguments, call["id"]))
-        return results
+        return [await self._result_of(call, messages, state) for call in messages[-1].get("tool_calls") or []]
+
+    async def _result_of(self, call: dict[str, Any], messages: Messages, state: State) -> Any:
+        name, told = call["function"]["name"], {"role": "tool", "tool_call_id": call["id"]}
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+            if not isinstance(arguments, dict):
+                raise ValueError("the arguments must be a JSON object")
+        except (RecursionError, ValueError) as error:
+            if isinstance(error, self.stop_errors):
+                raise
+            return ChatMessage(told, content=self.error_formatter(error))
+        arguments = self.update_tool_args(name, arguments, messages, state)
+        try:
+            return await maybe_await(self.call_tool, name, arguments, call["id"])
+        except Exception as error:  # of a package's own `call_tool`; the model is told, as of a tool's
+            if isinstance(error, self.stop_errors):
+                raise
+            return ChatMessage(told, content=whole_characters(self.error_formatter(error)))
 
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any

@@ -6,7 +6,14 @@ from types import FunctionType
 from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter
-from verifiers.v1.types import AssistantMessage, Tool, ToolCall
+from verifiers.v1.types import (  # noqa: F401 - packages for the last releases make their messages of these
+    AssistantMessage,
+    SystemMessage,
+    Tool,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
 
 
 class ChatMessage(dict[str, Any]):

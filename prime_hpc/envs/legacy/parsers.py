@@ -174,17 +174,16 @@ def _of_role(completion: Messages, role: str) -> Messages:
     return [message for message in completion if message["role"] == role]
 
 
-def extract_boxed_answer(text: str) -> str:
-    r"""Return the content of the last `\boxed{...}`, braces balanced; the whole text without one."""
+def extract_boxed_answer(text: str, strict: bool = False) -> str:
+    r"""Return the content of the last `\boxed{...}`, braces balanced; without one the whole text, or if `strict`
+    nothing."""
     start = text.rfind("\\boxed{")
-    if start < 0:
-        return text
     depth, begin = 1, start + len("\\boxed{")
-    for end in range(begin, len(text)):
+    for end in range(begin, len(text) if start >= 0 else 0):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
             return text[begin:end]
-    return text
+    return "" if strict else text
 
 
 def extract_hash_answer(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken
-from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.errors import NO_SIGNAL, EnvError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 from prime_hpc.envs.loop_thread import LoopThread
@@ -29,8 +29,6 @@ OF_GROUPS = frozenset({"prompts", "completions", "answers", "states", "tasks", "
 OWN_SCORING = ("score_rollout", "score_rollouts", "score_group", "call_reward_func")
 """Methods with which a class of the older interface scores otherwise than by the weighted sum of its functions."""
 
-
-_NO_SIGNAL = "signal only works in main thread"
 _OTHER_LOOP = re.compile("(bound|attached) to a different (event )?loop")
 """Python's words."""
 REFUSED = (400, 413, 422)
@@ -121,7 +119,7 @@ class Rubric:
         except Exception as error:  # the interface's own rule: the function scores 0
             if weight and (_is_api_failure(error) or _OTHER_LOOP.search(str(error))):
                 raise
-            if weight and _NO_SIGNAL in str(error):
+            if weight and NO_SIGNAL in str(error):
                 raise EnvError(
                     f"reward function {name_of(func)!r} asks for a signal (signal.alarm, as a deadline), which works "
                     "on a process's main thread alone, and rewards run on another: bound it in another way"
@@ -261,12 +259,13 @@ class JudgeRubric(Rubric):
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
         response = self.parser.parse_answer(completion)
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
+        sampling = {"max_completion_tokens" if k == "max_tokens" else k: v for k, v in self.judge_sampling_args.items()}
         known = state.setdefault("judge_response", {}) if state is not None else {}
         if text not in known:
             asked = self.judge_client.chat.completions.create(
                 model=self.judge_model,
                 messages=[{"role": "user", "content": text}],
-                **self.judge_sampling_args,
+                **sampling,
             )  # a client that is not async answers here: on the judges' loop it would hold up all others
             reply = await _on_judges_loop(asked) if isinstance(asked, Awaitable) else asked
             known[text] = str(reply.choices[0].message.content)

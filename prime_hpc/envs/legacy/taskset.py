@@ -6,6 +6,7 @@ finished state with the rubric: each function of a weight is a reward, of weight
 """
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any, ClassVar, Literal
 
 import verifiers.v1 as vf
@@ -204,7 +205,8 @@ class LegacySession(HarnessSession):
 
     def _begin(self, env: MultiTurnEnv, data: Any) -> State:
         """Return a fresh state: the example, and what the environment's methods may ask for."""
-        example = {**data.example, "prompt": chat_messages(data.example["prompt"])}
+        example = deepcopy(data.example)  # a package may write into it, the row's next rollout begins with the row
+        example["prompt"] = chat_messages(example["prompt"])
         example.setdefault("example_id", data.idx)
         own = {  # goes before columns of these names: reward functions find those in `input`
             "input": example,

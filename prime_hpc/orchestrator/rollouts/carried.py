@@ -86,9 +86,12 @@ def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> by
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
     arrays[_META] = np.frombuffer(text.encode(), np.uint8)
-    routed = [sample.routed for sample in samples if sample.routed is not None]
-    if routed and len(routed) == len(samples):
-        arrays[_ROUTED] = np.concatenate(routed)
+    like = next((sample.routed for sample in samples if sample.routed is not None), None)
+    if like is not None:  # where a sample has none, as in a batch: the type's largest number
+        nobody = np.full((1, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+        arrays[_ROUTED] = np.concatenate(
+            [nobody.repeat(s.num_tokens, 0) if s.routed is None else s.routed for s in samples]
+        )
     np.savez(buffer, **arrays)
     return buffer.getvalue()
 

@@ -20,9 +20,6 @@ COLLATERAL_ERRORS = frozenset(
 played it with others and nobody knows which one it was; the engine aborted the requests of an adapter that is too old,
 or has no log-probability of one token. Worth one more try."""
 
-MOST_REWARD = float(np.finfo(np.float32).max)
-"""A larger one is infinite in a batch."""
-
 
 @dataclass(frozen=True)
 class Episode:
@@ -98,7 +95,7 @@ def is_server_error(result: EpisodeResult) -> bool:
 def to_episode(
     result: EpisodeResult, seq_len: int, *, is_policy: bool = True, timeout_reward: float | None = None
 ) -> Episode:
-    """Judge a result: usable needs finite rewards and samples that the trainer can take (at most `seq_len` tokens).
+    """Judge a result: usable needs samples that the trainer can take (at most `seq_len` tokens).
 
     Where another model sampled (not `is_policy`), tokens are of no policy version and never grow stale. With a
     `timeout_reward`, a rollout that its deadline cut off is usable without samples: it has this reward.
@@ -107,10 +104,6 @@ def to_episode(
         counted = replace(result, reward=timeout_reward, samples=[])
         return Episode(counted, True, result.reason or result.state.value, None, None, 0, 0, 0)
     reason = "" if result.usable else (result.reason or result.state.value)
-    rewards = (result.reward, *(sample.reward for sample in result.samples))  # of agents, which their mean may hide
-    beyond = [value for value in rewards if not abs(value) <= MOST_REWARD]  # NaN is not, either
-    if not reason and beyond:
-        reason = f"reward is {beyond[0]}"
     if not reason and not result.samples:
         reason = "no sampled tokens"
     longest = max((sample.num_tokens for sample in result.samples), default=0)

@@ -53,6 +53,32 @@ class KeepsInput(vf.SingleTurnEnv):
         return state
 
 
+class NotesInRow(vf.ToolEnv):
+    """Keeps what happened where the row's own facts are; its tools are called by a method that raises."""
+
+    async def setup_state(self, state: "vf.State", **kwargs: Any) -> "vf.State":
+        """One more rollout, as the row counts them."""
+        state["info"]["rollouts"].append(1)
+        return state
+
+    async def call_tool(self, tool_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Know no tool at all."""
+        raise LookupError(f"the shop has no {tool_name}")
+
+
+class Typed(vf.ToolEnv):
+    """Makes its messages of classes, as the last releases have them."""
+
+    async def call_tool(self, tool_name: str, tool_args: Any, tool_call_id: str, **kwargs: Any) -> Any:
+        """Answer whatever is called."""
+        return vf.ToolMessage(content=f"{tool_name} done", tool_call_id=tool_call_id)
+
+    async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+        """Say one thing more."""
+        results = await super().env_response(messages, state)
+        return [*results, vf.UserMessage(content=f"{results[0].content}?")]
+
+
 class ScoresItself(vf.Rubric):
     """As packages did that weigh by themselves."""
 
@@ -191,6 +217,11 @@ class Tidies(vf.Rubric):
             file.write("end\n")
 
 
+def away() -> str:
+    """Ask a service."""
+    raise ConnectionError("the service is away")
+
+
 def load_environment(kind: str, log: str = "") -> Any:
     """One of them."""
     rubric = vf.Rubric(funcs=[long])
@@ -202,6 +233,17 @@ def load_environment(kind: str, log: str = "") -> Any:
             return env
         case "input":
             return KeepsInput(dataset=ROWS, rubric=rubric)
+        case "notes":
+            noted: dict[str, Any] = {"question": "x", "info": {"rollouts": []}}
+            return NotesInRow(dataset=[noted], rubric=vf.Rubric(funcs=[lambda info: float(len(info["rollouts"]))]))
+        case "typed":
+            prompt = [vf.SystemMessage(content="Be brief."), vf.UserMessage(content="hi")]
+            return Typed(dataset=[{"prompt": prompt}], rubric=rubric, tools=[away])
+        case "away":
+            return vf.ToolEnv(dataset=ROWS, rubric=rubric, tools=[away], stop_errors=[ConnectionError])
+        case "keys":
+            vf.ensure_keys(["PATH", "A_KEY_THAT_IS_NOT_SET", "NOR_IS_THIS"])
+            return vf.SingleTurnEnv(dataset=ROWS, rubric=rubric)
         case "scores":
             return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.RubricGroup([rubric, ScoresItself()]))
         case "column":
