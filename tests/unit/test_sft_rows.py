@@ -346,7 +346,12 @@ def test_older_forms_of_calls_are_calls_and_a_template_without_them_is_refused(t
     text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     file.write_text(text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     chatml = ChatTokenizer(tokenizer, chat_template=str(file))
-    assert "message 2" in (error := refusal(older[0], chatml)) and "leaves out its tool calls" in error
+    assert "message 2" in (error := refusal(older[0], chatml)) and "shows 0 of its 1 tool calls" in error
+    first = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+    (tmp_path / "first.jinja").write_text(file.read_text().replace("{{ m.content }}", first + "{{ m.content }}"))
+    of_one = ChatTokenizer(tokenizer, chat_template=str(tmp_path / "first.jinja"))
+    assert "shows 1 of its 2 tool calls" in refusal(row({"tool_calls": [call, call]}), of_one)
+    assert sample(row({"tool_calls": [call]}), of_one)
     context = sample(row({"train": False, "tool_calls": [call]}), chatml)
     assert trained_text(context, tokenizer) == [f"{said['content']}<|im_end|>"]
 

@@ -151,10 +151,12 @@ class ChatTokenizer:
                 name = {"name": _MARK_OF_CALL}
                 marked = [{**call, **name, "function": {**call["function"], **name}} for call in calls]
                 messages = [*talk.messages[:at], {**message, "tool_calls": marked}, *talk.messages[at + 1 :]]
-                if _MARK_OF_CALL not in self.render(messages, talk.tools):
+                shown = self.render(messages, talk.tools).count(_MARK_OF_CALL)
+                if shown < len(calls):
                     raise SFTDataError(
-                        f"message {at + 1}: {self.name} leaves out its tool calls, which are to be trained on. Ways "
-                        "out: a template that shows them (sft.data.chat_template), or `train: false` on this message"
+                        f"message {at + 1}: {self.name} shows {shown} of its {len(calls)} tool calls, which are to be "
+                        "trained on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` "
+                        "on this message"
                     )
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
