@@ -3,13 +3,13 @@
 FLOPs are those the model needs (recomputation does not count): 6 per matrix parameter and token
 for forward and backward (4 where the parameter is frozen and only passes gradients on, as under an adapter), the LM
 head only where there are targets, plus causal attention's 6 x layers x heads x head_dim x length^2 of every sequence
-(12 x length^2 without the causal half), of which a layer with a window or chunks has a part, and one that does not
-attend nothing. What such a layer does instead (a convolution, a state) is not counted beyond its matrices.
+(12 x length^2 without the causal half), of which a layer with a window, chunks or chosen tokens has a part, and one
+that does not attend nothing. What it does instead (a convolution, a state) is not counted beyond its matrices.
 """
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +88,12 @@ class FlopsModel:
             if ".visual." in name:  # passed by patches, of which nobody counts the FLOPs
                 continue
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head:
-                flops += _flops_of(parameter) * (active if ".experts." in name else 1.0)
+                each = 2.0 * parameter.numel() if ".indexer." in name else _flops_of(parameter)
+                flops += each * (active if ".experts." in name else 1.0)
         attention: dict[Reach, float] = {}
         for number, layer in enumerate(config.per_layer_config):
-            if (reach := layer_reach(config, number)) is not None:
-                attention[reach] = attention.get(reach, 0.0) + 6.0 * _attention_width(layer)
+            for reach, per_pair in _attention(config, number, layer):
+                attention[reach] = attention.get(reach, 0.0) + per_pair
         return cls(flops, _flops_of(head), attention)
 
     def attention_flops(self, lengths: NDArray[np.int64]) -> float:
@@ -102,6 +103,22 @@ class FlopsModel:
     def step_flops(self, num_tokens: float, num_targets: float, attention_flops: float) -> float:
         """FLOPs of a forward and backward pass over packed sequences."""
         return self.block_flops * num_tokens + self.head_flops * num_targets + attention_flops
+
+
+def _attention(config: Any, number: int, layer: Any) -> Iterator[tuple[Reach, float]]:
+    """Yield the reaches of a layer, with their FLOPs per squared length.
+
+    One that attends to the `index_topk` tokens of the highest scores (arXiv 2512.02556) also scores all of them, in a
+    forward pass alone; or takes the choice of the layer before.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    reach = layer_reach(config, number)
+    if number < len(kinds) and kinds[number] == "indexed_attention":
+        reach = Reach(window=config.index_topk)
+        if (getattr(config, "indexer_types", None) or {number: "full"})[number] == "full":
+            yield Reach(), float(config.index_n_heads * config.index_head_dim)
+    if reach is not None:
+        yield reach, 6.0 * _attention_width(layer)
 
 
 def _attention_width(layer: Any) -> float:

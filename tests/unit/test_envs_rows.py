@@ -162,11 +162,11 @@ def test_rows_of_all_forms_are_tasks(folder: Path) -> None:
     )
     assert told.task(0).data.prompt == first.prompt
     alpaca = {"instruction": "Add.", "input": "6 7", "output": "13", "system": "Be quick."}
-    one, other = data_of(
-        files=[jsonl(folder / "f.jsonl", alpaca, alpaca | {"input": "", "system": None})], reward="exact"
-    )
+    others = alpaca | {"input": "", "system": None}, alpaca | {"history": [["Add 1 2.", "3"]]}
+    one, other, led = data_of(files=[jsonl(folder / "f.jsonl", alpaca, *others)], reward="exact")
     assert (one.prompt, one.answer, one.system_prompt) == ("Add.\n\n6 7", "13", "Be quick.")
     assert (other.prompt, other.system_prompt) == ("Add.", None)
+    assert [message.content for message in led.prompt] == ["Add 1 2.", "3", "Add.\n\n6 7"]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ def test_other_devices_are_measured(name: str) -> None:
         ("lfm2", {}, {Reach(): 32}, 1.0),  # one layer of four does
         ("qwen3_5_text", {}, {Reach(): 2 * 32}, 1.0),  # two of four do
         ("deepseek_v3", {}, {Reach(): 4 * 4 * (16 + 12) / 2}, 0.5),  # keys and values differ
+        # chosen tokens: scores of all of them, forward alone, in each layer or in two of four
+        ("deepseek_v32", {}, {Reach(window=4): 4 * 4 * (16 + 12) / 2, Reach(): 4 * 8 * 8 / 6}, 0.5),
+        ("hy_v4", {}, {Reach(window=4): 4 * 4 * (16 + 12) / 2, Reach(): 2 * 8 * 8 / 6}, 0.5),
         ("hunyuan_v1_moe", {}, {Reach(): 4 * 32}, 0.5),
         ("aria_text", {}, {Reach(): 4 * 32}, 0.5),
     ],
@@ -77,7 +80,9 @@ def test_flops_of_a_family_by_its_config(
     tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
     matrices = {n: p.numel() for n, p in hf.named_parameters() if p.ndim >= 2 and id(p) not in tables}
     experts = sum(size for name, size in matrices.items() if ".experts." in name)
-    assert bool(experts) == (active < 1) and found.block_flops == 6 * (sum(matrices.values()) - (1 - active) * experts)
+    choosing = sum(size for name, size in matrices.items() if ".indexer." in name)
+    trained = sum(matrices.values()) - (1 - active) * experts - choosing
+    assert bool(experts) == (active < 1) and found.block_flops == 6 * trained + 2 * choosing
 
 
 @pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(chunk=4)])

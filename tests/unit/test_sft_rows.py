@@ -282,6 +282,13 @@ def test_forms_that_data_sets_have(tokenizer: Any) -> None:
     assert sample(alpaca, chat, **mapped).token_ids.tolist() == asked.token_ids.tolist()
     assert sample(alpaca | {"input": " "}, chat, **mapped).token_ids.tolist() != asked.token_ids.tolist()
     assert "what `input` holds is put after" in refusal(alpaca, chat)
+    before = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "one"}]
+    led = sample({"prompt": [*before, {"role": "user", "content": "add\n\nthe name"}], "completion": "name"}, chat)
+    told = sample(alpaca | {"history": [["add", "one"]]}, chat, **mapped)
+    assert (told.token_ids.tolist(), told.loss_mask.tolist()) == (led.token_ids.tolist(), led.loss_mask.tolist())
+    for nothing in ([], ["add"], "add"):  # of Alpaca's form alone
+        alone = sample(alpaca | {"history": nothing}, chat, **mapped)
+        assert alone.token_ids.tolist() == asked.token_ids.tolist()
     begun = [{"role": "system", "content": "be brief"}, *({"role": "user", "content": "add"}, THINKING[1])]
     led = sample({"messages": begun}, chat)
     rows: list[dict[str, Any]] = [{"messages": begun[1:]}, {"prompt": "add", "completion": begun[2]["content"]}]
@@ -312,6 +319,41 @@ def test_a_message_that_the_template_leaves_out_for_its_role_is_refused(tokenize
     assert "name" in tokenizer.decode(sample({"messages": [*talk, answer]}, chat).token_ids)
     said = refusal({"messages": [*talk, {"role": "asistant", "content": "number"}, answer]}, chat)
     assert said.startswith("message 3: ") and "leaves out messages of the role 'asistant'" in said
+
+
+def test_older_forms_of_calls_are_calls_and_a_template_without_them_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = QWEN3
+    chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    call = {"name": "add", "arguments": {"a": 1}}
+    asked, told, said = {"role": "user", "content": "add"}, {"role": "tool", "content": "3"}, THINKING[1]
+
+    def row(made: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [asked, {"role": "assistant", "reasoning_content": "hm"} | made, told, said]}
+
+    plain = sample(row({"tool_calls": [call]}), chat)
+    older = row({"function_call": call}), row({"role": "function_call", "content": json.dumps(call)})
+    llama = row({"content": None, "tool_calls": [{"name": "add", "parameters": {"a": 1}}]})
+    for other in (*older, llama):
+        same = sample(other, chat)
+        assert (same.token_ids.tolist(), same.loss_mask.tolist()) == (
+            plain.token_ids.tolist(),
+            plain.loss_mask.tolist(),
+        )
+    several = sample(row({"role": "function_call", "content": json.dumps([call, call])}), chat)
+    assert several.token_ids.tolist() == sample(row({"tool_calls": [call, call]}), chat).token_ids.tolist()
+    assert "`function_call` as a call or as JSON" in refusal(row({"role": "function_call", "content": "add(1)"}), chat)
+    file = tmp_path / "chatml.jinja"
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    file.write_text(text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    chatml = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert "message 2" in (error := refusal(older[0], chatml)) and "shows 0 of its 1 tool calls" in error
+    first = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+    (tmp_path / "first.jinja").write_text(file.read_text().replace("{{ m.content }}", first + "{{ m.content }}"))
+    of_one = ChatTokenizer(tokenizer, chat_template=str(tmp_path / "first.jinja"))
+    assert "shows 1 of its 2 tool calls" in refusal(row({"tool_calls": [call, call]}), of_one)
+    assert sample(row({"tool_calls": [call]}), of_one)
+    context = sample(row({"train": False, "tool_calls": [call]}), chatml)
+    assert trained_text(context, tokenizer) == [f"{said['content']}<|im_end|>"]
 
 
 def test_template_that_rewrites_the_past_is_refused(tokenizer: Any) -> None:

@@ -92,11 +92,12 @@ def test_parquet_is_unpacked_once_and_read_by_row(tmp_path: Path) -> None:
     again = opened(tmp_path / "cache", path=tmp_path / "a.parquet")
     assert next((tmp_path / "cache").glob("*.arrow")).stat().st_ino == made.st_ino
     assert again.fingerprint == rows.fingerprint and rows.where(4).endswith("a.parquet: row 5")
-    alpaca = {"instruction": ["a"], "input": ["b"], "output": ["c"], "system": ["d"], "more": ["e"]}
+    alpaca: dict[str, Any] = {"instruction": ["a"], "input": ["b"], "output": ["c"], "system": ["d"], "more": ["e"]}
+    alpaca["history"] = [[["f", "g"]]]
     pq.write_table(pa.table(alpaca), tmp_path / "alpaca.parquet")
     mapped = {"prompt": "instruction", "completion": "output"}
     (row,) = read(opened(tmp_path / "cache", path=tmp_path / "alpaca.parquet", columns=mapped))
-    assert row == {"instruction": "a", "input": "b", "output": "c", "system": "d"}
+    assert row == {"instruction": "a", "input": "b", "output": "c", "system": "d", "history": [["f", "g"]]}
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), tmp_path / "b.parquet")
     with pytest.raises(SFTDataError, match=r"b\.parquet: needs `messages`.*answer, question"):
         opened(tmp_path / "cache", path=tmp_path / "b.parquet")

@@ -34,7 +34,7 @@ class SFTSourceConfig(Section):
     columns: dict[str, str] = {}
     """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`,
     `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt in `instruction` goes on in
-    `input` (Alpaca)."""
+    `input`, after `history` (Alpaca)."""
 
     @field_validator("path", mode="before")
     @classmethod

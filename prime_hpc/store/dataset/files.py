@@ -22,8 +22,9 @@ _OF_TURNS = {"prompt", "completion", "conversations", "conversation", "instructi
 _OF_TURNS |= {"question", "answer", "chosen", "rejected"}
 _OTHER_MASKS = ("completion_mask", "assistant_masks")
 """Columns of tokenised rows that say what is trained, too: TRL's."""
-INSTRUCTION, INPUT = "instruction", "input"
-"""Alpaca's two columns of one prompt."""
+INSTRUCTION, INPUT, HISTORY = "instruction", "input", "history"
+"""Alpaca's columns of one prompt: what is asked, what about, and pairs of what was asked and answered before."""
+_SIDES = ("user", "assistant")
 _WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
 _BUFFER = 1 << 16
 """Bytes of a column of Parquet that are read at a time: the first rows cost a page, and not a whole group."""
@@ -185,14 +186,21 @@ def used_columns(names: Sequence[str], source: SFTSourceConfig, images: bool) ->
     left_out = {"text", *TOKEN_COLUMNS} if images else {"text", "images", *TOKEN_COLUMNS}
     columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column not in left_out]
     used = {source.columns.get(column, column) for column in columns}
-    return used | {INPUT} if INSTRUCTION in used else used
+    return used | {INPUT, HISTORY} if INSTRUCTION in used else used
 
 
 def prompt_of(row: Mapping[str, Any], column: str) -> Any:
-    """Return a row's prompt: of Alpaca's rows the instruction, and what it is about."""
-    prompt, about = row.get(column), row.get(INPUT) if column == INSTRUCTION else None
-    is_said = isinstance(prompt, str) and isinstance(about, str) and about.strip()
-    return f"{prompt}\n\n{about}" if is_said else prompt
+    """Return a row's prompt: of Alpaca's rows the instruction, and what it is about; or messages, after others."""
+    prompt = row.get(column)
+    if column != INSTRUCTION or not isinstance(prompt, str):
+        return prompt
+    about, before = row.get(INPUT), row.get(HISTORY)
+    if isinstance(about, str) and about.strip():
+        prompt = f"{prompt}\n\n{about}"
+    if not before or not isinstance(before, list) or not all(isinstance(p, list) and len(p) == 2 for p in before):
+        return prompt  # a column of that name may hold something else
+    turns = [{"role": role, "content": said} for pair in before for role, said in zip(_SIDES, pair, strict=True)]
+    return [*turns, {"role": "user", "content": prompt}]
 
 
 def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:

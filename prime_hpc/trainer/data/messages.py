@@ -6,9 +6,11 @@ template), or `text` alone, all of which is trained, whatever the template, or t
 Beside a conversation, `system` begins it.
 Accepted besides the plain form, because data sets are written so:
 
-- Alpaca's `input` beside a prompt in `instruction`;
+- Alpaca's `input` and `history` beside a prompt in `instruction`;
 - content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
 - `from`/`value` messages with the roles human, gpt, model, function; roles with capitals;
+- a call in `function_call` of a message (OpenAI's older form), or as a message of that role, with JSON as its content;
+- a call's `parameters` in the place of `arguments` (Llama's name);
 - `train: false`, `loss: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
 - `reasoning` (servers' newer name) in the place of `reasoning_content`;
 - message keys that are null.
@@ -35,6 +37,7 @@ Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
+_CALL = "function_call"
 
 
 class SFTDataError(ValueError):
@@ -164,7 +167,11 @@ def _message(raw: Message, own_names: Sequence[str]) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {raw!r:.120}")
+    if role == _CALL and role not in own_names:
+        role, message[_CALL] = "assistant", message.pop("content", None)
     message["role"] = _role(role, own_names)
+    if call := message.pop(_CALL, None):
+        message.setdefault("tool_calls", _older_calls(call))
     if "reasoning" in message:  # kept beside: a template may know either name
         message.setdefault("reasoning_content", message["reasoning"])
     message["content"] = _content(message.get("content", ""))
@@ -200,21 +207,32 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     return [part if kind in IMAGE_PARTS else text for part, kind, text in zip(content, kinds, texts, strict=True)]
 
 
+def _older_calls(call: Any) -> list[Any]:
+    """Return what `function_call` holds, a call or several of them, maybe as JSON, as tool calls."""
+    try:
+        found = json.loads(call) if isinstance(call, str) else call
+    except json.JSONDecodeError as error:
+        raise SFTDataError(f"expected `{_CALL}` as a call or as JSON ({error}), got {call!r:.120}") from error
+    return found if isinstance(found, list) else [found]
+
+
 def _call(call: Any) -> Any:
-    """Return a tool call as templates expect it: arguments as a mapping, as servers hand them over too."""
+    """Return a tool call as templates expect it: a `function` with arguments as a mapping, as servers hand it over."""
     if not isinstance(call, dict):
         raise SFTDataError(f"expected a tool call with a name and arguments, got {call!r:.120}")
     function = call.get("function", call)
     if not isinstance(function, dict) or "name" not in function:
         raise SFTDataError(f"expected a tool call with a name and arguments, got {call!r:.120}")
-    arguments = function.get("arguments", {})
+    function = dict(function)
+    parameters = function.pop("parameters", {})
+    arguments = function.get("arguments", parameters)
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError:
             pass  # a model's malformed call may be part of the data: the template shows it as it is
     function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    return {**(call if "function" in call else {"type": "function", **function}), "function": function}
 
 
 def _tools(value: Any) -> list[Any] | None:

@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
 from prime_hpc.store.dataset.files import (
+    HISTORY,
+    INSTRUCTION,
     DataFiles,
     has_columns,
     is_compressed,
@@ -242,7 +244,8 @@ class ArrowRows:
         except ImportError as error:
             raise SFTDataError(f"{path}: Parquet needs pyarrow (pip install 'prime-hpc[data]')") from error
         self._path = path
-        key = _ARROW_ROWS, COLUMNS, sorted(source.columns.items()), *(("images",) if images else ())
+        also = [*(["images"] if images else []), *([HISTORY] if INSTRUCTION in source.columns.values() else [])]
+        key = _ARROW_ROWS, COLUMNS, sorted(source.columns.items()), *also
         target = _cached(cache, path, *key).with_suffix(".arrow")
         if not target.exists():
             try:

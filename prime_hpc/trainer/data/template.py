@@ -21,6 +21,7 @@ from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message,
 from prime_hpc.trainer.data.sources import fingerprint_of
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
+_MARK_OF_CALL = "name_of_a_call_that_no_data_holds"
 _SHOWN = 12
 """Tokens shown on either side of a break."""
 
@@ -115,9 +116,10 @@ class ChatTokenizer:
         Raises:
             SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or the
                 template merges a trained message with its neighbours, so that its own tokens cannot be told. Or it
-                leaves out a message for its role, which may be a typing error.
+                leaves out a message for its role, which may be a typing error, or the tool calls of a trained one.
         """
         self._check_roles(talk)
+        self._check_calls(talk)
         text = self.render(talk.messages, talk.tools)
         _check_text(text)
         tokens = _Tokens(self._tokenizer, text, self._added)
@@ -139,6 +141,22 @@ class ChatTokenizer:
                         f"message {at + 1}: {self.name} leaves out messages of the role {message['role']!r}. Is it "
                         f"meant to be one of {', '.join(COMMON_ROLES)}? Else: a template that shows it "
                         "(sft.data.chat_template)"
+                    )
+
+    def _check_calls(self, talk: Conversation) -> None:
+        """Raise SFTDataError where a trained message would be without its tool calls: often it has nothing else, and
+        an empty reply would be learned."""
+        for at, (message, trained) in enumerate(zip(talk.messages, talk.trained, strict=True)):
+            if trained and (calls := message.get("tool_calls")):
+                name = {"name": _MARK_OF_CALL}
+                marked = [{**call, **name, "function": {**call["function"], **name}} for call in calls]
+                messages = [*talk.messages[:at], {**message, "tool_calls": marked}, *talk.messages[at + 1 :]]
+                shown = self.render(messages, talk.tools).count(_MARK_OF_CALL)
+                if shown < len(calls):
+                    raise SFTDataError(
+                        f"message {at + 1}: {self.name} shows {shown} of its {len(calls)} tool calls, which are to be "
+                        "trained on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` "
+                        "on this message"
                     )
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
