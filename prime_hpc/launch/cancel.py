@@ -27,8 +27,16 @@ from prime_hpc.slurm.submission_record import (
     is_being_sent,
     local_controller,
 )
-from prime_hpc.store.attempts import is_held
-from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, read_json, read_record, read_rows
+from prime_hpc.store.attempts import is_held, read_attempts
+from prime_hpc.store.run_dirs import (
+    IN_PLACE,
+    AttemptRow,
+    SubmissionRecord,
+    known_record,
+    read_json,
+    read_record,
+    read_rows,
+)
 from prime_hpc.store.run_paths import other_owner
 
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
@@ -71,7 +79,7 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
         SubmissionUnderWay: it is being submitted right now.
         ConfigError: its directory cannot be written, so that it cannot be asked to save.
     """
-    with on_cluster(cluster_of(run_dir)):
+    with on_cluster(cluster_of(run_dir, known_record)):
         return _Cancel(run_dir, now, timeout_s, say).run()
 
 
@@ -98,7 +106,7 @@ class _Cancel:
 
     def _all_jobs(self) -> list[JobInfo]:
         """Return the run's jobs; that of a submit that was cut off may come a moment later."""
-        record = read_record(self.run_dir) or SubmissionRecord()
+        record = known_record(self.run_dir) or SubmissionRecord()
         if record.get("state") != "sending":
             return jobs_of(self.run_dir)
         if is_being_sent(self.run_dir):
@@ -195,7 +203,7 @@ class _Cancel:
         """End a process of this host, where there is one: it may be another's, or nothing at all."""
         from prime_hpc.launch.local import end_local
 
-        rows, controller = read_rows(self.run_dir / ATTEMPTS_JSONL), local_controller(self.run_dir)
+        rows, controller = read_attempts(self.run_dir / ATTEMPTS_JSONL), local_controller(self.run_dir)
         if not rows and controller is not None:
             end_local(self.run_dir, controller)
             return self._ended("cancelled", "the local job had not begun; ended", str(controller))
