@@ -13,6 +13,9 @@ import pytest
 from prime_hpc.launch.cancel import cancel_run
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.submission import submit
+from prime_hpc.launch.sweep.progress import counted
+from prime_hpc.launch.sweep.resolve import load_base
+from prime_hpc.launch.sweep.submit import submit_sweep
 from prime_hpc.slurm.queue import drop_successor, refuse_if_queued
 from prime_hpc.slurm.submission_record import add_to_record, check_in, open_record, submission_environment, write_record
 from prime_hpc.store.io.retry_reads import Patience
@@ -20,6 +23,7 @@ from prime_hpc.store.run_dirs import AttemptRow, read_record
 from prime_hpc.supervisor.attempt.restart_policy import since_submitted
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import load, run_dir
+from tests.support.sweeps import make_experiment, write_sweep
 
 Fail = Callable[..., None]
 
@@ -105,6 +109,17 @@ def test_crashes_before_a_resume_do_not_count_for_want_of_the_record(tmp_path: P
         since_submitted(tmp_path, rows)
     fail("submit.json", 1)
     assert Patience(60.0)(lambda: since_submitted(tmp_path, rows)) == rows[4:]
+
+
+def test_points_of_a_sweep_of_which_the_record_cannot_be_read_are_not_sent_again(
+    fake: FakeSlurm, tmp_path: Path, fail: Fail
+) -> None:
+    path = write_sweep(make_experiment(tmp_path), "axes: {product: {seq_len: [32, 64]}}\n")
+    submit_sweep(load_base(path, [], {}))
+    fail("submit.json", 1)
+    report = submit_sweep(load_base(path, [], {}))
+    assert report.jobs == [] and len(fake.jobs()) == 1
+    assert counted(report.views) == "1 pending, 1 unreadable"
 
 
 def test_the_successor_is_taken_out_though_the_record_cannot_be_read(fake: FakeSlurm, config: Path, fail: Fail) -> None:
