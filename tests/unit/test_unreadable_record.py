@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.launch import cancel as cancel_module
 from prime_hpc.launch.cancel import cancel_run
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.submission import submit
@@ -109,6 +110,22 @@ def test_crashes_before_a_resume_do_not_count_for_want_of_the_record(tmp_path: P
         since_submitted(tmp_path, rows)
     fail("submit.json", 1)
     assert Patience(60.0)(lambda: since_submitted(tmp_path, rows)) == rows[4:]
+
+
+def test_cancel_waits_for_a_record_that_cannot_be_read_after_scancel(
+    fake: FakeSlurm, config: Path, fail: Fail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert submit(load(config)) == 0
+    fake.change("100", state="RUNNING", nodes="n1")
+    scancel = cancel_module.run_slurm
+
+    def then_unreadable(argv: list[str], *others: float) -> str:
+        said = scancel(argv, *others)
+        fail("submit.json", 3)
+        return said
+
+    monkeypatch.setattr(cancel_module, "run_slurm", then_unreadable)
+    assert cancel_run(run_dir(config), now=True, timeout_s=1.0, say=lambda text: None).outcome == "cancelled"
 
 
 def test_points_of_a_sweep_of_which_the_record_cannot_be_read_are_not_sent_again(
