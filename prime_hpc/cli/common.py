@@ -125,8 +125,16 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """One JSON document on standard output; figures that are not finite, which JSON has not, as text."""
+    print(json.dumps(_without_nan(value), indent=2, ensure_ascii=False, default=str))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load(argv: list[str], verb: str, program: str) -> "Loaded":

@@ -27,8 +27,16 @@ from prime_hpc.slurm.submission_record import (
     is_being_sent,
     local_controller,
 )
-from prime_hpc.store.attempts import is_held
-from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, read_json, read_record, read_rows
+from prime_hpc.store.attempts import is_held, read_attempts
+from prime_hpc.store.run_dirs import (
+    IN_PLACE,
+    AttemptRow,
+    SubmissionRecord,
+    known_record,
+    read_json,
+    read_record,
+    read_rows,
+)
 from prime_hpc.store.run_paths import other_owner
 
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
@@ -71,7 +79,7 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
         SubmissionUnderWay: it is being submitted right now.
         ConfigError: its directory cannot be written, so that it cannot be asked to save.
     """
-    with on_cluster(cluster_of(run_dir)):
+    with on_cluster(cluster_of(run_dir, known_record)):
         return _Cancel(run_dir, now, timeout_s, say).run()
 
 
@@ -98,7 +106,7 @@ class _Cancel:
 
     def _all_jobs(self) -> list[JobInfo]:
         """Return the run's jobs; that of a submit that was cut off may come a moment later."""
-        record = read_record(self.run_dir) or SubmissionRecord()
+        record = known_record(self.run_dir) or SubmissionRecord()
         if record.get("state") != "sending":
             return jobs_of(self.run_dir)
         if is_being_sent(self.run_dir):
@@ -120,7 +128,7 @@ class _Cancel:
         ids = {info.job_id for info in waiting}
         try:
             began = [info for info in jobs_of(self.run_dir) if info.job_id in ids and info.nodes]
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:
             return self._not_gone(waiting[-1].job_id, error)
         if began:  # before scancel came: it is ended like one that ran
             return replace(self, now=True)._running_job(began[0].job_id)
@@ -139,7 +147,7 @@ class _Cancel:
                 self._tell(f"job {job_id} goes on after its attempt ended; ending it")
                 run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
                 gone = self._wait_for_job(job_id)
-        except SlurmError as error:
+        except (SlurmError, OSError) as error:
             return self._not_gone(job_id, error)
         if not gone:
             return self._not_gone(job_id)
@@ -148,22 +156,23 @@ class _Cancel:
             return self._ended(*own_end(self.run_dir, row, step), job_id)
         return self._ended("cancelled", f"ended without a new save{newest_words(self.run_dir, step)}", job_id)
 
-    def _not_gone(self, job_id: str, trouble: SlurmError | None = None) -> Ended:
+    def _not_gone(self, job_id: str, trouble: SlurmError | OSError | None = None) -> Ended:
         """Say that Slurm was told to end a job, and that it is not known to have left its nodes."""
         still = f"still ends after {GONE_TIMEOUT_S:.0f} s; see squeue"
         unknown = f"was asked to end; whether it has cannot be asked: {trouble}"
         return self._ended("unknown", f"job {job_id} {unknown if trouble else still}", job_id, ended=False)
 
     def _wait_for_job(self, job_id: str) -> bool:
-        """Wait for the job to leave its nodes. Raises SlurmError where Slurm does not answer until the deadline."""
+        """Wait for the job to leave its nodes. Raises SlurmError, OSError where that cannot be told until the
+        deadline."""
         began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
-        trouble: SlurmError | None = None
+        trouble: SlurmError | OSError | None = None
         while time.monotonic() - began < GONE_TIMEOUT_S:
             try:
                 if not self._is_left(job_id):
                     return True
                 trouble = None
-            except SlurmError as error:  # a controller that restarts, or is busy with the end of many
+            except (SlurmError, OSError) as error:  # a controller that is busy with the end of many, a disk
                 trouble = error
             time.sleep(pause.next())
         if trouble is not None:
@@ -183,7 +192,7 @@ class _Cancel:
         """Return whether the job holds nodes, as far as can be told now."""
         try:
             active = [info for info in jobs_of(self.run_dir) if info.is_active and not info.is_pending]
-        except SlurmError:
+        except (SlurmError, OSError):
             return True  # a controller that restarts ends no job
         return any(info.job_id == job_id for info in active)
 
@@ -195,7 +204,7 @@ class _Cancel:
         """End a process of this host, where there is one: it may be another's, or nothing at all."""
         from prime_hpc.launch.local import end_local
 
-        rows, controller = read_rows(self.run_dir / ATTEMPTS_JSONL), local_controller(self.run_dir)
+        rows, controller = read_attempts(self.run_dir / ATTEMPTS_JSONL), local_controller(self.run_dir)
         if not rows and controller is not None:
             end_local(self.run_dir, controller)
             return self._ended("cancelled", "the local job had not begun; ended", str(controller))

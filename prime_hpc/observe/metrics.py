@@ -22,8 +22,8 @@ _TAIL_BYTES = 16_384
 """More than any row is long."""
 
 
-def _jsonable(value: Any) -> Any:
-    """Plain numbers for JSON; numpy scalars are unwrapped, non-finite floats become strings."""
+def jsonable(value: Any) -> Any:
+    """Return a figure as JSON can hold it: numpy scalars are unwrapped, non-finite floats become strings."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -96,7 +96,7 @@ class MetricsWriter:
 
     def log(self, step: int, **values: Any) -> None:
         """Write one line `{"step": step, "time": unix seconds, **values}`; thread-safe. Raises as `LineFile.append`."""
-        row = {"step": step, "time": round(time.time(), 3), **{k: _jsonable(v) for k, v in values.items()}}
+        row = {"step": step, "time": round(time.time(), 3), **{k: jsonable(v) for k, v in values.items()}}
         with self._lock:
             self._file.append(json.dumps(row) + "\n")
         self._forward(step, row)
@@ -154,7 +154,7 @@ class MetricsWriter:
             results: by name; the file does not have them, which is of steps.
         """
         row = {"step": step, "time": round(time.time(), 3)}
-        self._forward(step, row | {f"bench/{name}": _jsonable(value) for name, value in results.items()})
+        self._forward(step, row | {f"bench/{name}": jsonable(value) for name, value in results.items()})
         if self._wandb is None:
             return
         try:
@@ -199,7 +199,7 @@ def _has_credentials(wandb: Any) -> bool:
 
 def _cell(value: Any) -> Any:
     """Return what a table's cell can hold: numbers and text; anything else as text."""
-    value = _jsonable(value)
+    value = jsonable(value)
     return value if isinstance(value, (int, float, str)) or value is None else json.dumps(value, default=str)
 
 

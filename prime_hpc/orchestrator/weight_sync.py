@@ -6,6 +6,7 @@ version that the run serves before it gets episodes again.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ class WeightSync:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(), name="follow-weights")
                 self._watch(tasks)
-        except* (OrchestratorError, StoreError) as group:
+        except* Exception as group:  # noqa: BLE001 - told as itself, and not as a group of one
             raise group.exceptions[0] from None
         finally:
             self._closing = True
@@ -161,7 +162,7 @@ class WeightSync:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._watch(tasks)
-        except* (OrchestratorError, StoreError) as group:
+        except* Exception as group:  # noqa: BLE001 - told as itself, and not as a group of one
             raise group.exceptions[0] from None
 
     def _watch(self, tasks: asyncio.TaskGroup) -> None:
@@ -447,7 +448,10 @@ class WeightSync:
         return server.ready
 
     def _is_there(self, version: int) -> bool:
-        return version > self._made_again or version == 0 or version in list_versions(self._paths)
+        """Return whether a version lies there, as far as can be told now; it is asked again."""
+        with contextlib.suppress(OSError):
+            return version > self._made_again or version == 0 or version in list_versions(self._paths)
+        return False
 
     async def _check_forever(self, index: int) -> None:
         while True:

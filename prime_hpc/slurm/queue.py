@@ -45,7 +45,8 @@ from prime_hpc.slurm.submission_record import (
     submission_environment,
     write_record,
 )
-from prime_hpc.store.run_dirs import SubmissionRecord, read_record, read_rows
+from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.run_dirs import SubmissionRecord, known_record, read_record
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +77,7 @@ def _where_it_was_sent(ask: Callable[Concatenate[Path, P], R]) -> Callable[Conca
 
     @wraps(ask)
     def asking(run_dir: Path, *args: P.args, **kwargs: P.kwargs) -> R:
-        with on_cluster(cluster_of(run_dir)):
+        with on_cluster(cluster_of(run_dir, known_record)):
             return ask(run_dir, *args, **kwargs)
 
     return asking
@@ -110,9 +111,9 @@ def jobs_of(run_dir: Path) -> list[JobInfo]:
 
     A job id alone proves nothing, since Slurm can use it again: the job must carry the record's token, or (a script
     that was sent by hand) write its log into the run directory.
-    Raises SlurmError: Slurm cannot be asked.
+    Raises SlurmError: Slurm cannot be asked; OSError: the run's files cannot be read now.
     """
-    record = read_record(run_dir)
+    record = known_record(run_dir)
     if record is None or record.get("state") in _NO_JOB:
         return _sent_by_hand(run_dir)
     tokens = {record.get("token"), record.get("successor_token")} - {None}
@@ -131,7 +132,7 @@ def is_of_array(record: SubmissionRecord) -> bool:
 
 
 def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
-    rows = [row for row in read_rows(run_dir / ATTEMPTS_JSONL) if row.get("job_id")]
+    rows = [row for row in read_attempts(run_dir / ATTEMPTS_JSONL) if row.get("job_id")]
     if not rows:  # of one whose attempt has ended, Slurm may not be done with the job
         return []
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
@@ -154,6 +155,7 @@ def refuse_if_queued(run_dir: Path) -> None:
     Raises:
         ConfigError: one does; naming it.
         SlurmRefused: a job was sent, and Slurm cannot say whether it still lives.
+        OSError: whether one was sent cannot be read now.
     """
     controller = local_controller(run_dir)
     if controller is not None:
@@ -181,8 +183,8 @@ def refuse_if_queued(run_dir: Path) -> None:
 
 def _ask(run_dir: Path) -> list[JobInfo]:
     """`jobs_of`, where there is a doubt at all."""
-    record = read_record(run_dir)
-    if record is None and not any(row.get("job_id") for row in read_rows(run_dir / ATTEMPTS_JSONL)):
+    record = known_record(run_dir)
+    if record is None and not any(row.get("job_id") for row in read_attempts(run_dir / ATTEMPTS_JSONL)):
         return []
     try:
         return jobs_of(run_dir)
@@ -199,7 +201,7 @@ def _ask(run_dir: Path) -> list[JobInfo]:
 
 
 def _is_at_rest(run_dir: Path, record: SubmissionRecord) -> bool:
-    rows = read_rows(run_dir / ATTEMPTS_JSONL)
+    rows = read_attempts(run_dir / ATTEMPTS_JSONL)
     if not rows or record.get("state") == "sending":
         return False
     last = rows[-1]
@@ -218,7 +220,7 @@ def resolve_pending_submission(run_dir: Path) -> JobInfo | None:
         ConfigError: the run waits or runs, and that was known.
         SlurmRefused: Slurm cannot be asked; nothing was changed.
     """
-    record = read_record(run_dir)
+    record = known_record(run_dir)
     if record is None or record.get("state") != "sending":
         refuse_if_queued(run_dir)
         return None
@@ -290,7 +292,7 @@ def send(
 def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) -> None:
     """At the beginning of a job that was sent by hand: remove the record of a submission whose jobs are over, which
     would be taken for this job's."""
-    record, job_id = read_record(run_dir), job_argument(environ)
+    record, job_id = known_record(run_dir), job_argument(environ)
     if record is None or not record.get("command") or job_id is None or SUBMISSION_VARIABLE in environ:
         return
     if job_id in (record.get("job_id"), record.get("successor")):
@@ -298,7 +300,7 @@ def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) ->
     with suppress(SlurmError):  # it cannot be asked: all stays as it is
         if any(info.is_active for info in jobs_of(run_dir)) or is_being_sent(run_dir):
             return
-        now = read_record(run_dir) or SubmissionRecord()  # Slurm's answer took its time
+        now = known_record(run_dir) or SubmissionRecord()  # Slurm's answer took its time
         if now.get("token") == record.get("token"):
             for name in (SUBMIT_JSON, SUBMIT_JOB_JSON):
                 (run_dir / name).unlink(missing_ok=True)
@@ -308,7 +310,7 @@ def forget_submission_that_is_over(run_dir: Path, environ: Mapping[str, str]) ->
 def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     """At the beginning of a job: of two successors that waited for the same one, and were released at once when it died
     before it had left one, that which started first goes on. Returns why this job ends here; None: it goes on."""
-    record, job_id = read_record(run_dir), job_argument(environ)
+    record, job_id = known_record(run_dir), job_argument(environ)
     if record is None or job_id is None or job_id == record.get("job_id") or "SLURM_ARRAY_TASK_ID" in environ:
         return None
     token = environ.get(SUBMISSION_VARIABLE, "").partition(" ")[0] or record.get("successor_token") or record["token"]
@@ -333,7 +335,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
     """
-    record = read_record(run_dir)
+    record = known_record(run_dir)
     if record is None:  # a script that was sent by hand
         record = open_record(
             run_dir, token=new_token(), state="sent", command=[], layout="", cluster=cluster_name(), job_id=job_id
@@ -388,12 +390,11 @@ def _keep_one(run_dir: Path, token: str, job_id: str) -> str | None:
     return kept.job_id
 
 
-@_where_it_was_sent
 def drop_successor(run_dir: Path, before: SubmissionRecord | None = None) -> str | None:
     """Take the successor out of the queue: for a job that ends ill and is not to come back.
 
     Args:
-        before: its record as it was, should the directory be gone.
+        before: its record as it was, should the directory be gone, or not be read now.
 
     Returns:
         its job id; None: there was none.
@@ -406,9 +407,10 @@ def drop_successor(run_dir: Path, before: SubmissionRecord | None = None) -> str
     successor = record.get("successor")
     if not successor:
         return None
-    info = jobs([str(successor)], ASK_TIMEOUT_S).get(str(successor))
-    if info is not None and info.is_pending and _is_ours(info, record):
-        run_slurm(["scancel", str(successor)], ASK_TIMEOUT_S)
+    with on_cluster(cluster_of(run_dir, lambda _: record)):
+        info = jobs([str(successor)], ASK_TIMEOUT_S).get(str(successor))
+        if info is not None and info.is_pending and _is_ours(info, record):
+            run_slurm(["scancel", str(successor)], ASK_TIMEOUT_S)
     if now is not None:
         add_to_record(run_dir, successor=None)
     return str(successor)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -25,7 +25,7 @@ from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.store.attempts import process_token
 from prime_hpc.store.io.file_age import file_age_s
-from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, SubmissionState, read_json, read_record
+from prime_hpc.store.run_dirs import STAMPS, SubmissionRecord, SubmissionState, known_json, known_record, read_record
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
 """In a job's environment: its token, a space, its run directory."""
@@ -44,9 +44,10 @@ def new_token() -> str:
     return uuid.uuid4().hex
 
 
-def cluster_of(run_dir: Path) -> str | None:
-    """Return the other cluster of the site that a run was sent to, for `client.on_cluster`; None: this one."""
-    other = (read_record(run_dir) or SubmissionRecord()).get("other_cluster")
+def cluster_of(run_dir: Path, read: Callable[[Path], SubmissionRecord | None] = read_record) -> str | None:
+    """Return the other cluster of the site that a run was sent to, for `client.on_cluster`; None: this one.
+    `read`: how its record is read, and what that raises."""
+    other = (read(run_dir) or SubmissionRecord()).get("other_cluster")
     return None if other is None or other == cluster_name() else str(other)
 
 
@@ -59,12 +60,15 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Unpack[
     Args:
         by_job: whether this is the job; None: as the environment says.
         fields: of `SubmissionRecord`; others stay as they are.
+
+    Raises:
+        OSError: it cannot be read now, or not be written; it is as it was.
     """
-    record, now = read_json(run_dir / SUBMIT_JSON) or {}, time.time()
+    record, now = known_json(run_dir / SUBMIT_JSON) or {}, time.time()
     if by_job is None:  # with `--export=NONE`, and of a script that was sent by hand, the job's id alone tells
         by_job = SUBMISSION_VARIABLE in os.environ or _is_its_job(run_dir)
     if by_job and record:
-        job = read_json(run_dir / SUBMIT_JOB_JSON)
+        job = known_json(run_dir / SUBMIT_JOB_JSON)
         known = job["fields"] if job is not None and job.get("of") == record["token"] else {}
         said = known | {name: [now, value] for name, value in fields.items()}
         _replace(run_dir / SUBMIT_JOB_JSON, {"of": record["token"], "fields": said})
@@ -77,7 +81,7 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Unpack[
 def _is_its_job(run_dir: Path) -> bool:
     """Return whether this process is in the job that a record names."""
     here = job_argument()
-    return here is not None and here == (read_record(run_dir) or SubmissionRecord()).get("job_id")
+    return here is not None and here == (known_record(run_dir) or SubmissionRecord()).get("job_id")
 
 
 def add_to_record(run_dir: Path, **fields: Unpack[SubmissionRecord]) -> None:
@@ -255,10 +259,10 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
 
     A job of a submission that was replaced (its answer came so late that the run was submitted again) may not. The
     record of one that may learns its job id, if sbatch's answer was lost.
-    Returns why not; None: it may.
+    Returns why not; None: it may. Raises OSError: the record cannot be read now, or not be written.
     """
     token, _, folder = environ.get(SUBMISSION_VARIABLE, "").partition(" ")
-    record = read_record(run_dir)
+    record = known_record(run_dir)
     job_id = environ.get("SLURM_JOB_ID")
     is_of_array = "SLURM_ARRAY_TASK_ID" in environ
     if record is not None and not token and job_id is not None and record.get("successor") == job_id:

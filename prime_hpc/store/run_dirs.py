@@ -3,6 +3,7 @@
 A RUN is a directory, a name under the outputs folder ($PRIMEHPC_OUTPUTS, else ./outputs), or a Slurm job id.
 """
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, SUBMIT_JOB_JSON, SUBMIT_JSON
+from prime_hpc.store.errors import PROOFS
 
 OUTPUTS_VARIABLE = "PRIMEHPC_OUTPUTS"
 MARKS = (RUN_YAML, SUBMIT_JSON, ATTEMPTS_JSONL)
@@ -23,6 +25,7 @@ STAMPS = "_at"
 """In `submit.json`: when its fields were changed, since the record was opened."""
 _MAX_DEPTH = 3
 """Folders of folders: outputs/<sweep>/<point>."""
+_STALE_TRIES = 3
 _ROLES = ("trainer", "orchestrator", "inference")
 _JOB_ID = re.compile(r"\d+([_+]\d+)?")
 
@@ -164,13 +167,29 @@ def run_name(path: Path, folder: Path) -> str:
 
 
 def read_json(path: Path | str) -> dict[str, Any] | None:
-    """Return a small JSON object; None where it is absent, torn or not an object."""
+    """Return a small JSON object; None where it is absent, torn or not an object, or cannot be read now."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - thousands of them: no Path methods
-            value = json.loads(file.read())
-    except (OSError, ValueError):
+        return known_json(path)
+    except OSError:
         return None
-    return value if isinstance(value, dict) else None
+
+
+def known_json(path: Path | str) -> dict[str, Any] | None:
+    """Return the same, for who decides or writes by it. Raises OSError: whether it is there is not known now."""
+    for left in reversed(range(_STALE_TRIES)):
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123 - thousands of them: no Path methods
+                value = json.loads(file.read())
+        except ValueError:
+            return None
+        except OSError as error:
+            if error.errno in PROOFS:
+                return None
+            if error.errno != errno.ESTALE or not left:  # another node replaced it as it was read
+                raise OSError(error.errno, error.strerror, str(path)) from error
+        else:
+            return value if isinstance(value, dict) else None
+    return None
 
 
 def read_rows(path: Path | str) -> list[AttemptRow]:
@@ -198,12 +217,22 @@ def parse_attempts(content: bytes) -> list[AttemptRow]:
 
 
 def read_record(path: Path | str) -> SubmissionRecord | None:
-    """Return the record of a run's newest submission: the client's words and the job's, the later one of each field."""
-    record = read_json(f"{path}/{SUBMIT_JSON}")
+    """Return the record of a run's newest submission: the client's words and the job's, the later one of each field;
+    None where there is none, or it cannot be read now."""
+    try:
+        return known_record(path)
+    except OSError:
+        return None
+
+
+def known_record(path: Path | str) -> SubmissionRecord | None:
+    """Return the same, for who decides by it: taken for none, a second job would be sent. Raises OSError: it is not
+    known now."""
+    record = known_json(f"{path}/{SUBMIT_JSON}")
     if record is None:
         return None
     stamps = record.pop(STAMPS, {})
-    job = read_json(f"{path}/{SUBMIT_JOB_JSON}")
+    job = known_json(f"{path}/{SUBMIT_JOB_JSON}")
     if job is None or job.get("of") != record.get("token"):  # there is none, or it speaks of an earlier submission
         return cast(SubmissionRecord, record)
     said: dict[str, tuple[float, Any]] = job["fields"]

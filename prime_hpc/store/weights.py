@@ -139,11 +139,17 @@ def list_versions(paths: RunPaths) -> list[int]:
 
 
 def newest_of_attempt(paths: RunPaths, above: int, incarnation: int) -> int | None:
-    """Return the newest version above `above` that this attempt (or a newer one) has made; None where there is none.
+    """Return the newest version above `above` that this attempt (or a newer one) has made; None where there is none, or
+    none can be seen now.
 
     A fenced attempt may have left a late one of a higher number, which nobody may wait for.
     """
-    for version in reversed([v for v in list_versions(paths) if v > above]):
+    try:
+        versions = list_versions(paths)
+    except OSError as error:  # whoever looks for the next version looks again
+        logger.warning(f"{paths.weights} cannot be listed: {error.strerror}")
+        return None
+    for version in reversed([v for v in versions if v > above]):
         try:
             if read_manifest(paths.weights_step(version)).incarnation >= incarnation:
                 return version

@@ -394,7 +394,7 @@ def _apply_restart_policy(
     last = rows[-1]
     site = patience(lambda: tell_unreadable_apart(lambda: read_site(run_dir)))
     mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
-    decision = decide_for(experiment, run_dir, rows, mode)
+    decision = patience(lambda: decide_for(experiment, run_dir, rows, mode))
     record_bad_nodes(experiment, last)
     if not decision.again:
         if last["outcome"] not in FINAL:

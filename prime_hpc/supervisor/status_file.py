@@ -14,6 +14,7 @@ from loguru import logger
 
 from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metrics import jsonable
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 
@@ -37,7 +38,7 @@ class LiveStatus:
         if not now and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + INTERVAL_S
-        row = {"time": time.time(), **self._constant, **values}
+        row = {"time": time.time(), **self._constant, **{name: jsonable(value) for name, value in values.items()}}
         try:
             files.write_atomic(self._path, json.dumps(row).encode(), sync=False)
         except (OSError, StoreError) as error:

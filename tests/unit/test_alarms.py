@@ -111,6 +111,11 @@ def test_the_webhooks_address_is_a_secret() -> None:
 # ------------------------------------------------------------------------------------------------ actions
 
 
+def refuse_constant(name: str) -> None:
+    """NaN is Python's own: most programs that read JSON refuse all of it."""
+    raise ValueError(f"{name} is no JSON")
+
+
 class Hook(http.server.BaseHTTPRequestHandler):
     """Takes posts; the first few are answered with 503."""
 
@@ -118,7 +123,7 @@ class Hook(http.server.BaseHTTPRequestHandler):
     refuse = 0
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])), parse_constant=refuse_constant)
         type(self).posts.append(body)
         self.send_response(503 if len(self.posts) <= self.refuse else 200)
         self.end_headers()
@@ -155,6 +160,8 @@ def test_a_webhook_gets_json_and_is_tried_again(hook: tuple[type[Hook], str], tm
     with_retries(lambda: call_webhook(config(webhook=address), ALARM, tmp_path), 3, pauses.append)
     assert len(kind.posts) == 3 and pauses == sorted(pauses)
     assert kind.posts[0]["text"].endswith(ALARM.text) and kind.posts[0]["metric"] == "trainer.entropy"
+    call_webhook(config(webhook=address), replace(ALARM, value=math.nan), tmp_path)
+    assert kind.posts[-1]["value"] == "nan"
     kind.refuse = 99
     with pytest.raises(ActionError, match="503") as caught:
         with_retries(lambda: call_webhook(config(webhook=address), ALARM, tmp_path), 1, pauses.append)
@@ -344,7 +351,7 @@ def test_a_built_in_rule(tmp_path: Path) -> None:
         one.step(step, entropy="nan", kl=0.0)
     rows = wait_for(lambda: [row for row in one.record() if row["rule"] == "entropy"], "entropy is no number")
     one.watch.close()
-    assert rows[0]["actions"] == ["warn"] and rows[0]["step"] == 10
+    assert rows[0]["actions"] == ["warn"] and rows[0]["step"] == 10 and rows[0]["value"] == "nan"
 
 
 def test_a_failure_of_any_kind_is_recorded_and_the_watch_goes_on(

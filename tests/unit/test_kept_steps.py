@@ -1,9 +1,11 @@
 """The config with which steps are computed again, and that beside a refused one."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from prime_hpc.cli.common import print_json
 from prime_hpc.cli.verbs.run.replay import Replay, _progress, compare, run
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.monitors import open_metrics
@@ -58,6 +60,22 @@ def test_a_step_whose_record_was_torn_is_not_compared(tmp_path: Path) -> None:
     found = compare(Replay(tmp_path, 1, 4, 0, 1, None, None), again)
     assert (found["equal"], found["num_steps"], len(found["rows"])) == (True, 3, 3)
     assert not compare(Replay(tmp_path, 1, 4, 0, 1, None, None), again[:3])["equal"]
+
+
+def test_a_step_whose_loss_is_nan_again_is_equal_and_told_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "trainer.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"step": 2, "loss": "nan"}\n')
+    again = [{"step": 1, "loss": "nan"}]
+    found = compare(Replay(tmp_path, 1, 1, 0, 1, None, None), again)
+    assert found["equal"] and found["max_loss_difference"] == 0.0
+    print_json(compare(Replay(tmp_path, 1, 2, 0, 1, None, None), [*again, {"step": 2, "loss": 0.5}]))
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    assert json.loads(capsys.readouterr().out, parse_constant=refuse)["max_loss_difference"] == "nan"
 
 
 def test_progress_reads_what_is_new_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

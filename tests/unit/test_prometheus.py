@@ -450,3 +450,16 @@ def test_the_scrape_config_is_prometheus_own(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / FOLDER / TOKEN).chmod(0o644)
     assert cli.main(["metrics", "--scrape-config", str(tmp_path)]) == 2
     assert "not this user's alone" in capsys.readouterr().err
+
+
+def test_a_counter_does_not_begin_anew_where_its_file_cannot_be_read_for_a_moment(tmp_path: Path) -> None:
+    """Prometheus takes one that falls for one that was started again, and counts all of it once more."""
+    attempts, figures = tmp_path / "attempts.jsonl", Figures("r")
+    attempts.write_text('{"attempt": 1, "ended": 2.0, "outcome": "failed"}\n')
+    exporters.take_files(figures, tmp_path, "rl")
+    attempts.rename(tmp_path / "there")
+    attempts.symlink_to(attempts)
+    with pytest.raises(OSError, match="symbolic links"):
+        exporters.take_files(figures, tmp_path, "rl")
+    counted = {labels: value for (name, labels), value in parsed(figures.text()).items() if "attempts_ended" in name}
+    assert counted[(("outcome", "failed"),)] == 1.0

@@ -151,6 +151,8 @@ def test_changes_of_roles_become_lanes(tmp_path: Path, capsys: pytest.CaptureFix
     live.write(roles={"trainer": "running", "inference-0": "starting"})
     live.write(roles={"trainer": "running", "inference-0": "starting"})
     assert (run / "metrics" / "roles.jsonl").read_text().count("\n") == 3
+    live.write(now=True, loss=float("nan"))
+    assert '"loss": "nan"' in (run / "status.json").read_text(), "NaN is no JSON"
     rows = [json.loads(line) for line in (run / "metrics" / "roles.jsonl").read_text().splitlines()]
     for row, moment in zip(rows, (BEGAN + 5, BEGAN + 5, BEGAN + 15), strict=True):
         row["time"] = moment

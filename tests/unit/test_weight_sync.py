@@ -1,6 +1,8 @@
 """Bringing servers to the newest version: the next one comes in the middle, a server hangs or is lost."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from prime_hpc.orchestrator import weight_sync
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
 from tests.support.policy_servers import Bus, Server
 
@@ -271,3 +274,42 @@ def test_a_server_that_goes_on_not_loading_a_version_is_warned_of_once(
         asyncio.run(main())
     finally:
         logger.remove(handler)
+
+
+def test_a_directory_of_versions_that_cannot_be_listed_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, listed, failing = RunPaths(tmp_path), files.list_dir, [3]
+    paths.weights_step(1).mkdir(parents=True)
+
+    def list_dir(path: Path) -> list[str]:
+        if path == paths.weights and failing[0]:
+            failing[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return listed(path)
+
+    async def main() -> None:
+        sync = sync_of([Server()], ServerTable(["a"], loop_time()), Bus(), tmp_path)
+        await sync.prepare(0)
+        monkeypatch.setattr(files, "list_dir", list_dir)
+        running = asyncio.create_task(sync.run())
+        await until(lambda: not failing[0] or running.done())
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait([running])
+        sync._made_again, failing[0] = 1, 1
+        assert [sync._is_there(1), sync._is_there(1)] == [False, True]
+
+    asyncio.run(main())
+
+
+def test_what_ends_the_watch_is_named_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as the group of tasks that it ended."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(weight_sync, "newest_of_attempt", fail)
+    sync = sync_of([Server()], ServerTable(["a"], 0.0), Bus(), tmp_path)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        asyncio.run(sync.run())

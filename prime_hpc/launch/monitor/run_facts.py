@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
 from prime_hpc.observe.metrics import number_of
 from prime_hpc.store.attempts import read_attempts
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_record
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, known_record, read_json
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -19,7 +19,8 @@ UNDER_WAY = ("submitting", "pending", "starting", "running", "saving", "ending",
 """States of a run that was started and has not ended."""
 FINAL = ("completed", "failed", "stopped", "lost")
 """States in which nothing more happens by itself. Besides these there are `not started`,
-`by hand` (roles without a supervisor, of which nobody can tell more), and `unreadable` (its attempts)."""
+`by hand` (roles without a supervisor, of which nobody can tell more), and `unreadable` (its attempts, or whether it was
+submitted again)."""
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Evidence:
     """`submit.json`."""
     attempts: list[AttemptRow] = field(default_factory=list)
     unreadable: str | None = None
-    """Why the attempts are not known."""
+    """Why the attempts, or the submission, are not known."""
     word: dict[str, Any] | None = None
     """`status.json`: the supervisor's last word."""
 
@@ -165,12 +166,17 @@ class RunStatus:
 
 def read_evidence(path: Path) -> Evidence:
     """Return the three files of a run."""
-    attempts, unreadable, file = [], None, path / ATTEMPTS_JSONL
+    attempts, record, unreadable = [], None, None
+    try:
+        record = known_record(path)
+    except OSError as error:
+        unreadable = f"{error.filename} cannot be read: {error.strerror}"
+    file = path / ATTEMPTS_JSONL
     try:
         attempts = read_attempts(file)
     except OSError as error:
         unreadable = f"{file} cannot be read: {error.strerror}"
-    return Evidence(path, read_record(path), attempts, unreadable, read_json(path / STATUS_JSON))
+    return Evidence(path, record, attempts, unreadable, read_json(path / STATUS_JSON))
 
 
 def number(value: Any) -> float | None:

@@ -101,11 +101,11 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         status.nodes, status.roles = {}, {}
         job_id = record.get("job_id") if record.get("state") != "local" else None
         verdict = _of_submission(one, queue, now)
-        if one.unreadable is not None and verdict.state not in UNDER_WAY:  # by what it wrote it may be anything
-            verdict = verdict._replace(state="unreadable", note=one.unreadable)
     else:
         job_id = last.get("job_id")
         verdict = _of_open_attempt(one, queue, now) if last.get("ended") is None else _of_ended_attempt(one, queue)
+    if one.unreadable is not None and verdict.state not in UNDER_WAY:  # by what it wrote it may be anything
+        verdict = verdict._replace(state="unreadable", note=one.unreadable)
     status.state, status.note, status.job_id = verdict.state, verdict.note, None if job_id is None else str(job_id)
     if verdict.job is not None:
         _take_job(status, verdict.job)

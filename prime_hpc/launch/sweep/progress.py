@@ -26,7 +26,7 @@ class PointView:
     row: PointRow
     state: str
     """invalid, missing, or a run's state: submitting, pending, starting, running, saving, ending, requeued, completed,
-    failed, stopped, lost."""
+    failed, stopped, lost, unreadable."""
     status: RunStatus
     note: str = ""
 
@@ -98,5 +98,5 @@ def ask_strictly(wanted: set[str], by_token: bool) -> Queue:
 def counted(views: "Iterable[PointView]") -> str:
     """`2 running, 4 pending`: how many are in each state, in the order of a run."""
     counts = Counter(view.state for view in views)
-    order = ("invalid", "missing", *UNDER_WAY, "completed", "stopped", "failed", "lost")
+    order = ("invalid", "missing", *UNDER_WAY, "completed", "stopped", "failed", "lost", "unreadable")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])

@@ -25,7 +25,7 @@ from prime_hpc.config.site import cluster_name
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE, new_token, open_record
-from prime_hpc.store.run_dirs import SubmissionRecord, read_record
+from prime_hpc.store.run_dirs import SubmissionRecord, known_record
 
 if TYPE_CHECKING:
     from prime_hpc.launch.sweep.resolve import Point
@@ -197,7 +197,7 @@ def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] 
 def _open_point_record(run_dir: Path, sweep_dir: Path, submit: SubmitRow, environ: Mapping[str, str]) -> None:
     """Open a task's record where the client, which writes those of thousands once sbatch has answered, has not come to
     it yet: what the job itself adds would go into an earlier submission's, and be lost with that."""
-    record = read_record(run_dir) or SubmissionRecord()
+    record = known_record(run_dir) or SubmissionRecord()
     # that of this submit has its time, whichever job goes on with it; of two arrays the file's order has told already,
     # as hosts' clocks differ
     if (time_of := record.get("time", 0.0)) != submit.time and ("array" in record or time_of < submit.time):

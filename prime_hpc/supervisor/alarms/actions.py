@@ -15,6 +15,7 @@ from urllib.request import Request, build_opener
 
 from prime_hpc.config.secret import masked, revealed
 from prime_hpc.config.sections.supervisor import AlarmsConfig
+from prime_hpc.observe.metrics import jsonable
 from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.supervisor.alarms.rules import Alarm
 
@@ -90,7 +91,7 @@ def facts_of(alarm: Alarm, run_dir: Path) -> dict[str, str | float | int | None]
     return {
         "rule": alarm.rule.title,
         "metric": alarm.rule.metric,
-        "value": alarm.value,
+        "value": jsonable(alarm.value),
         "step": alarm.step,
         "text": alarm.text,
         "run": str(run_dir),

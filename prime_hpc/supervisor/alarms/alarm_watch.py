@@ -19,6 +19,7 @@ from prime_hpc.config.run_files import ALARMS_JSONL
 from prime_hpc.config.sections.supervisor import AlarmsConfig
 from prime_hpc.observe.console import Tail
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metrics import jsonable
 from prime_hpc.supervisor.alarms.actions import TELL, ActionError, with_retries
 from prime_hpc.supervisor.alarms.rules import Alarm, Watcher, figures_of, rules_of
 
@@ -121,7 +122,8 @@ class AlarmWatch:
 
     def _note(self, alarm: Alarm, **facts: Any) -> None:
         """Append a line to the record; a full disk is no reason to be silent elsewhere."""
-        row = {"time": round(time.time(), 1), "attempt": self._attempt, "rule": alarm.rule.title, **facts}
+        known = {name: jsonable(value) for name, value in facts.items()}
+        row = {"time": round(time.time(), 1), "attempt": self._attempt, "rule": alarm.rule.title, **known}
         try:
             with self._lock, (self._run_dir / ALARMS_JSONL).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

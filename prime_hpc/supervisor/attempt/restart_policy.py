@@ -19,7 +19,7 @@ from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.requeue import leave_out, requeue
 from prime_hpc.slurm.script import restart_mode
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_record
+from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, known_record
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when another attempt follows (a successor, queued with afternotok, is
@@ -82,13 +82,13 @@ def _repeats_itself(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def since_submitted(run_dir: Path, rows: Sequence[AttemptRow]) -> list[AttemptRow]:
     """Return the attempts since somebody submitted the run last, who has looked at why those before ended. The newest
-    is always one: clocks of nodes differ."""
-    submitted = (read_record(run_dir) or SubmissionRecord()).get("time") or 0.0
+    is always one: clocks of nodes differ. Raises OSError: when that was cannot be read now."""
+    submitted = (known_record(run_dir) or SubmissionRecord()).get("time") or 0.0
     return [row for row in rows if row is rows[-1] or (row.get("began") or 0.0) >= submitted]
 
 
 def decide_for(experiment: Experiment, run_dir: Path, rows: Sequence[AttemptRow], mode: Mode) -> Decision:
-    """`decide` of a run, by all its attempts so far."""
+    """`decide` of a run, by all its attempts so far. Raises OSError as `since_submitted`."""
     own = since_submitted(run_dir, rows)
     is_service = experiment.trainer.tinker is not None
     return decide(own, experiment.slurm.restart, mode, is_service=is_service, num_before=len(rows) - len(own))

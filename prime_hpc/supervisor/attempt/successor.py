@@ -8,6 +8,7 @@ rate while the run goes on and once more at the attempt's end. What keeps it out
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit
 from prime_hpc.slurm.sbatch_errors import error_lines
 from prime_hpc.slurm.submission_record import write_record
-from prime_hpc.store.run_dirs import read_record
+from prime_hpc.store.run_dirs import known_record, read_record
 
 TICK_S = 1.0
 NEAR_END_S = 10.0
@@ -104,9 +105,10 @@ class SuccessorWatch:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        record = read_record(self._run_dir)
-        if record is None or record.get("successor"):
-            return
+        with suppress(OSError):  # it cannot be read now: one that waits is found as soon as it is tried
+            record = known_record(self._run_dir)
+            if record is None or record.get("successor"):
+                return
         began = self._missing_since = time.monotonic()
         known: Refusal | None = None
         tried = began  # the job has tried it a moment ago

@@ -19,9 +19,10 @@ from prime_hpc.config.sections.common import PrometheusConfig
 from prime_hpc.observe.console import Tail
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.network import Network
-from prime_hpc.store.run_dirs import read_json, read_rows
+from prime_hpc.store.run_dirs import known_json
 from prime_hpc.supervisor.alarms.rules import rules_of
 from prime_hpc.supervisor.hub import host_of_hub
 from prime_hpc.supervisor.prometheus.endpoint import Endpoint
@@ -159,8 +160,8 @@ class Exporter:
 
 def take_files(figures: Figures, run_dir: Path, kind: str) -> None:
     """Take what a run's small files say: its own word, its attempts, and the room that is left. Raises OSError."""
-    figures.take_word(read_json(run_dir / STATUS_JSON) or {}, kind)
-    figures.take_attempts(read_rows(run_dir / ATTEMPTS_JSONL))
+    figures.take_word(known_json(run_dir / STATUS_JSON) or {}, kind)
+    figures.take_attempts(read_attempts(run_dir / ATTEMPTS_JSONL))
     about = os.statvfs(run_dir)
     figures.put("filesystem_free_bytes", float(about.f_bavail * about.f_frsize))
     figures.put("filesystem_size_bytes", float(about.f_blocks * about.f_frsize))

@@ -8,6 +8,7 @@ no inference is needed, and the run is not touched.
 Exit codes: 0 every compared figure is equal bit for bit; 1 some differ, or a step failed; 2 there is nothing to replay.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -173,7 +174,8 @@ def compare(what: Replay, replayed: list[dict[str, Any]]) -> dict[str, Any]:
             key = differing[0]
             first_difference = {"step": step, "figure": key, "replayed": row[key], "recorded": then[key]}
         rows.append({"step": step, "loss": row["loss"], "recorded_loss": then["loss"], "equal": not differing})
-    gaps = [abs(float(r["loss"]) - float(r["recorded_loss"])) for r in rows if "loss" in r]
+    losses = [(r["loss"], r["recorded_loss"]) for r in rows if "loss" in r]
+    gaps = [0.0 if loss == then else abs(float(loss) - float(then)) for loss, then in losses]  # "nan" equals itself
     num_steps = sum(what.first <= step <= what.last for step in recorded)  # a power cut may have cost a row
     return {
         "run": str(what.run_dir),
@@ -183,7 +185,7 @@ def compare(what: Replay, replayed: list[dict[str, Any]]) -> dict[str, Any]:
         "num_ranks": what.num_ranks,
         "equal": len(rows) == num_steps and all(r["equal"] for r in rows),
         "num_equal": sum(r["equal"] for r in rows),
-        "max_loss_difference": max(gaps, default=None),
+        "max_loss_difference": max(gaps, key=lambda gap: (math.isnan(gap), gap), default=None),
         "first_difference": first_difference,
         "rows": rows,
     }
