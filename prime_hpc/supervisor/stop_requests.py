@@ -254,9 +254,9 @@ class Controls:
             reason = f"told to end by {name} (eviction, a drained node, or the Job was deleted)"
             return StopRequest(reason, "preempted", 128 + number, True, self._budget())
         if self._of_slurm is None:  # asked once: the answer is about the moment of the signal
-            job, words = self._allocation, self._log.words()
+            job, said = self._allocation, self._log.words()
             with self._asking():
-                end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, words)
+                end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, said)
             save = end.outcome not in ("interrupted", "node_lost")
             self._of_slurm = StopRequest(
                 end.reason, end.outcome, 128 + number, save, self._budget(), end.by_slurm, end.nodes
