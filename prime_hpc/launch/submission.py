@@ -228,7 +228,7 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
         print(
             f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): its partition, account or QOS "
             "does not have or allow what it asks for. "
-            f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for less",
+            f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for what they do",
             file=sys.stderr,
         )
     return follow_job(job_id, log) if follow else 0

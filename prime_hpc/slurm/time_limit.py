@@ -50,10 +50,10 @@ class TimeLimit:
             self.look()
             wait_s = self._look_s * random.uniform(0.8, 1.2)
 
-    def look(self) -> None:
+    def look(self, timeout_s: float = ASK_TIMEOUT_S) -> None:
         """Ask once. Where Slurm does not answer, nothing changes."""
         try:
-            parts = show_job(self._job_id, ASK_TIMEOUT_S)
+            parts = show_job(self._job_id, timeout_s)
         except SlurmError as error:
             logger.debug(f"whether the time limit has changed is unknown: {error}")
             return

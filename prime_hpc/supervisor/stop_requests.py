@@ -6,8 +6,8 @@ The supervisor polls `Controls` at every tick; it decides nothing itself but wha
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from loguru import logger
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.slurm.termination import JobLog, cancelled_component, granted_until, why_terminated
+from prime_hpc.slurm.termination import END_TIMEOUT_S, JobLog, cancelled_component, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
@@ -83,7 +83,8 @@ class Controls:
         self._began = time.time()
         self._of_slurm: StopRequest | None = None
         self._log = JobLog()
-        self._warned = self._asked_at_warning = False
+        self._warned = self._asked_at_warning = self._saves_in_doubt = False
+        self._asking_s = 0.0
         self._lead_s = lead_s
         self.needs_s = needs_s
         self._signals: list[int] = []
@@ -95,7 +96,7 @@ class Controls:
         self._taken: set[str] = set()
         """Files that were heeded and are still there."""
         self.num_saves = 0
-        """How often SAVE was found."""
+        """How often a save was asked for after which the run goes on: by SAVE, or by a warning in doubt."""
         self.is_asked_why = False
         """WHY was found, and nobody has taken note."""
 
@@ -158,11 +159,24 @@ class Controls:
         """Seconds to the time limit; None: unknown or unlimited."""
         return None if self._ends_at is None else self._ends_at - time.time()
 
+    def take_asking_s(self) -> float:
+        """Return the seconds that asking Slurm took since the last call: a controller that is slow holds nobody up."""
+        seconds, self._asking_s = self._asking_s, 0.0
+        return seconds
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asking_s += time.monotonic() - began
+
     def was_stopped(self, seconds: float) -> None:
         """Move the end by the time that the job was suspended, as Slurm has: it did not count."""
         if self._allocation is not None and self._limit is not None and self._limit.ends_at is not None:
             end = None
-            with suppress(SlurmError):
+            with suppress(SlurmError), self._asking():
                 end = granted_until(self._allocation.job_id)
             self._limit.ends_at = end if end is not None else self._limit.ends_at + seconds
             logger.info(f"the job's time limit is {self._limit.ends_at - time.time():.0f} s away")
@@ -225,7 +239,8 @@ class Controls:
             left = self.time_left_s
             if self._limit is not None and not self._asked_at_warning and (left is None or left > near_s):
                 self._asked_at_warning = True  # every tick comes here, while the save is under way, too
-                self._limit.look()  # somebody may have shortened it since it was last asked for
+                with self._asking():  # somebody may have shortened it; in a grace time there is no time to wait long
+                    self._limit.look(END_TIMEOUT_S)
                 left = self.time_left_s
             if left is not None and left > near_s:
                 reason = f"warned by {name} (a preemption, or scancel -s)"
@@ -239,8 +254,9 @@ class Controls:
             reason = f"told to end by {name} (eviction, a drained node, or the Job was deleted)"
             return StopRequest(reason, "preempted", 128 + number, True, self._budget())
         if self._of_slurm is None:  # asked once: the answer is about the moment of the signal
-            job = self._allocation
-            end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, self._log.words())
+            job, said = self._allocation, self._log.words()
+            with self._asking():
+                end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, said)
             save = end.outcome not in ("interrupted", "node_lost")
             self._of_slurm = StopRequest(
                 end.reason, end.outcome, 128 + number, save, self._budget(), end.by_slurm, end.nodes
@@ -301,16 +317,20 @@ class Controls:
             return StopRequest("a pod of the run is told to end", "preempted", 0, True, self._budget())
         end, is_at_limit = None, self._ends_at is not None and time.time() >= self._ends_at - LIMIT_MARGIN_S
         try:
-            if job is not None and job.is_het and not is_at_limit:
-                gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
-                if gone is not None:
-                    return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
-            end = granted_until(job.job_id) if job is not None else None
+            with self._asking():
+                if job is not None and job.is_het and not is_at_limit:
+                    gone = cancelled_component(job.job_id, job.restarts, self._began, job.all_hosts)
+                    if gone is not None:
+                        return StopRequest(f"{gone} was cancelled (scancel)", "interrupted", 143, True, self._budget())
+                end = granted_until(job.job_id) if job is not None else None
         except SlurmError as error:
             logger.warning(f"whether the job is preempted, with a grace time, is asked again: {error}")
+            if not self._saves_in_doubt:  # Slurm may stay silent until the grace is over
+                self._saves_in_doubt = True
+                self.num_saves += 1
             return None
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
-            self._warned = False
+            self._warned = self._saves_in_doubt = False
             return None
         left = end - time.time()  # the questions took time
         return StopRequest(f"preempted, with {left:.0f} s of grace", "preempted", 0, True, max(5.0, left))

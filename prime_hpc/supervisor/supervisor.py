@@ -281,7 +281,7 @@ class Supervisor:
         """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
         watched: list[Role | ChildOrchestrators] = [*self._led.roles, *([self._children] if self._children else [])]
         gap, stopped = self._gaps.take()
-        gap -= self._health.take_asking_s()
+        gap -= self._health.take_asking_s() + self._controls.take_asking_s()
         if gap > HELD_UP_S:
             logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
             for one in watched:
@@ -309,7 +309,8 @@ class Supervisor:
             self._run_watch.ask_why()
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
-            logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
+            who = "the file SAVE, an alarm, or a warning of Slurm's in doubt"
+            logger.info(f"a save was asked for ({who}): saving at the next step boundary")
             self._led.hubs.publish("save", id=self.attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
         if self._stop is not None:
             request, deadline = self._stop = self._controls.stop_or_cancel(self._stop, self._led.clock.now())

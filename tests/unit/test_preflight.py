@@ -18,12 +18,13 @@ from prime_hpc.config.sections.slurm import PreflightConfig, SiteConfig
 from prime_hpc.runtime.gpus import stated_devices
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.store.messaging import network
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight import allreduce_node
 from prime_hpc.supervisor.preflight import node as preflight_node
 from prime_hpc.supervisor.preflight import rules as preflight_rules
 from prime_hpc.supervisor.preflight.allreduce import NodeFindings, _judge_network
-from prime_hpc.supervisor.preflight.allreduce_node import fastest_port
+from prime_hpc.supervisor.preflight.allreduce_node import fastest_port, measure
 from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
 from prime_hpc.supervisor.preflight.launcher import parse_line
 from prime_hpc.supervisor.preflight.phase import Checkup
@@ -331,6 +332,25 @@ def test_every_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "cuda:1"
     with pytest.raises(RuntimeError, match="its GPU 1 computes a wrong matrix product"):
         allreduce_node.try_device(2)
+
+
+def test_nodes_whose_own_names_are_their_loopback_meet_on_the_way_to_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As their roles do: Debian has a machine's name at 127.0.1.1, and gloo led every node back to itself."""
+
+    def say_interface(gpus: int | None) -> int:
+        raise RuntimeError(os.environ.get(network.GLOO, "gloo's own choice"))
+
+    for name in (network.GLOO, "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")  # of this process: as before once the test is over
+    monkeypatch.delenv(network.GLOO)
+    monkeypatch.setattr(network, "_is_hostname_loopback", lambda: True)
+    monkeypatch.setattr(network, "route_to", lambda host: network.Place(f"towards {host}", "10.0.0.1"))
+    monkeypatch.setattr(allreduce_node, "try_device", say_interface)
+    progress = allreduce_node.Progress("n2", tmp_path, "token")
+    with pytest.raises(RuntimeError, match="^towards n1$"):
+        measure({"hosts": ["n1", "n2"], "gpus": [0, 0]}, tmp_path, 1, progress, 60.0, tmp_path / "nccl.log")
 
 
 def test_a_slow_link_is_a_warning() -> None:

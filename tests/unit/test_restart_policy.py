@@ -81,12 +81,16 @@ def test_what_a_sigterm_means() -> None:
 def test_the_jobs_log_tells_what_slurm_does_not(monkeypatch: pytest.MonkeyPatch, words: str, outcome: str) -> None:
     """A controller that is busy with the end of many: who was cancelled must not come back."""
 
+    asked = []
+
     def silent(argv: list[str], *_: object, **__: object) -> str:
+        asked.append(argv[2])
         raise client.SlurmError(argv, None, "timed out")
 
     for module in (client, termination):
         monkeypatch.setattr(module, "run_slurm", silent)
     assert termination.why_terminated("15", 0, 0.0, None, ["n1"], words).outcome == outcome
+    assert asked == ["job"], "each question takes time of the save"
     assert termination.why_terminated("15", 0, 0.0, None, ["n1"], None).outcome == "requeued"
 
 

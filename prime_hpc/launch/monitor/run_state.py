@@ -367,7 +367,7 @@ def _take_job(status: RunStatus, job: "JobInfo") -> None:
 
 
 def _why_pending(job: "JobInfo") -> str:
-    remedy = " (Slurm cannot start it as it is: `prime-hpc cancel`, then ask for less)" if job.cannot_start else ""
+    remedy = " (Slurm cannot start it as it is: `prime-hpc cancel`, ask otherwise)" if job.cannot_start else ""
     if "Held" in job.reason or job.state == "REQUEUE_HOLD":
         remedy = " (held: `scontrol release` lets it go)"
     return (job.reason or ("" if job.state == "PENDING" else job.state)) + remedy

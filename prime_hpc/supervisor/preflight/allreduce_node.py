@@ -29,7 +29,7 @@ from prime_hpc.runtime.device import Device, require_gpus
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging import sockets
-from prime_hpc.store.messaging.network import Network, Place, local_places, of_collectives
+from prime_hpc.store.messaging.network import Network, Place, local_places, network_environment
 from prime_hpc.supervisor.preflight.node import local_hostnames, pick_host, report_phase, wait_for_json
 from prime_hpc.supervisor.roles import ports
 
@@ -307,13 +307,12 @@ def measure(
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")
     os.environ.setdefault("NCCL_DEBUG_FILE", str(log))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    place = Network.from_env().place("collectives")
-    if place is not None:
-        os.environ.update(of_collectives(place))
+    hosts: list[str] = spec["hosts"]
+    os.environ.update(network_environment(Network.from_env(), os.environ, hosts, hosts[rank]))  # as for a role
     import torch
     import torch.distributed as dist
 
-    world = len(spec["hosts"])
+    world = len(hosts)
     progress.reach("imported torch")
     num_gpus = try_device(spec["gpus"][rank])
     cuda = num_gpus > 0
