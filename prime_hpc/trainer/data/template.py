@@ -21,7 +21,7 @@ from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message,
 from prime_hpc.trainer.data.sources import fingerprint_of
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
-_MARK_OF_CALL = "name_of_a_call_that_no_data_holds"
+_MARK_OF_CALL = "name_of_a_call_that_no_data_holds_{}_"
 _SHOWN = 12
 """Tokens shown on either side of a break."""
 
@@ -146,18 +146,23 @@ class ChatTokenizer:
     def _check_calls(self, talk: Conversation) -> None:
         """Raise SFTDataError where a trained message would be without its tool calls: often it has nothing else, and
         an empty reply would be learned."""
-        for at, (message, trained) in enumerate(zip(talk.messages, talk.trained, strict=True)):
-            if trained and (calls := message.get("tool_calls")):
-                name = {"name": _MARK_OF_CALL}
-                marked = [{**call, **name, "function": {**call["function"], **name}} for call in calls]
-                messages = [*talk.messages[:at], {**message, "tool_calls": marked}, *talk.messages[at + 1 :]]
-                shown = self.render(messages, talk.tools).count(_MARK_OF_CALL)
-                if shown < len(calls):
-                    raise SFTDataError(
-                        f"message {at + 1}: {self.name} shows {shown} of its {len(calls)} tool calls, which are to be "
-                        "trained on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` "
-                        "on this message"
-                    )
+        sent = {
+            at: len(m["tool_calls"]) for at, m in enumerate(talk.messages) if talk.trained[at] and m.get("tool_calls")
+        }
+        if not sent:
+            return
+        marked = [
+            {**message, "tool_calls": _named(message["tool_calls"], at)} if at in sent else message
+            for at, message in enumerate(talk.messages)
+        ]
+        text = self.render(marked, talk.tools)
+        for at, number in sent.items():
+            shown = text.count(_MARK_OF_CALL.format(at))
+            if shown < number:
+                raise SFTDataError(
+                    f"message {at + 1}: {self.name} shows {shown} of its {number} tool calls, which are to be trained on. "
+                    "Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this message"
+                )
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion as plain text: begun, untrained, by the token that the tokenizer itself puts before a
@@ -271,6 +276,12 @@ def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
         return Path(chosen).read_text(encoding="utf-8"), f"the chat template {chosen} (model {model})"
     except (OSError, UnicodeDecodeError) as error:
         raise SFTDataError(f"sft.data.chat_template = {chosen}: {error}") from error
+
+
+def _named(calls: Sequence[Any], at: int) -> list[Any]:
+    """Return a message's tool calls by a name that tells where they are."""
+    name = {"name": _MARK_OF_CALL.format(at)}
+    return [{**call, **name, "function": {**call["function"], **name}} for call in calls]
 
 
 def _check_text(text: str) -> None:
