@@ -146,9 +146,8 @@ class ChatTokenizer:
     def _check_calls(self, talk: Conversation) -> None:
         """Raise SFTDataError where a trained message would be without its tool calls: often it has nothing else, and
         an empty reply would be learned."""
-        sent = {
-            at: len(m["tool_calls"]) for at, m in enumerate(talk.messages) if talk.trained[at] and m.get("tool_calls")
-        }
+        calls = [len(m.get("tool_calls") or ()) for m in talk.messages]
+        sent = {at: number for at, number in enumerate(calls) if number and talk.trained[at]}
         if not sent:
             return
         marked = [
@@ -160,8 +159,8 @@ class ChatTokenizer:
             shown = text.count(_MARK_OF_CALL.format(at))
             if shown < number:
                 raise SFTDataError(
-                    f"message {at + 1}: {self.name} shows {shown} of its {number} tool calls, which are to be trained on. "
-                    "Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this message"
+                    f"message {at + 1}: {self.name} shows {shown} of its {number} tool calls, which are to be trained "
+                    "on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this message"
                 )
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
