@@ -197,12 +197,13 @@ def test_preemption(model: Path) -> None:
 
 def test_a_lost_inference_node(model: Path) -> None:
     assert "trainer goes on with the other servers" in events(model)["lost inference node"]
+    assert "on its node, then as a job of its own" in events(model)["lost inference node"]
     assert "on a spare node, else" in events(model, spare_nodes=1)["lost inference node"]
     assert "ends a het job" in events(model, layout="het")["lost inference node"]
     one, _ = planned(model, inference={}, trainer={"num_ranks": 1})
     assert "it is the trainer's node too" in one["restart"]["events"]["lost inference node"]
     only, _ = planned(model, inference={"data_parallel_size": 8})
-    assert "it is the only server" in only["restart"]["events"]["lost inference node"]
+    assert "the only server: the attempt ends; the same job is req" in only["restart"]["events"]["lost inference node"]
 
 
 def test_a_teacher_of_the_runs_own(model: Path) -> None:
@@ -226,6 +227,11 @@ def test_crashes_and_bad_nodes(model: Path) -> None:
     assert "not after 3 attempts in a row that saved nothing new, nor after 9 attempts" in words["crash"]
     assert "forgotten after 3 days" in words["bad node"]
     assert "bad node" not in events(model)
+    assert "begins inside the job" in words["crash"] and "servers serve on; the second time" in words["crash"]
+    for one in (events(model, restart={"in_place": False}), events(model, restart={"how": "off"})):
+        assert "inside the job" not in one["crash"]
+    assert words["lost trainer node"].startswith("the attempt ends")
+    assert events(model, spare_nodes=1)["lost trainer node"].startswith("a spare node takes its place inside the job")
 
 
 def test_supervised_and_attached(model: Path) -> None:
