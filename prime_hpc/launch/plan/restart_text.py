@@ -72,7 +72,7 @@ def _preemption(experiment: Experiment, site: SiteConfig, placement: Placement, 
 
 
 def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement, back: str) -> str:
-    """Only a homogeneous job of several nodes, with another server, survives the loss of one."""
+    """Only a homogeneous job with servers on other nodes survives the loss of one."""
     servers = [g for g in placement.groups if g.role == role]
     if not placement.abilities.survives_lost_node:
         return f"Slurm ends a het job that loses a node; {back}"
@@ -80,8 +80,8 @@ def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement,
     if placement.num_nodes == 1 or any((g.component, g.first_node) in others for g in servers):
         whose = "the trainer's node too" if experiment.trains else "where the episodes are played"
         return f"it is {whose}; {back}"
-    if len(servers) == 1:
-        return f"it is the only server: the attempt ends; {back}"
+    if len({group.first_node for group in servers}) == 1:
+        return f"no server is elsewhere: the attempt ends; {back}"
     retry_s = experiment.slurm.restart.replica_retry_s
     where = "on its nodes" if servers[0].num_nodes > 1 else "on its node, then as a job of its own"
     where = f"{'on a spare node, else ' if placement.spares else ''}{where}, tried every {retry_s:.0f} s"
