@@ -18,7 +18,8 @@ USR1`) to the steps alone, and the supervisor, who is told of it, may still want
 Started by `roles.slurm_step.StepRole`; imports nothing heavy.
 
 Messages, all on the bus:
-    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|adopted|exited|looked|gpus, ...}
+    agent -> hub   "agent"       {label, start_number, key, event: hello|started|beat|adopted|
+                                looked|gpus|warned|replaced|exited, ...}
     hub -> agents  "launch/<label>"  a LaunchOrder as JSON
     hub -> agents  "end/<label>" {start_number, grace_s};  "pulse" every few seconds;
                    "adopt/<label>" {start_number, incarnation}: the run's next attempt takes this server over;

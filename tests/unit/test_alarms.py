@@ -93,6 +93,8 @@ def test_lint_names_the_near_metrics() -> None:
     assert near("trainer.entrpy")[0] == "trainer.entropy"
     assert near("trainer.reward/mean")[0] == "orchestrator.reward/mean"
     assert is_known("orchestrator.env/mine/reward/f") and not is_known("run.disk")
+    assert is_known("orchestrator.reward/lab/one/std") and not is_known("orchestrator.reward/men")
+    assert all(is_known(f"trainer.{name}") for name in ("nll", "kl_penalty", "corrected")), "some objectives' own"
     rules = [{"metric": "trainer.entrpy", "below": 0.1}, {"metric": "run.free", "below": 1}]
     experiment = Experiment.model_validate({"alarms": {"rules": rules}, "model": {"name": "absent"}})
     found = {finding.key: finding for finding in lint(experiment, GENERIC) if finding.code == "PH240"}

@@ -197,12 +197,16 @@ def test_preemption(model: Path) -> None:
 
 def test_a_lost_inference_node(model: Path) -> None:
     assert "trainer goes on with the other servers" in events(model)["lost inference node"]
+    assert "on its node, then as a job of its own" in events(model)["lost inference node"]
     assert "on a spare node, else" in events(model, spare_nodes=1)["lost inference node"]
     assert "ends a het job" in events(model, layout="het")["lost inference node"]
     one, _ = planned(model, inference={}, trainer={"num_ranks": 1})
     assert "it is the trainer's node too" in one["restart"]["events"]["lost inference node"]
     only, _ = planned(model, inference={"data_parallel_size": 8})
-    assert "it is the only server" in only["restart"]["events"]["lost inference node"]
+    many, _ = planned(model, inference={"num_replicas": 8})
+    for one_node in (only, many):
+        words = one_node["restart"]["events"]["lost inference node"]
+        assert words.startswith("no server is elsewhere: the attempt ends; the same job is requeued")
 
 
 def test_a_teacher_of_the_runs_own(model: Path) -> None:
@@ -212,7 +216,7 @@ def test_a_teacher_of_the_runs_own(model: Path) -> None:
     assert plan["num_nodes"] == 5 and plan["roles"][-1]["role"] == "teacher[0]"
     assert f"teacher       1 vLLM server(s) of {model} on 1 node (node 4 of component 0)" in text
     assert plan["memory"]["teacher_engine"]["weights_gib"] < plan["memory"]["engine"]["weights_gib"]
-    assert "it is the only server" in plan["restart"]["events"]["lost teacher node"]
+    assert "no server is elsewhere" in plan["restart"]["events"]["lost teacher node"]
     _, attached = planned(model, orchestrator={**opd, "teacher": {"base_url": "http://node7:8000/v1"}})
     assert "teacher       attached: http://node7:8000/v1" in attached
     one = Experiment.model_validate(tree(model, **values, launch="local"))
@@ -226,6 +230,11 @@ def test_crashes_and_bad_nodes(model: Path) -> None:
     assert "not after 3 attempts in a row that saved nothing new, nor after 9 attempts" in words["crash"]
     assert "forgotten after 3 days" in words["bad node"]
     assert "bad node" not in events(model)
+    assert "begins inside the job" in words["crash"] and "servers serve on; the second time" in words["crash"]
+    for one in (events(model, restart={"in_place": False}), events(model, restart={"how": "off"})):
+        assert "inside the job" not in one["crash"]
+    assert words["lost trainer node"].startswith("the attempt ends")
+    assert events(model, spare_nodes=1)["lost trainer node"].startswith("a spare node takes its place inside the job")
 
 
 def test_supervised_and_attached(model: Path) -> None:

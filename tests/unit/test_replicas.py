@@ -25,6 +25,15 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_at_once() -> None:
     assert replicas.mark_lost(role, ["n1"]).endswith("spare node n9") and role.hosts == ["n9", "n8"]
 
 
+def test_the_servers_of_a_lost_node_move_to_one_spare_together() -> None:
+    replicas = Replicas(retry_s=60.0, spares=["n8", "n9"], clock=lambda: 5.0)
+    first, second, other = server("n1"), server("n1"), server("n2")
+    for role in (first, second, other):
+        replicas.mark_lost(role, role.hosts)
+    assert [role.hosts for role in (first, second, other)] == [["n8"], ["n8"], ["n9"]]
+    assert replicas.mark_lost(other, ["n9"]) == "its server is tried again on its node in 60 s", "none is left"
+
+
 def test_without_enough_spares_its_node_is_tried_and_then_a_job_of_its_own() -> None:
     replicas = Replicas(retry_s=60.0, spares=["n8"], clock=lambda: 5.0)
     role = server("n1", "n2")

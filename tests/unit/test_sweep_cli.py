@@ -118,6 +118,7 @@ def test_table_of_many_points_is_cut(
         (["status", "l"], "no sweep 'l'; did you mean lr"),
         (["status", "nothing-like-it"], "out holds lr"),
         (["status", "lr", "--verbose"], "unknown option --verbose"),
+        (["status", "lr", "--now"], "unknown option --now; usage"),
         (["status", "lr", "more"], "too many arguments: lr more"),
         (["status", "new.yaml", "--output-dir", "there", "--name", "other"], "/there/other"),
         (["status", "gone.yaml"], "gone.yaml: no such file"),

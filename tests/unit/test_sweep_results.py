@@ -144,6 +144,9 @@ def test_nothing_ran_yet(sweep: Sweep, tmp_path: Path) -> None:
         ({"metric": "entropy", "goal": "min"}, "rl", "reward/mean", ("reward/mean", "max")),
         ({"goal": "min"}, "rl", None, ("reward/mean", "min")),
         ({}, "rl", "time/step", ("time/step", "min")),
+        ({}, "rl", "kl", ("kl", "min")),
+        ({}, "rl", "teacher/reverse_kl", ("teacher/reverse_kl", "min")),
+        ({}, "sft", "eval/perplexity", ("eval/perplexity", "min")),
     ],
 )
 def test_which_metric_and_which_end_is_best(stated: dict, kind: str, asked: str | None, expected: tuple) -> None:

@@ -98,6 +98,10 @@ def test_rows_by_run_sweep_and_user_and_their_total(tmp_path: Path, capsys: pyte
     assert main(["usage", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "total" in said and "CHARGED" in said and "what the jobs held" in said
+    for by, name in (("user", gpu["name"]), ("sweep", "lr")):
+        assert main(["usage", str(tmp_path / "out"), "--by", by]) == 0
+        head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+        assert head[:2] == [by.upper(), "RUNS"] and name in [line[0] for line in lines]
 
 
 def test_since_takes_the_part_of_an_attempt(tmp_path: Path) -> None:

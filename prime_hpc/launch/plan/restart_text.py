@@ -41,6 +41,13 @@ def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement
         "held job": "a node whose prolog failed leaves the job held: `prime-hpc status` says so, `scontrol release` "
         "lets it go on",
     }
+    if how != "off" and restart.in_place and not is_parent(experiment):
+        inside = f"the next attempt begins inside the job, from {saved}"
+        if engine_roles(experiment):
+            inside = f"a server is started again alone; of another role {inside}, while the servers serve on"
+        words["crash"] = f"{inside}; the second time in a row that nothing new was saved {back}"
+        if placement.spares and experiment.trains:
+            words["lost trainer node"] = f"a spare node takes its place inside the job; of the batch host, {back}"
     if how != "off":
         idle, attempts = restart.max_crashes + 1, restart.max_attempts
         words["crash"] += f"; not after {idle} attempts in a row that saved nothing new, nor after {attempts} attempts"
@@ -65,7 +72,7 @@ def _preemption(experiment: Experiment, site: SiteConfig, placement: Placement, 
 
 
 def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement, back: str) -> str:
-    """Only a homogeneous job of several nodes survives the loss of one."""
+    """Only a homogeneous job with servers on other nodes survives the loss of one."""
     servers = [g for g in placement.groups if g.role == role]
     if not placement.abilities.survives_lost_node:
         return f"Slurm ends a het job that loses a node; {back}"
@@ -73,11 +80,9 @@ def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement,
     if placement.num_nodes == 1 or any((g.component, g.first_node) in others for g in servers):
         whose = "the trainer's node too" if experiment.trains else "where the episodes are played"
         return f"it is {whose}; {back}"
-    if len(servers) == 1:
-        return f"it is the only server: the trainer waits until it is back {_return(experiment, placement)}"
-    return f"the trainer goes on with the other servers; the lost one's comes back {_return(experiment, placement)}"
-
-
-def _return(experiment: Experiment, placement: Placement) -> str:
-    retry = f"on its own node, tried every {experiment.slurm.restart.replica_retry_s:.0f} s"
-    return f"on a spare node, else {retry}" if placement.spares else retry
+    if len({group.first_node for group in servers}) == 1:
+        return f"no server is elsewhere: the attempt ends; {back}"
+    retry_s = experiment.slurm.restart.replica_retry_s
+    where = "on its nodes" if servers[0].num_nodes > 1 else "on its node, then as a job of its own"
+    where = f"{'on a spare node, else ' if placement.spares else ''}{where}, tried every {retry_s:.0f} s"
+    return f"the trainer goes on with the other servers; the lost one's comes back {where}"

@@ -28,6 +28,9 @@ _FILES = ("orchestrator", "trainer", *ALONE)
 _TAIL_BYTES = 256_000
 _THREADS = 16
 
+_LEAST_IS_BEST = ("loss", "echo_loss", "nll", "perplexity", "kl", "kl_penalty", "reverse_kl", "logprob_diff")
+"""Last parts of names of metrics of which the least is best, where no goal is stated."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -104,7 +107,7 @@ def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric
 
 
 def _natural_goal(metric: str) -> Literal["max", "min"]:
-    return "min" if metric.startswith("time/") or metric.rpartition("/")[2] in ("loss", "mismatch_kl") else "max"
+    return "min" if metric.startswith("time/") or metric.rpartition("/")[2] in _LEAST_IS_BEST else "max"
 
 
 def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *, whole: bool = False) -> list[Result]:

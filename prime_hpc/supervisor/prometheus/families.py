@@ -103,7 +103,10 @@ def target_of(role: str, metric: str, envs: Iterable[str] = ()) -> Target | None
 
 def table() -> list[str]:
     """Return the lines of the document's table."""
-    rows = [
-        f"| `{name}` | {f.kind} | {', '.join(f'`{x}`' for x in f.labels)} | {f.text} |" for name, f in FAMILIES.items()
-    ]
-    return ["| metric | kind | labels besides `run` | meaning |", "|---|---|---|---|", *rows]
+
+    def row(name: str, family: Family) -> str:
+        labels, metrics = (", ".join(f"`{word}`" for word in words) for words in (family.labels, family.metrics))
+        return f"| `{name}` | {family.kind} | {labels} | {metrics} | {family.text} |"
+
+    head = "| metric | kind | labels besides `run` | in `metrics/*.jsonl` | meaning |"
+    return [head, "|---|---|---|---|---|", *(row(name, family) for name, family in FAMILIES.items())]

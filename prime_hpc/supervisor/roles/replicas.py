@@ -19,6 +19,7 @@ class Replicas:
         self._clock = clock
         self._retry_s = retry_s
         self._spares = list(spares)
+        self._replaced: dict[str, str] = {}
         self._due: dict[str, float] = {}
         self._on_trial: set[str] = set()
         self._num_tries: dict[str, int] = {}
@@ -34,10 +35,12 @@ class Replicas:
         return role.state == "ready"
 
     def take_spares(self, lost: Sequence[str]) -> dict[str, str] | None:
-        """Return a spare node for each lost one, which it is no longer after that; None: there are too few."""
-        if len(self._spares) < len(lost):
+        """Return a spare node for each lost one, the same for all roles of a node; None: there are too few."""
+        new = [host for host in lost if host not in self._replaced]
+        if len(self._spares) < len(new):
             return None
-        return {host: self._spares.pop(0) for host in lost}
+        self._replaced |= {host: self._spares.pop(0) for host in new}
+        return {host: self._replaced[host] for host in lost}
 
     def mark_lost(self, role: Role, lost: Sequence[str]) -> str:
         """Take a server out of the run; returns what will become of it, for people."""

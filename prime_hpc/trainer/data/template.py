@@ -160,7 +160,8 @@ class ChatTokenizer:
             if shown < number:
                 raise SFTDataError(
                     f"message {at + 1}: {self.name} shows {shown} of its {number} tool calls, which are to be trained "
-                    "on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this message"
+                    "on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this "
+                    "message"
                 )
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:

@@ -70,19 +70,18 @@ def _since(word: str | None, now: float) -> float | None:
 def _text(found: list[Usage], by: By) -> str:
     if not found:
         return "no run has cost anything in that time\n"
-    head = (by.upper(), "USER", "RUNS", "UNIT", "CHARGED", "EFFECTIVE", "LOST", "QUEUED")
-    rows = [_cells(row, by) for row in [*found, *totals(found)]]
-    kept = [i for i, name in enumerate(head) if not (name == "USER" and by != "run") and not (name == "RUNS" == by)]
-    lines = align([tuple(row[i] for i in kept) for row in [head, *rows]])
+    users = ("USER",) if by == "run" else ()
+    head = (by.upper(), *users, "RUNS", "UNIT", "CHARGED", "EFFECTIVE", "LOST", "QUEUED")
+    lines = align([head, *(_cells(row, by) for row in [*found, *totals(found)])])
     lines.append("hours of devices; queued: hours from submission to begin, and between attempts")
     lines.append(accounted_note(found))
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: Usage, by: By) -> tuple[str, ...]:
-    user = row.user if by == "run" else ""
+    users = (row.user,) if by == "run" else ()
     hours = (f"{row.charged:.2f}", _part(row.effective, row), _part(row.lost, row), f"{row.queued:.2f}")
-    return (row.name, user, str(row.runs), row.unit, *hours)
+    return (row.name, *users, str(row.runs), row.unit, *hours)
 
 
 def _part(hours: float, row: Usage) -> str:
