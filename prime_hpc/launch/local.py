@@ -56,8 +56,8 @@ def run(loaded: Loaded) -> int:
         absent = absent_models(loaded.experiment, os.environ)
         findings = [replace(f, severity="error") if f.code == "PH329" and f.key in absent else f for f in findings]
     refuse_errors(loaded, findings)
-    print_warnings(findings)
     run_dir = prepare_run(loaded)
+    print_warnings(findings)  # no sooner: a model that is missing is an error here
     from prime_hpc.supervisor.main import supervise
 
     code = supervise(run_dir)
@@ -104,15 +104,16 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
     here = loaded.experiment.model_copy(update={"launch": "local"})
     findings = lint(here, load_site(here.slurm.site))
     refuse_errors(loaded, findings)
-    if not as_json:
-        print_warnings(findings)
+    warned = [] if as_json else findings
     if dry_run:
+        print_warnings(warned)
         show_dry_run(local_plan(loaded.experiment), None, as_json)
         return 0
     run_dir = loaded.experiment.run_dir.resolve()
     refuse_anothers(run_dir)
     with submitting(run_dir):
         prepare_run(loaded)
+        print_warnings(warned)
         job = _start(run_dir)
     if as_json:
         print(json.dumps({**(read_record(run_dir) or {}), "run_dir": str(run_dir), "log": str(job.paths.stdout)}))
