@@ -271,3 +271,12 @@ def test_a_server_that_goes_on_not_loading_a_version_is_warned_of_once(
         asyncio.run(main())
     finally:
         logger.remove(handler)
+
+
+def test_a_server_that_refuses_the_key_says_where_it_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(self: weight_sync.WeightSync, index: int) -> int:
+        raise InferenceError("401 this server needs its key", status=401)
+
+    monkeypatch.setattr(weight_sync.WeightSync, "_found", refuses)
+    with pytest.raises(OrchestratorError, match=r"needs its key \(.*orchestrator\.client\.api_key_var.*VLLM_API_KEY"):
+        asyncio.run(sync_of([Server()], ServerTable(["http://a"], 0.0), Bus(), tmp_path).prepare(0))
