@@ -151,13 +151,15 @@ def start_job(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-d
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
     # submitit's local jobs end after `timeout_min`, and see no GPU unless told: ours have no limit and see them all
     executor.update_parameters(timeout_min=60 * 24 * 365, stderr_to_stdout=True)
-    # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; ours ends it
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # inherited by submitit's controller, which would kill the supervisor on the terminal's Ctrl-C (ours ends it),
+    # and die with the terminal, which of `ssh -t HOST prime-hpc submit FILE --no-follow` closes as soon as this is done
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     try:
         with _output_to(run_dir / "logs" / "submitit" / "controller.log"):
             return executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
