@@ -87,7 +87,8 @@ def parse(verb: str, argv: list[str], action: str = "") -> Given:
     Raises ConfigError: a flag without its value."""
     spec = VERBS[verb]
     known = [flag for flag in spec.flags if not action or flag.names[-1] in spec.actions[action]]
-    shown = [f"[{'|'.join(flag.names)}{flag.metavar and ' '}{flag.metavar}]" for flag in known if flag.text]
+    optional = [flag for flag in known if flag.text and flag.names[-1] not in spec.usage.split()]
+    shown = [f"[{'|'.join(flag.names)}{flag.metavar and ' '}{flag.metavar}]" for flag in optional]
     by_name = {name: flag for flag in known for name in flag.names}
     words: list[str] = []
     flags: dict[str, str] = {}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.secret import secrets_of
-from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.base import Section, in_home
 from prime_hpc.config.sections.common import (
     CkptConfig,
     LogConfig,
@@ -118,7 +118,7 @@ class Experiment(Section):
     @field_validator("output_dir")
     @classmethod
     def _of_home(cls, value: Path) -> Path:
-        return value.expanduser()
+        return in_home(value)
 
     @property
     def run_dir(self) -> Path:

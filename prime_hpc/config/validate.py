@@ -28,7 +28,9 @@ def validate(values: dict[str, Any], provenance: dict[str, Origin], problems: li
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
-        problems += _explain_all(error.errors(include_url=False), provenance, bool(problems))
+        known = {problem.key for problem in problems}  # that it is empty is said already
+        found = _explain_all(error.errors(include_url=False), provenance, bool(problems))
+        problems += [problem for problem in found if problem.key is None or problem.key not in known]
         return None
     return None if problems else experiment
 
@@ -53,7 +55,7 @@ def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, 
     kind, message = detail["type"], detail["msg"]
     if kind in ("value_error", "assertion_error"):
         message = message.split(", ", 1)[-1]
-        message += _stated_at(message, provenance)
+        message += _stated_at(message, provenance, path)
     elif kind == "extra_forbidden":
         instead = instead_of(path, is_flag=False)
         near = nearest_path(".".join(path), all_paths())
@@ -84,9 +86,12 @@ def origin_of(path: tuple[str, ...], provenance: dict[str, Origin]) -> Origin | 
     return None
 
 
-def _stated_at(message: str, provenance: dict[str, Origin]) -> str:
-    """` (a.b: exp.yaml:3)` for the keys that a message names."""
+def _stated_at(message: str, provenance: dict[str, Origin], path: tuple[str, ...]) -> str:
+    """` (a.b: exp.yaml:3)` for the keys that a message names, but the one at `path`, of which the place is said first,
+    and its sections, whose names are English words."""
     named = dict.fromkeys(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
+    for length in range(1, len(path) + 1):
+        named.pop(".".join(path[:length]), None)
     places = [f"{name}: {provenance[name]}" for name in named if name in provenance]
     return f" ({'; '.join(places)})" if places else ""
 

@@ -8,6 +8,7 @@ run directory from them. Nothing else of `launch` is imported where the run dire
 """
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def local_job(run_dir: str, environ: dict[str, str | None]) -> int:
 
     if os.getsid(0) != os.getpid():
         os.setsid()  # a Ctrl-C at the terminal reaches the follower, which ends the job in good order
+    logging.getLogger("submitit").setLevel(logging.WARNING)  # else it calls a job that returned anything successful
     restored = {**os.environ, **environ}
     return supervise(run_dir, {name: value for name, value in restored.items() if value is not None})
 

@@ -56,8 +56,8 @@ def run(loaded: Loaded) -> int:
         absent = absent_models(loaded.experiment, os.environ)
         findings = [replace(f, severity="error") if f.code == "PH329" and f.key in absent else f for f in findings]
     refuse_errors(loaded, findings)
-    print_warnings(findings)
     run_dir = prepare_run(loaded)
+    print_warnings(findings)  # no sooner: a model that is missing is an error here
     from prime_hpc.supervisor.main import supervise
 
     code = supervise(run_dir)
@@ -104,15 +104,16 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
     here = loaded.experiment.model_copy(update={"launch": "local"})
     findings = lint(here, load_site(here.slurm.site))
     refuse_errors(loaded, findings)
-    if not as_json:
-        print_warnings(findings)
+    warned = [] if as_json else findings
     if dry_run:
+        print_warnings(warned)
         show_dry_run(local_plan(loaded.experiment), None, as_json)
         return 0
     run_dir = loaded.experiment.run_dir.resolve()
     refuse_anothers(run_dir)
     with submitting(run_dir):
         prepare_run(loaded)
+        print_warnings(warned)
         job = _start(run_dir)
     if as_json:
         print(json.dumps({**(read_record(run_dir) or {}), "run_dir": str(run_dir), "log": str(job.paths.stdout)}))
@@ -150,13 +151,15 @@ def start_job(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-d
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
     # submitit's local jobs end after `timeout_min`, and see no GPU unless told: ours have no limit and see them all
     executor.update_parameters(timeout_min=60 * 24 * 365, stderr_to_stdout=True)
-    # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; ours ends it
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # inherited by submitit's controller, which would kill the supervisor on the terminal's Ctrl-C (ours ends it),
+    # and die with the terminal, which of `ssh -t HOST prime-hpc submit FILE --no-follow` closes as soon as this is done
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     try:
         with _output_to(run_dir / "logs" / "submitit" / "controller.log"):
             return executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -34,6 +34,11 @@ ARTIFACT_DEADLINE_S = 20.0
 DOWN_WARNING_S = 60.0
 HOLD_LOOK_S = 0.02
 NOTHING = -1
+_HINTS = {
+    401: " (by the variable that orchestrator.client.api_key_var names, VLLM_API_KEY by default, or inference.api_key)",
+    404: " (is it prime-hpc's own server?)",
+}
+"""By the status of a server's answer: what it may come of."""
 
 
 class WeightSync:
@@ -256,7 +261,7 @@ class WeightSync:
                     logger.info(f"{url} serves version {found} of an earlier run; back to the base model")
                 await self._serve_base(client)
         except InferenceError as error:
-            hint = " (is it prime-hpc's own server?)" if error.status == 404 else ""
+            hint = _HINTS.get(error.status or 0, "")
             raise OrchestratorError(f"inference server {url} cannot serve version {version}: {error}{hint}") from error
         self._table.mark_ready(index, version)
 

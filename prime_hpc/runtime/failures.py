@@ -33,7 +33,7 @@ def missing_home(error: BaseException) -> str:
     if not isinstance(error, RuntimeError) or str(error) != "Could not determine home directory.":
         return ""
     if os.environ.get("HOME"):
-        return "a path begins with ~NAME, and this machine knows no user of that name: write the path out"
+        return "a path begins with ~NAME, and this machine knows no such user: write the path out"
     return (
         f"HOME is not set, and this machine knows no user with the id {os.getuid()}: export HOME=FOLDER "
         "(of a job: slurm.env.HOME)"

@@ -69,6 +69,13 @@ def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are submit, plan" in capsys.readouterr().err
 
 
+def test_a_usage_names_every_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["serve"], ["eval", "--compare", "a"]):
+        assert cli.main(words) == 2
+        usage = capsys.readouterr().err.partition("usage: ")[2]
+        assert usage.count("--tinker") + usage.count("--compare") == 1, usage
+
+
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_help_and_starts_nothing(
     verb: str, handed: list[Any], capsys: pytest.CaptureFixture[str]

@@ -357,3 +357,37 @@ def test_a_group_of_one_is_refused_by_the_config_itself(tmp_path: Path, capsys: 
     file.write_text("orchestrator: {rollouts_per_example: 1, env: [{id: reverse-text}]}\n")
     assert cli.main(["lint", str(file)]) == 2
     assert "PH000" in capsys.readouterr().out
+
+
+def test_what_is_wrong_with_one_key_is_said_once_with_its_place() -> None:
+    (empty,) = problems(["--name", ""], "rl")
+    assert empty.startswith("command line (--name): name: is empty")
+    (slash,) = problems(["--name", "a/b"], "rl")
+    assert slash.endswith("no slash, no line break or other control character")
+    (backend,) = problems(["--inference.max-model-len", "64", "--inference.backend", "x"], "rl")
+    assert backend.endswith("your own is `module:ATTRIBUTE`")
+
+
+def test_a_config_of_another_kind_is_told_apart_where_anything_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "warm_up.yaml"
+    kind, lacking = of_file(path, "seed: 1\nkind: sft\nsft: {data: {type: fake}}\n", "rl")
+    assert kind == f"{path}:2: kind: is sft, not rl: `prime-hpc sft` or `prime-hpc submit` runs it"
+    assert "no environment" in lacking
+    (lacking,) = of_file(path, "kind: rl\n", "rl")
+    assert "no environment" in lacking
+
+
+@pytest.mark.parametrize(
+    ("key", "entrypoint"),
+    [
+        ("model.name", "rl"),
+        ("output_dir", "rl"),
+        ("ckpt.path", "rl"),
+        ("sft.data.path", "sft"),
+        ("sft.data.cache_dir", "sft"),
+    ],
+)
+def test_a_path_of_a_user_who_is_not_there_is_named_with_its_key(key: str, entrypoint: str) -> None:
+    found = problems([f"--{key}", "~no-such-user-here/x"], entrypoint)
+    assert f"command line (--{key}): {key}: ~no-such-user-here/x: a path begins with ~NAME" in found[0], found
+    assert len(found) == 1 and found[0].endswith("write the path out")

@@ -187,6 +187,19 @@ def test_model_path_that_is_no_directory(tmp_path: Path) -> None:
         check(loaded(tmp_path, "./no/such/model"))
 
 
+def test_a_model_that_is_missing_here_is_an_error_and_no_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = loaded(tmp_path, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        local.run(one)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        local.submit_local(one, follow=False, dry_run=False, as_json=False)
+    assert "PH107" not in capsys.readouterr().err
+    assert local.submit_local(one, follow=False, dry_run=True, as_json=False) == 0
+    assert "PH107" in capsys.readouterr().err
+
+
 def test_a_version_that_is_not_there_is_told_with_what_the_run_has(tmp_path: Path) -> None:
     """The warm-up was forgotten, a version was removed, or its number is a typing error."""
     run = tmp_path / "warm-up"

@@ -236,3 +236,9 @@ def test_the_pace_of_an_earlier_life_counts(model: Path, tmp_path: Path) -> None
     assert (speed.step_s, speed.save_s) == (902.0, 100.0)
     (found,) = [f for f in lint(one, SiteConfig.model_validate({**SITE, "scratch": "/"})) if f.code == "PH311"]
     assert found.severity == "error" and "median of the last 3 steps" in found.message
+
+
+def test_roles_of_which_nothing_says_how_many_gpus_they_have_are_named_together(model: Path) -> None:
+    found = [f for f in findings(model, {"slurm": {"partition": None}}) if f.code == "PH318"]
+    assert [f.key for f in found] == ["slurm.gpus_per_node"]
+    assert "so trainer and inference would compute on the CPU" in found[0].message

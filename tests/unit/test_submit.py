@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,35 @@ def test_a_job_that_can_never_start_is_pointed_out(
     monkeypatch.setattr(submission, "jobs", late)
     assert submit(load(config)) == 0
     assert f"cannot start it as it is ({reason})" in capsys.readouterr().err
+
+
+def test_a_local_job_outlives_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it starts inherits that it hears of no Ctrl-C and of no terminal that closes."""
+    numbers, heard = (signal.SIGINT, signal.SIGHUP), list[Any]()
+    original = subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> Any:
+        heard.append([signal.getsignal(number) for number in numbers])
+        return original(["true"])
+
+    monkeypatch.setattr("submitit.local.local.subprocess.Popen", popen)
+    before = [signal.getsignal(number) for number in numbers]
+    local.start_job(tmp_path)
+    assert heard == [[signal.SIG_IGN, signal.SIG_IGN]]
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_the_log_of_a_local_job_that_failed_does_not_call_it_successful() -> None:
+    code = (
+        "from submitit.core.logger import get_logger; logger = get_logger(); logger.info('begins')\n"
+        "import prime_hpc.supervisor.main as supervisor; supervisor.supervise = lambda *_: 1\n"
+        "from prime_hpc.launch.job import local_job; assert local_job('run', {}) == 1\n"
+        "logger.info('Job completed successfully')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, timeout=280, check=True
+    )
+    assert b"begins" in done.stdout and b"successfully" not in done.stdout + done.stderr
 
 
 def test_who_reads_a_submit_through_a_pipe_does_not_wait_for_the_local_job(

@@ -212,3 +212,22 @@ def test_a_bare_machine_ends_with_the_command_that_made_it(tmp_path: Path, how: 
         process.communicate(timeout=200)
         assert process.returncode == (143 if how is signal.SIGTERM else -how)
     shutil.rmtree(tmp_path / "prime-hpc")  # who is killed leaves it
+
+
+def test_an_interpreter_that_a_bare_machine_gets_brings_all_of_its_headers(tmp_path: Path) -> None:
+    """Debian's pyconfig.h names another one, of the architecture, in a folder of its own."""
+    python, says = "/usr/bin/python3", "import sysconfig; print(sysconfig.get_path('include'))"
+    if not shutil.which("gcc") or not Path(python).exists():
+        pytest.skip("needs a C compiler and the system's Python")
+    include = Path(subprocess.run([python, "-c", says], capture_output=True, text=True, check=True).stdout.strip())
+    if not (include / "Python.h").exists():
+        pytest.skip("needs the headers of the system's Python")
+    root = tmp_path / "root"
+    (root / "usr" / "local" / "bin").mkdir(parents=True)
+    words = f"source <(sed -n '/^bring_python()/,/^}}/p' tools/bare); chroot() {{ :; }}; bring_python {root} {python}"
+    subprocess.run(["bash", "-euc", words], cwd=ROOT, check=True, timeout=280)
+    makes = ["gcc", "-M", f"-I{include}", "-include", "Python.h", "-x", "c", "/dev/null"]
+    needs = subprocess.run(makes, capture_output=True, text=True, check=True, timeout=280).stdout.split()
+    headers = [word for word in needs if f"/{include.name}/" in word]
+    assert str(include / "pyconfig.h") in headers
+    assert [header for header in headers if not Path(f"{root}{header}").exists()] == []

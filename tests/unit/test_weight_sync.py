@@ -313,3 +313,12 @@ def test_what_ends_the_watch_is_named_itself(tmp_path: Path, monkeypatch: pytest
     sync = sync_of([Server()], ServerTable(["a"], 0.0), Bus(), tmp_path)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         asyncio.run(sync.run())
+
+
+def test_a_server_that_refuses_the_key_says_where_it_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(self: weight_sync.WeightSync, index: int) -> int:
+        raise InferenceError("401 this server needs its key", status=401)
+
+    monkeypatch.setattr(weight_sync.WeightSync, "_found", refuses)
+    with pytest.raises(OrchestratorError, match=r"needs its key \(.*orchestrator\.client\.api_key_var.*VLLM_API_KEY"):
+        asyncio.run(sync_of([Server()], ServerTable(["http://a"], 0.0), Bus(), tmp_path).prepare(0))

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_hpc.config.sections.base import Section, from_here
+from prime_hpc.config.sections.base import Section, from_here, in_home
 from prime_hpc.config.sections.lora import LoraConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -61,6 +61,12 @@ class ModelConfig(Section):
     one whose chat template writes other prompts than its renderer."""
     enable_thinking: bool = False
     """Let the chat template open a think section."""
+
+    @field_validator("name")
+    @classmethod
+    def _has_a_home(cls, name: str) -> str:
+        in_home(name)
+        return name
 
     @model_validator(mode="after")
     def _trains_one_thing(self) -> "ModelConfig":

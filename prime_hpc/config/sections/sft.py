@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_hpc.config.sections.base import Section, from_here
+from prime_hpc.config.sections.base import Section, from_here, in_home
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
 """The parts of a row that is tokenised already."""
@@ -42,7 +42,7 @@ class SFTSourceConfig(Section):
         """Paths are meant from where the command was typed; roles run elsewhere."""
         if isinstance(value, list | tuple):
             return [cls._from_here(item) for item in value]
-        return str(Path(value).expanduser().absolute()) if isinstance(value, str | os.PathLike) else value
+        return str(in_home(value).absolute()) if isinstance(value, str | os.PathLike) else value
 
     @field_validator("columns")
     @classmethod

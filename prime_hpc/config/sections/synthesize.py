@@ -1,10 +1,10 @@
 """The section of `synthesize`: which episodes a teacher plays, and which of them become rows."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_hpc.config.sections.base import in_home
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEnvConfig, StandaloneSamplingConfig
 
 PROMPTS = "prompts"
@@ -57,7 +57,7 @@ class SynthesizeConfig(EpisodesConfig):
     @field_validator("prompts")
     @classmethod
     def _from_here(cls, value: list[str]) -> list[str]:
-        return [str(Path(path).expanduser().absolute()) for path in value]
+        return [str(in_home(path).absolute()) for path in value]
 
     @model_validator(mode="after")
     def _can_be_met(self) -> "SynthesizeConfig":

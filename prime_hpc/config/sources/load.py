@@ -80,6 +80,7 @@ def load_experiment(
     for ref, document in documents:
         tree.place(file_entries(ref, document))
     tree.place(parsed.entries)
+    other_kind = list(_other_kind(tree, entrypoint))
     if entrypoint in KINDS:
         tree.place([Entry(("kind",), KINDS[entrypoint], Origin("command line", entrypoint))])
     shapes = lay_shape(tree, parsed.entries)
@@ -89,12 +90,23 @@ def load_experiment(
     gpus = (lambda: len(visible_gpus(environ))) if is_here else None
     tree.problems += derive_tensor_parallel(tree.values, tree.provenance, gpus)
     tree.problems += derive_counts(tree.values, tree.provenance)
-    experiment = tree.experiment()
-    check_shapes(shapes, entrypoint, is_begun=is_begun)
-    tree.warnings += check_secrets(experiment, tree.provenance)
-    check_complete(experiment, entrypoint, tree.provenance, is_begun=is_begun)
+    try:
+        experiment = tree.experiment()
+        check_shapes(shapes, entrypoint, is_begun=is_begun)
+        tree.warnings += check_secrets(experiment, tree.provenance)
+        check_complete(experiment, entrypoint, tree.provenance, is_begun=is_begun)
+    except ConfigError as error:
+        raise ConfigError([*other_kind, *error.problems]) from error
     names = list(dict.fromkeys(document.name for _, document in documents))
     return Loaded(experiment, tree.provenance, list(argv), entrypoint, tree.warnings, names)
+
+
+def _other_kind(tree: Tree, entrypoint: str) -> Iterator[Problem]:
+    """Yield that a config is one for another entrypoint: why all else is wrong with it, where anything is."""
+    kind = tree.values.get("kind", entrypoint)
+    if entrypoint in KINDS and kind in KINDS and kind != entrypoint:
+        words = f"is {kind}, not {entrypoint}: `prime-hpc {kind}` or `prime-hpc submit` runs it"
+        yield Problem(words, "kind", tree.provenance.get("kind"))
 
 
 def _documents(ref: FileRef, problems: list[Problem]) -> list[Document]:

@@ -168,22 +168,31 @@ def resources(subject: Subject) -> Iterator[Finding]:
                 f"the site {subject.site.name!r} does not give GPUs out (gpu_option none): another job may share them",
                 "exclusive = true",
             )
-        unsaid = not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role)
-        if unsaid and stated_device(experiment, subject.site) != "cpu":
-            yield Finding(
-                "PH318",
-                "error",
-                key_of(role, "gpus_per_node", experiment),
-                f"no GPUs are asked for: the site profile {subject.site.name!r} does not know the partition "
-                f"and the config does not say, so {role} would compute on the CPU",
-                "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site "
-                "profile",
-            )
+    yield from _unsaid_gpus(subject)
     yield from _idle_gpus(subject)
 
 
+def _unsaid_gpus(subject: Subject) -> Iterator[Finding]:
+    """Nodes of which nothing says how many GPUs they have; roles of which the same is to be said are named together."""
+    if stated_device(subject.experiment, subject.site) == "cpu":
+        return
+    roles: dict[str, list[str]] = {}
+    for role, asked in subject.roles.items():
+        if not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role):
+            roles.setdefault(key_of(role, "gpus_per_node", subject.experiment), []).append(role)
+    for key, names in roles.items():
+        yield Finding(
+            "PH318",
+            "error",
+            key,
+            f"no GPUs are asked for: the site profile {subject.site.name!r} does not know the partition "
+            f"and the config does not say, so {' and '.join(names)} would compute on the CPU",
+            "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site profile",
+        )
+
+
 def _idle_gpus(subject: Subject) -> Iterator[Finding]:
-    """GPUs that nobody uses; roles of which the same is to be said are named together."""
+    """GPUs that nobody uses; roles named together likewise."""
     used, on_cpus = _gpus_used(subject), subject.experiment.device == "cpu"
     roles: dict[tuple[str, int, int], list[str]] = {}
     for role, asked in subject.roles.items():
