@@ -359,7 +359,8 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------ deaths
 
     def _on_lost_nodes(self, role: Role, hosts: list[str], *, have_spoken: bool = True) -> None:
-        """Let a homogeneous job go on without a server's node; anything else is started again as a whole.
+        """Let a homogeneous job go on without a server's node, where another serves or a spare node takes its place;
+        anything else is started again as a whole.
 
         `have_spoken`: agents of the role. Else no node is to blame: Slurm may have the step wait.
         """
@@ -371,8 +372,7 @@ class Supervisor:
         if self._is_done_with(role):
             return
         can_go_on = self._plan.steps is not None and self._plan.steps.no_kill and role.is_server and role.was_ready
-        others = any(r.state == "ready" for r in self._led.roles if r.spec.name == role.spec.name and r is not role)
-        if not can_go_on or not others:
+        if not can_go_on or not self._can_do_without(role, hosts):
             self._kill_and_log(role, cause, hosts)
             self._let_trainer_save(role)
             raise Ended(1, cause, outcome)
@@ -380,6 +380,14 @@ class Supervisor:
         self._led.kill(role)
         where = self._led.replicas.mark_lost(role, hosts)
         logger.warning(f"{cause}; the run goes on without it: {where}")
+
+    def _can_do_without(self, server: Role, lost: Sequence[str]) -> bool:
+        """Return whether another server of its role serves, or soon does, or spare nodes can take the place of its lost
+        ones."""
+        others = [role for role in self._led.roles if role.spec.name == server.spec.name and role is not server]
+        return any(role.state in ("ready", "starting") for role in others) or self._led.replicas.can_replace(
+            server, lost
+        )
 
     def _note_lost(self, hosts: Sequence[str]) -> None:
         self.attempt.lost_nodes = list(dict.fromkeys([*self.attempt.lost_nodes, *hosts]))
@@ -390,7 +398,7 @@ class Supervisor:
             self._on_lost_nodes(role, lost)
         if self._is_done_with(role):  # it may have said so meanwhile
             return
-        if self._led.replicas.awaiting_recovery(role):
+        if self._led.replicas.awaiting_recovery(role) and self._can_do_without(role, role.hosts):
             self._led.kill(role)
             logger.warning(f"{cause}; {self._led.replicas.mark_lost(role, role.hosts)}")
             return

@@ -23,12 +23,15 @@ RESTART = {"how": "requeue", "node_timeout_s": 4, "fence_s": 15, "max_crashes": 
 
 
 class Job:
-    """A led job whose trainer follows `actions`, and its orchestrator, if it has one, others."""
+    """A led job whose trainer follows `actions`, and its orchestrator, if it has one, others; node n3 is spare."""
 
-    def __init__(self, folder: Path, actions: list[str], orchestrator: Sequence[str] = (), **restart: Any) -> None:
+    def __init__(
+        self, folder: Path, actions: list[str], orchestrator: Sequence[str] = (), spare: bool = True, **restart: Any
+    ) -> None:
         self.dir, self.log = folder / "run", (folder / "log").open("wb+")
         self.dir.mkdir()
-        facts = json.dumps({"trainer": actions, "orchestrator": [*orchestrator], "restart": RESTART | restart})
+        roles = {"trainer": actions, "orchestrator": [*orchestrator], "spares": ["n3"] if spare else []}
+        facts = json.dumps({**roles, "restart": RESTART | restart})
         command = [sys.executable, "-m", "tests.support.led_job", str(self.dir), facts]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -77,8 +80,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def make(actions: list[str], orchestrator: Sequence[str] = (), **restart: Any) -> Job:
-        jobs.append(Job(tmp_path, actions, orchestrator, **restart))
+    def make(actions: list[str], orchestrator: Sequence[str] = (), spare: bool = True, **restart: Any) -> Job:
+        jobs.append(Job(tmp_path, actions, orchestrator, spare, **restart))
         return jobs[-1]
 
     yield make
@@ -139,11 +142,25 @@ def test_a_spare_node_takes_the_place_of_the_trainers_lost_one(start: Callable[.
     assert second["nodes"] == {"inference[0]": ["n2"], "trainer": ["n3"]}
 
 
+def test_a_spare_node_takes_the_place_of_the_only_servers_lost_one(start: Callable[..., Job], tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    job = start(["beat:0.5", "ready", f"await:{over}", "done"])
+    job.let_go()
+    for process in job.processes("prime_hpc.supervisor.agent", str(job.dir), "inference[0]"):
+        os.kill(process.pid, signal.SIGSTOP)  # its node says nothing any more
+    job.wait(lambda: job.said().count("inference[0] is ready") == 2, "the server is ready again")
+    assert "its server is started on the spare node n3" in job.said()
+    over.touch()
+    (only,) = job.ended()
+    assert (only["outcome"], only["lost_nodes"]) == ("completed", ["n2"]), job.said()
+    assert job.said().count("started trainer") == 1
+
+
 def test_a_trainer_that_is_well_saves_before_the_loss_of_another_node_ends_the_attempt(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    job = start([f"saves:{saved}", "beat:0.5", "ready", "sleep:600"])
+    job = start([f"saves:{saved}", "beat:0.5", "ready", "sleep:600"], spare=False)
     job.let_go()
     for process in job.processes("prime_hpc.supervisor.agent", str(job.dir), "inference[0]"):
         os.kill(process.pid, signal.SIGSTOP)  # its node says nothing any more

@@ -184,3 +184,21 @@ def test_packed_a_trainer_node_lost_a_spare_takes_its_place_and_the_servers_serv
         assert manifest["incarnation"] == second["incarnation"]
     prompts = [position for step in range(1, 41) for position in used_prompts(run_dir, step)]
     assert len(prompts) == len(set(prompts))
+
+
+def test_packed_the_only_server_lost_a_spare_takes_its_place_in_the_same_attempt(
+    cluster: Cluster, experiment: Path
+) -> None:
+    flags = ("--slurm.layout", "packed", "--slurm.spare-nodes", 1, "--max-steps", 40)
+    servers = ("--slurm.inference.nodes", 1, "--inference.data-parallel-size", 1)
+    job, run_dir = submit(cluster, experiment, "spare-server", *flags, *servers)
+    cluster.wait_until(lambda: last_step(run_dir) >= 6, "the first steps", timeout=START_S)
+    (host,) = attempts(run_dir)[0]["nodes"]["inference[0]"]
+    cluster.drill("power-off", host)
+    cluster.wait_state(job, "COMPLETED", timeout=START_S + 120)
+    (only,) = attempts(run_dir)
+    assert (only["outcome"], only["lost_nodes"], only["restarts"]) == ("completed", [host], 0)
+    said = (run_dir / "logs" / "supervisor.log").read_text()
+    assert "its server is started on the spare node" in said and said.count("started trainer") == 1
+    prompts = [position for step in range(1, 41) for position in used_prompts(run_dir, step)]
+    assert len(prompts) == len(set(prompts))

@@ -1,9 +1,9 @@
 """A job with a server and a trainer on made-up nodes, led over several attempts, with a stand-in for srun.
 
 usage: python -m tests.support.led_job RUN_DIR JSON
-JSON: {"restart": {...}, "trainer": [actions], "orchestrator": [actions]}; the trainer follows the actions (see
-`scripted_role`) on node n1, the orchestrator of an RL run beside it, if there is one; the server answers on n2, n3 is
-spare. Exits with the last attempt's code.
+JSON: {"restart": {...}, "trainer": [actions], "orchestrator": [actions], "spares": [nodes]}; the trainer follows the
+actions (see `scripted_role`) on node n1, the orchestrator of an RL run beside it, if there is one; the server answers
+on n2. Exits with the last attempt's code.
 """
 
 import json
@@ -67,7 +67,7 @@ def main() -> int:
     paths = RunPaths(run_dir)
     attempt = begin(paths.attempts, incarnation=claim_incarnation(paths), why="test", resume_step=None, job_id="7")
     steps = StepContext(Allocation("7", (("n1", "n2", "n3"),), "n1", 0), run_dir, no_kill=True)
-    supervisor = Supervisor(experiment, run_dir, attempt, RolePlan(specs, {}, dict(os.environ), steps, ["n3"]))
+    supervisor = Supervisor(experiment, run_dir, attempt, RolePlan(specs, {}, dict(os.environ), steps, facts["spares"]))
     code = supervisor.run()
     while supervisor.left and (following := begin_in_place(supervisor, experiment, run_dir, Patience(30.0))):
         supervisor, code = following, following.run()

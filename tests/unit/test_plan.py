@@ -207,6 +207,8 @@ def test_a_lost_inference_node(model: Path) -> None:
     for one_node in (only, many):
         words = one_node["restart"]["events"]["lost inference node"]
         assert words.startswith("no server is elsewhere: the attempt ends; the same job is requeued")
+    spare, _ = planned(model, inference={"data_parallel_size": 8}, slurm={"partition": "h100", "spare_nodes": 1})
+    assert "they start on a spare node" in spare["restart"]["events"]["lost inference node"]
 
 
 def test_a_teacher_of_the_runs_own(model: Path) -> None:

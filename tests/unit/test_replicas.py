@@ -34,6 +34,17 @@ def test_the_servers_of_a_lost_node_move_to_one_spare_together() -> None:
     assert replicas.mark_lost(other, ["n9"]) == "its server is tried again on its node in 60 s", "none is left"
 
 
+def test_what_spare_nodes_can_take_the_place_of() -> None:
+    replicas = Replicas(retry_s=60.0, spares=["n8"], clock=lambda: 5.0)
+    role, over_two, stand_in = server("n1"), server("n1", "n2"), server("m7")
+    stand_in.is_substitute_job = True
+    assert replicas.can_replace(role, ["n1"]) and not replicas.can_replace(role, [])
+    assert not replicas.can_replace(over_two, ["n1", "n2"]) and not replicas.can_replace(stand_in, ["m7"])
+    replicas.mark_lost(role, ["n1"])
+    assert replicas.can_replace(server("n1"), ["n1"]), "it goes where the first of that node went"
+    assert not replicas.can_replace(role, role.hosts)
+
+
 def test_without_enough_spares_its_node_is_tried_and_then_a_job_of_its_own() -> None:
     replicas = Replicas(retry_s=60.0, spares=["n8"], clock=lambda: 5.0)
     role = server("n1", "n2")

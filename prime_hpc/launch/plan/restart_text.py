@@ -81,6 +81,8 @@ def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement,
         whose = "the trainer's node too" if experiment.trains else "where the episodes are played"
         return f"it is {whose}; {back}"
     if len({group.first_node for group in servers}) == 1:
+        if servers[0].num_nodes <= len(placement.spares):
+            return f"no server is elsewhere: they start on a spare node, and the trainer waits; without one, {back}"
         return f"no server is elsewhere: the attempt ends; {back}"
     retry_s = experiment.slurm.restart.replica_retry_s
     where = "on its nodes" if servers[0].num_nodes > 1 else "on its node, then as a job of its own"

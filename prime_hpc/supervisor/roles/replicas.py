@@ -34,12 +34,18 @@ class Replicas:
             self._num_tries.pop(role.spec.label, None)
         return role.state == "ready"
 
+    def can_replace(self, role: Role, lost: Sequence[str]) -> bool:
+        """Return whether spare nodes can take the place of a server's lost ones."""
+        return bool(lost) and not role.is_substitute_job and self._lacks(lost) <= len(self._spares)
+
+    def _lacks(self, lost: Sequence[str]) -> int:
+        return sum(host not in self._replaced for host in lost)
+
     def take_spares(self, lost: Sequence[str]) -> dict[str, str] | None:
         """Return a spare node for each lost one, the same for all roles of a node; None: there are too few."""
-        new = [host for host in lost if host not in self._replaced]
-        if len(self._spares) < len(new):
+        if self._lacks(lost) > len(self._spares):
             return None
-        self._replaced |= {host: self._spares.pop(0) for host in new}
+        self._replaced |= {host: self._spares.pop(0) for host in lost if host not in self._replaced}
         return {host: self._replaced[host] for host in lost}
 
     def mark_lost(self, role: Role, lost: Sequence[str]) -> str:
@@ -47,7 +53,7 @@ class Replicas:
         role.state = "away"
         self._on_trial.add(role.spec.label)
         # a stand-in leaves the job's nodes to others: it would take one and go on as a job of its own
-        swap = self.take_spares(lost) if lost and not role.is_substitute_job else None
+        swap = self.take_spares(lost) if self.can_replace(role, lost) else None
         if swap is not None:
             role.hosts = [swap.get(host, host) for host in role.hosts]
             self._due[role.spec.label] = 0.0
