@@ -251,6 +251,22 @@ def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, token
     assert "nothing teaches the model to stop" in left_out({"data/rows": 1.0, "data/unended": 1.0})
 
 
+def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+    asked, reply = {"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}
+    thought = {"messages": [asked, {**reply, "reasoning_content": " one and two\n"}]}
+    offered = {"messages": [asked, reply], "tools": [tool]}
+    file = tmp_path / "plain.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}")
+    plain = ChatTokenizer(tokenizer, chat_template=str(file))
+    tokenizer.chat_template = "{%- if tools -%}{{ tools | tojson }}{%- endif -%}" + QWEN3
+    shows = ChatTokenizer(tokenizer, enable_thinking=True)
+    assert [result(row, plain).counts.unshown for row in (thought, offered, {"messages": [asked, reply]})] == [1, 1, 0]
+    assert [result(row, shows).counts.unshown for row in (thought, offered)] == [0, 0]
+    assert result(thought, plain, loss_roles=("user",)).counts.unshown == 0, "it is not trained"
+    assert "without their reasoning" in left_out({"data/rows": 2.0, "data/unshown": 1.0})
+
+
 def test_forms_that_data_sets_have(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
@@ -468,7 +484,7 @@ def test_masks_are_those_of_tokenising_every_prefix_by_itself(tokenizer: Any, ta
         ends = [j for j in range(len(opened), len(closed)) if closed[j] == tokenizer.eos_token_id]
         mask[len(opened) : ends[-1] + 1 if ends else len(closed)] = True
     try:
-        ids, found = chat.conversation(Conversation(messages, None, trained))
+        ids, found, _ = chat.conversation(Conversation(messages, None, trained))
     except SFTDataError as error:
         assert broken and "prefix property" in str(error)
         return

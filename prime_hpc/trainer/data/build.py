@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prime_hpc.trainer.trainer import Trainer
 
 Progress = dict[str, int]
-_COUNTS = ("rows", "overlong", "truncated", "untrained", "bad", "unended")
+_COUNTS = ("rows", "overlong", "truncated", "untrained", "bad", "unended", "unshown")
 
 
 class TrainingData(Protocol):

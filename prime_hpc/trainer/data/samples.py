@@ -80,13 +80,15 @@ class RowCounts:
     """Rows skipped for an error."""
     unended: int = 0
     """Conversations trained without the end of any reply."""
+    unshown: int = 0
+    """Those of which the template leaves out reasoning or tools."""
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
         return RowCounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[int, ...]:
         """In the fields' order."""
-        return self.rows, self.overlong, self.truncated, self.untrained, self.bad, self.unended
+        return self.rows, self.overlong, self.truncated, self.untrained, self.bad, self.unended, self.unshown
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class RowTokenizer:
         images = [reader.read(source, folder) for source in sources] if reader is not None else []
         samples: list[SFTSample] = []
         counts = RowCounts(rows=1)
-        for talk, sample in self._tokenised(parsed, images):
+        for talk, sample, lacks in self._tokenised(parsed, images):
             length = len(sample.token_ids)
             unended = isinstance(talk, Conversation) and self._is_unended(talk, sample)
             if length > self._seq_len:
@@ -157,36 +159,39 @@ class RowTokenizer:
                 raise SFTDataError(f"token {reader.token} stands for an image, and the row has none for it")
             if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
                 samples.append(sample)
-                counts += RowCounts(unended=int(unended))
+                counts += RowCounts(unended=int(unended), unshown=int(lacks))
             else:
                 counts += RowCounts(untrained=1)
         return RowResult(samples, counts)
 
     def _tokenised(
         self, parsed: Conversation | PlainText | TokenRow, images: Sequence[EncodedImage]
-    ) -> Iterator[tuple[Any, SFTSample]]:
-        """Yield what becomes a sample, and its tokens; with `overlong = split`, pieces of what is trained whole."""
+    ) -> Iterator[tuple[Any, SFTSample, bool]]:
+        """Yield what becomes a sample, its tokens, and whether they are `unshown`; with `overlong = split`, pieces of
+        what is trained whole."""
         for talk in self._talks(parsed):
+            lacks = False
             if isinstance(talk, Conversation):
-                whole, is_all = self._conversation(talk, images), False
+                (whole, lacks), is_all = self._conversation(talk, images), False
             elif isinstance(talk, PlainText):
                 whole, is_all = SFTSample(*self._tokenizer.plain(talk)), not talk.prompt
             else:
                 whole, is_all = SFTSample(talk.token_ids, talk.loss_mask), bool(talk.loss_mask.all())
             length, size = len(whole.token_ids), self._seq_len
             if length <= size or self._config.overlong != "split" or not is_all:
-                yield talk, whole
+                yield talk, whole, lacks
                 continue
             for at in range(0, length - 1, size - 1):  # each begins with the token before it: every token is predicted
-                yield talk, SFTSample(whole.token_ids[at : at + size], whole.loss_mask[at : at + size])
+                yield talk, SFTSample(whole.token_ids[at : at + size], whole.loss_mask[at : at + size]), lacks
 
-    def _conversation(self, talk: Conversation, images: Sequence[EncodedImage]) -> SFTSample:
-        """Return a conversation's tokens; `images` are those that it begins with, and maybe more."""
-        ids, mask = self._tokenizer.conversation(talk)
+    def _conversation(self, talk: Conversation, images: Sequence[EncodedImage]) -> tuple[SFTSample, bool]:
+        """Return a conversation's tokens, and whether they lack something; `images` are those that it begins with, and
+        maybe more."""
+        ids, mask, lacks = self._tokenizer.conversation(talk)
         own, reader = images[: len(talk.images)], self._tokenizer.images
         if not own or reader is None:
-            return SFTSample(ids, mask)
-        return SFTSample(*reader.expand(ids, mask, own), tuple(image.content for image in own))
+            return SFTSample(ids, mask), lacks
+        return SFTSample(*reader.expand(ids, mask, own), tuple(image.content for image in own)), lacks
 
     def _is_unended(self, talk: Conversation, sample: SFTSample) -> bool:
         """Return whether no reply that is trained ends with a token of its own: nothing teaches the model to stop."""

@@ -110,8 +110,9 @@ class ChatTokenizer:
         except Exception as error:
             raise SFTDataError(f"{self.name} refuses the messages: {error}") from error
 
-    def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int32[L] of a conversation and bool[L], which of them are trained.
+    def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Tokens int32[L] of a conversation, bool[L], which of them are trained, and whether the template leaves out
+        what a trained reply was thought, or the tools.
 
         Raises:
             SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or the
@@ -130,7 +131,7 @@ class ChatTokenizer:
                     is_last = at == stop - 1
                     first, last = self._turn(tokens, talk, stop) if is_last else self._inner(tokens, talk, at, stop)
                     mask[first:last] = True
-        return np.array(tokens.ids, dtype=np.int32), mask
+        return np.array(tokens.ids, dtype=np.int32), mask, _leaves_out(talk, text)
 
     def _check_roles(self, talk: Conversation) -> None:
         for at, message in enumerate(talk.messages):
@@ -276,6 +277,14 @@ def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
         return Path(chosen).read_text(encoding="utf-8"), f"the chat template {chosen} (model {model})"
     except (OSError, UnicodeDecodeError) as error:
         raise SFTDataError(f"sft.data.chat_template = {chosen}: {error}") from error
+
+
+def _leaves_out(talk: Conversation, text: str) -> bool:
+    """Return whether a conversation's text is without the reasoning of a trained message, or the name of a tool."""
+    trained = (message for message, trained in zip(talk.messages, talk.trained, strict=True) if trained)
+    thought = [message.get("reasoning_content") for message in trained]
+    names = [(tool.get("function") or tool).get("name") for tool in talk.tools or () if isinstance(tool, dict)]
+    return not all(part.strip() in text for part in (*thought, *names) if isinstance(part, str))
 
 
 def _named(calls: Sequence[Any], at: int) -> list[Any]:
