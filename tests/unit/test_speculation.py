@@ -10,6 +10,7 @@ from prime_hpc.client.figures import parse_figures
 from prime_hpc.config import load_experiment
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.inference.vllm.cpu_corrections import expand_batch_to_tokens
+from prime_hpc.launch.fetch.needs import needs_of
 from prime_hpc.orchestrator.rollouts.engine_figures import EngineFigures
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 
@@ -43,6 +44,14 @@ def test_what_vllm_refuses_while_it_speculates(argv: list[str], key: str) -> Non
     assert refused(*argv, "--inference.vllm.speculative_config", NGRAM) == [key]
     assert refused(*argv, "--inference.vllm.spec-method", "ngram") == [key]
     assert refused("--inference.vllm.speculative_config", NGRAM) == []
+
+
+def test_a_draft_is_fetched_with_the_model_however_it_is_stated() -> None:
+    whole = "{'method': 'draft_model', 'model': 'org/draft'}"
+    for flag, value in (("speculative_config", whole), ("spec_model", "org/draft")):
+        argv = ["--orchestrator.env.0.id", "wordle", f"--inference.vllm.{flag}", value]
+        needs = needs_of(load_experiment(argv, "rl", {}).experiment)
+        assert ("model", "org/draft") in [(need.kind, need.name) for need in needs]
 
 
 class Server:

@@ -53,11 +53,14 @@ def _models(experiment: Experiment) -> Iterator[Need]:
     for role in engine_roles(experiment):
         view = served_by(experiment, role)
         names[MODELS[role]] = view.model.name
-        draft = view.inference.vllm.get("speculative_config") if view.inference is not None else None
+        extra = view.inference.vllm if view.inference is not None else {}
+        draft = extra.get("speculative_config")
         if isinstance(draft, str):
             draft = _object(draft)
         if isinstance(draft, dict) and isinstance(draft.get("model"), str):
             names[f"{role}.vllm.speculative_config.model"] = draft["model"]
+        if isinstance(short := extra.get("spec_model"), str):  # vLLM's other way to state it
+            names[f"{role}.vllm.spec_model"] = short
     teacher = experiment.orchestrator.teacher
     if experiment.kind == "rl" and teacher is not None and teacher.model and is_local_path(teacher.model):
         names[MODELS["teacher"]] = teacher.model
