@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.trainer.data.samples import RowResult, RowTokenizer, SFTSample
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -27,3 +29,9 @@ def refusal(row: Any, chat: ChatTokenizer, **config: Any) -> str:
     error = result(row, chat, **config).error
     assert error is not None
     return error
+
+
+def trained_text(sample: SFTSample, tokenizer: Any) -> list[str]:
+    """The runs of trained tokens, decoded."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.loss_mask, [False]])))
+    return [tokenizer.decode(sample.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]

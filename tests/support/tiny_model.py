@@ -18,6 +18,38 @@ CHATML = """
 """
 """Has the prefix property."""
 
+QWEN3 = """
+{%- set ns = namespace(last_query=messages|length - 1, open=true) -%}
+{%- for message in messages[::-1] -%}
+{%- if ns.open and message.role == 'user' -%}
+{%- set ns.open = false -%}{%- set ns.last_query = messages|length - 1 - loop.index0 -%}
+{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- set content = message.content -%}
+{%- set thought = message.reasoning_content or '' -%}
+{%- if '</think>' in content -%}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role == 'assistant' and loop.index0 > ns.last_query and (loop.last or thought) -%}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+{%- endif -%}
+"""
+"""What Qwen3's template does to think sections: kept after the last user message, added to the last turn, else cut."""
 STRIPPING = """
 {%- for message in messages -%}
 {%- set content = message.content -%}

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import math
 import os
 import pty
@@ -18,7 +17,7 @@ from prime_hpc.config import load_experiment, write_snapshot
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.envs.errors import EnvError, EnvNodeError
 from prime_hpc.observe import report
-from prime_hpc.observe.console import CURVE, Console, Tail, duration, short, sparkline
+from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
@@ -32,6 +31,7 @@ from prime_hpc.store.io.disk import in_words
 from prime_hpc.store.messaging.sockets import NoFreePort
 from prime_hpc.store.role_process import run_role
 from prime_hpc.trainer.data.messages import SFTDataError
+from tests.support.metric_rows import trainer_row, write_rows
 
 
 def test_context_survives_the_environment(tmp_path: Path) -> None:
@@ -196,160 +196,6 @@ def test_sparkline_and_short() -> None:
     assert sparkline([0, 1, 2]) == "▁▅█" or sparkline([0, 1, 2])[0] == "▁"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert [short(x) for x in (12, 1234, 2.5e6)] == ["12", "1.2k", "2.5M"]
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def trainer_row(step: int) -> dict:
-    return {
-        "step": step, "loss": -0.1, "kl": 1e-4, "ratio": 1.0, "reward": 0.5, "tokens_per_s": 1500.0, "lr": 1e-4,
-        "grad_norm": 1.0, "mfu": 0.1, "time/step": 2.0, "time/wait": 1.0,
-    }  # fmt: skip
-
-
-def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from prime_hpc.observe.logs import setup_logger
-
-    setup_logger("supervisor")
-    console = Console(tmp_path, 40, kind="rl")
-    rollouts = {
-        "step": 1,
-        "reward/mean": 0.25,
-        "lag/mean": 0.5,
-        "lag/max": 2,
-        "tokens/sampled_per_second": 3000,
-        "time/wait_weights": 0.1,
-    }
-    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", [rollouts])
-    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1)])
-    console.tick({})
-    line = capsys.readouterr().out
-    for part in (
-        "1/40",
-        "reward 0.250",
-        "ratio 1.000",
-        "lag 0.5/2",
-        "train 1.5k gen 3.0k",
-        "trainer waits for rollouts 50%",
-        "1.0 s/step",
-    ):
-        assert part in line
-    assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
-
-
-def test_console_shows_figures_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are text in the file; a line for people ends no run."""
-    from prime_hpc.observe.logs import setup_logger
-
-    setup_logger("supervisor")
-    console = Console(tmp_path, 3, kind="sft")
-    metrics = MetricsWriter(tmp_path / "metrics" / "trainer.jsonl")
-    metrics.log(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, tokens_per_s=1.0, **{"time/step": 1.0})
-    metrics.close()
-    console.tick({})
-    said = capsys.readouterr().out
-    assert "loss nan" in said and "grad inf" in said and "lr -inf" in said
-
-
-def test_console_goes_on_where_a_file_cannot_be_read_for_a_while(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prime_hpc.observe.logs import setup_logger
-
-    real, failing = Path.open, set[str]()
-
-    def open_(self: Path, *arguments: Any, **named: Any) -> Any:
-        if self.name in failing:
-            raise OSError(errno.ESTALE, "Stale file handle", str(self))
-        return real(self, *arguments, **named)
-
-    monkeypatch.setattr(Path, "open", open_)
-    setup_logger("supervisor")
-    console = Console(tmp_path, 40, kind="rl")
-    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1)])
-    failing |= {"trainer.jsonl", "orchestrator.jsonl"}
-    console.tick({})
-    console.tick({})
-    console.close()
-    failing -= {"trainer.jsonl"}
-    console.tick({})  # what one file has is shown though the other cannot be read
-    said = capsys.readouterr().out
-    assert said.count("Stale file handle") == 1 and said.count("step    1/40") == 1
-    failing.clear()
-    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(2)])
-    console.tick({})
-    assert "step    2/40" in capsys.readouterr().out and console.progress()["step"] == 2
-
-
-def test_a_tail_whose_file_cannot_be_asked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"a": 1}\n')
-
-    def stat(self: Path, **named: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error", str(self))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", stat)
-        tail = Tail(path)
-        with pytest.raises(OSError):
-            tail.rows()
-    assert tail.rows() == []  # of an earlier attempt
-    with path.open("a") as file:
-        file.write('{"a": 2}\n')
-    assert tail.rows() == [{"a": 2}]
-
-
-def test_console_shows_the_runs_of_one_trainer_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from prime_hpc.observe.logs import setup_logger
-
-    setup_logger("supervisor")
-    console = Console(tmp_path, 40, kind="rl")
-    for run, reward in (("run_a", 0.25), ("run_b", 0.75)):
-        write_rows(
-            tmp_path / run / "metrics" / "orchestrator.jsonl",
-            [{"step": n, "reward/mean": reward + n / 100, "lag/mean": 0.5, "lag/max": n} for n in (1, 2, 3)],
-        )
-    turns = [("run_a", 1), ("run_b", 1), ("run_b", 2), ("run_a", 2)]
-    write_rows(
-        tmp_path / "metrics" / "trainer.jsonl",
-        [trainer_row(n) | {"run": run, "run/step": s, "run/max_steps": 9} for n, (run, s) in enumerate(turns, 1)],
-    )
-    console.tick({})
-    lines = [line.split("supervisor ")[1].split("  loss")[0] for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "run_a step    1/9  reward 0.260 ▁"
-    assert lines[2:] == ["run_b step    2/9  reward 0.770 ▁█", "run_a step    2/9  reward 0.270 ▁█"]
-
-
-def test_console_takes_the_last_step_from_a_trainer_that_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from prime_hpc.observe.logs import setup_logger
-
-    setup_logger("supervisor")
-    console = Console(tmp_path, None, kind="sft")
-    assert console.progress()["max_steps"] is None
-    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1) | {"run/max_steps": 9}])
-    console.tick({})
-    assert console.progress()["max_steps"] == 9
-    line = capsys.readouterr().out
-    assert "step    1/9" in line and "ETA" in line
-
-
-@pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_console_keeps_what_a_line_shows_however_long_the_run_is(kind: Any, tmp_path: Path) -> None:
-    console = Console(tmp_path, 300, kind=kind)
-    steps = range(1, 301)
-    rollouts = [{"step": n, "reward/mean": n / 300} for n in steps] if kind == "rl" else []
-    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", rollouts)
-    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(n) for n in steps])
-    console.tick({})
-    assert console.progress() == {"step": 300, "max_steps": 300} | ({"reward": 1.0} if kind == "rl" else {"loss": -0.1})
-    lengths = [len(console._losses), *map(len, console._rewards.values()), len(console._times)]
-    assert 0 < max(lengths) <= CURVE and not any(console._rollouts.values())
 
 
 def test_a_metrics_file_says_where_it_ended(tmp_path: Path) -> None:

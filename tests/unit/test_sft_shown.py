@@ -1,0 +1,116 @@
+"""Parts of a conversation that a chat template leaves out: refused, or counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.observe.report import left_out
+from prime_hpc.trainer.data.template import ChatTokenizer
+from tests.support.sft_samples import refusal, result, sample, trained_text
+from tests.support.tiny_model import CHATML, QWEN3
+from tests.support.tiny_tokenizer import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> ChatTokenizer:
+    tokenizer.chat_template = CHATML
+    return ChatTokenizer(tokenizer)
+
+
+def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
+    shown = "{{- m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
+    tokenizer.chat_template = f"{{%- for m in messages if m.role != 'system' -%}}{shown}{{%- endfor -%}}"
+    row = {"messages": [{"role": "system", "content": "be brief", "train": True}, {"role": "user", "content": "add"}]}
+    assert "message 1 (system)" in refusal(row, ChatTokenizer(tokenizer))
+
+
+def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, tokenizer: Any, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "name"}]}
+    assert result(row, chat).counts.unended == 0
+    file = tmp_path / "mine.jinja"
+    text = "{% for m in messages %}[{{ m.role }}]<think>{{ m.content }}END\n{% endfor %}"
+    text += "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    file.write_text(text)
+    own = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert result(row, own).counts.unended == 1 and result(row, own, split_turns=True).counts.unended == 1
+    only_user = result(row, own, loss_roles=("user",))
+    assert only_user.samples and only_user.counts.unended == 0
+    file.write_text(text.replace("END", "{% if loop.last %}{{ eos_token }}{% endif %}"))
+    assert result(row, ChatTokenizer(tokenizer, chat_template=str(file))).counts.unended == 0
+    plain = result({"prompt": "a", "completion": "b"}, ChatTokenizer(tokenizer, chat_template="none"))
+    assert plain.samples and plain.counts.unended == 0
+    assert "nothing teaches the model to stop" in left_out({"data/rows": 1.0, "data/unended": 1.0})
+
+
+def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+    asked, reply = {"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}
+    thought = {"messages": [asked, {**reply, "reasoning_content": " one and two\n"}]}
+    offered = {"messages": [asked, reply], "tools": [tool]}
+    file = tmp_path / "plain.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}")
+    plain = ChatTokenizer(tokenizer, chat_template=str(file))
+    tokenizer.chat_template = "{%- if tools -%}{{ tools | tojson }}{%- endif -%}" + QWEN3
+    shows = ChatTokenizer(tokenizer, enable_thinking=True)
+    assert [result(row, plain).counts.unshown for row in (thought, offered, {"messages": [asked, reply]})] == [1, 1, 0]
+    assert [result(row, shows).counts.unshown for row in (thought, offered)] == [0, 0]
+    assert result(thought, plain, loss_roles=("user",)).counts.unshown == 0, "it is not trained"
+    assert "without their reasoning" in left_out({"data/rows": 2.0, "data/unshown": 1.0})
+
+
+def test_a_message_that_the_template_leaves_out_for_its_role_is_refused(tokenizer: Any) -> None:
+    shown = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
+    known = "{%- if m.role in ('user', 'assistant', 'critic') -%}" + shown + "{%- endif -%}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{known}{{%- endfor -%}}"
+    chat = ChatTokenizer(tokenizer)
+    talk = [{"role": "user", "content": "add"}, {"role": "critic", "content": "name"}]
+    answer = {"role": "assistant", "content": "number"}
+    assert "name" in tokenizer.decode(sample({"messages": [*talk, answer]}, chat).token_ids)
+    said = refusal({"messages": [*talk, {"role": "asistant", "content": "number"}, answer]}, chat)
+    assert said.startswith("message 3: ") and "leaves out messages of the role 'asistant'" in said
+
+
+def test_older_forms_of_calls_are_calls_and_a_template_without_them_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = QWEN3
+    chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    call = {"name": "add", "arguments": {"a": 1}}
+    asked, told, said = (
+        {"role": "user", "content": "add"},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nname"},
+    )
+
+    def row(made: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [asked, {"role": "assistant", "reasoning_content": "hm"} | made, told, said]}
+
+    plain = sample(row({"tool_calls": [call]}), chat)
+    older = row({"function_call": call}), row({"role": "function_call", "content": json.dumps(call)})
+    llama = row({"content": None, "tool_calls": [{"name": "add", "parameters": {"a": 1}}]})
+    for other in (*older, llama):
+        same = sample(other, chat)
+        assert (same.token_ids.tolist(), same.loss_mask.tolist()) == (
+            plain.token_ids.tolist(),
+            plain.loss_mask.tolist(),
+        )
+    several = sample(row({"role": "function_call", "content": json.dumps([call, call])}), chat)
+    assert several.token_ids.tolist() == sample(row({"tool_calls": [call, call]}), chat).token_ids.tolist()
+    assert "`function_call` as a call or as JSON" in refusal(row({"role": "function_call", "content": "add(1)"}), chat)
+    file = tmp_path / "chatml.jinja"
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    file.write_text(text + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    chatml = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert "message 2" in (error := refusal(older[0], chatml)) and "shows 0 of its 1 tool calls" in error
+    first = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+    (tmp_path / "first.jinja").write_text(file.read_text().replace("{{ m.content }}", first + "{{ m.content }}"))
+    of_one = ChatTokenizer(tokenizer, chat_template=str(tmp_path / "first.jinja"))
+    assert "shows 1 of its 2 tool calls" in refusal(row({"tool_calls": [call, call]}), of_one)
+    assert sample(row({"tool_calls": [call]}), of_one)
+    context = sample(row({"train": False, "tool_calls": [call]}), chatml)
+    assert trained_text(context, tokenizer) == [f"{said['content']}<|im_end|>"]
