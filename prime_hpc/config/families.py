@@ -27,6 +27,7 @@ _OWN = "its attention is code of its own, which no packed kernel replaces"
 _MASKS = "its attention chooses keys through a mask of its own, which no packed kernel takes"
 _MIXES = "convolutions, state spaces or linear attention would carry one sample into the next"
 _BESIDE = "its experts answer otherwise beside other samples than alone"
+_SHARES = "its layers share the weights of a block, of which every shard would need all"
 _UNPROVEN = "nothing proves its log-probabilities here: no small model of it can be built and compared"
 
 _REFUSED_GROUPS: dict[str, str] = {
@@ -37,6 +38,7 @@ _REFUSED_GROUPS: dict[str, str] = {
         gemma4_unified_assistant""",
     _HEAD: "inkling inkling_text modernbert-decoder",
     "its attention depends on segments of its input that the trainer does not have": "cpmant",
+    _SHARES: "zamba zamba2",
     _UNPROVEN: "blt cohere_compass_text cohere_compass dbrx qwen4_exp qwen4_exp_text xlstm",
 }
 REFUSED = {name: reason for reason, names in _REFUSED_GROUPS.items() for name in names.split()}
@@ -44,8 +46,8 @@ REFUSED = {name: reason for reason, names in _REFUSED_GROUPS.items() for name in
 
 _SINGLE_GROUPS: dict[str, str] = {
     _MIXES: """bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
-        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv zamba
-        zamba2 zaya""",
+        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv
+        zaya""",
     _OWN: "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",
     _MASKS: "axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4",
 }
@@ -73,7 +75,7 @@ _WHOLE = """
     hunyuan_v1_dense hunyuan_v1_moe hy_v4 jamba jetmoe lfm2 lfm2_moe llama4 llama4_text longcat_flash mamba mamba2
     mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text mpt nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe
     openai-gpt opt persimmon phi3 phimoe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
-    rwkv stablelm vaultgemma xglm zamba zamba2 zaya"""
+    rwkv stablelm vaultgemma xglm zaya"""
 WHOLE = frozenset(_WHOLE.split())
 """Families that the trainer refuses to split: transformers has no plan, or one that the trainer does not follow."""
 

@@ -27,7 +27,7 @@ from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.perf import FlopsModel
 from tests.proofs import Proof
-from tests.support.every_family import VOCAB, CannotBuildError, family_names, tiny_config, tiny_model
+from tests.support.every_family import VOCAB, CannotBuildError, family_names, is_tied, tiny_config, tiny_model
 
 BOUND = 1e-4
 """Float32 through four layers and a vocabulary of 96: rounding is below 3e-5 in all families, a leak above 1e-2."""
@@ -92,7 +92,7 @@ def judge(family: str, folder: Path, **changes: object) -> Verdict:
     if refusal:
         return Verdict(family, "refused", reason=refusal)
     try:
-        model = tiny_model(tiny_config(family, **changes))
+        model = tiny_model(tiny_config(family, **{"tie_word_embeddings": is_tied(family)} | changes))
     except CannotBuildError as error:
         return Verdict(family, "not_built", reason=str(error))
     batch, ids = samples()

@@ -1,6 +1,6 @@
 """Tiny random models of every causal-LM family of the installed transformers, built from their configs alone."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,22 @@ _SIZES: dict[str, Any] = {
     "type_vocab_size": 2,
     "tie_word_embeddings": False,
 }
+_WIDE = {
+    key: {32: 128, 48: 192}.get(value, value) for key, value in _SIZES.items() if not isinstance(value, str | bool)
+}
+_WIDE |= dict.fromkeys(("head_dim", "attention_head_dim", "dim_head", "d_kv", "swa_head_dim", "global_head_dim"), 32)
+_WIDE |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64)
+_WIDE |= dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "expert_ffn_size"), 64)
+_WIDE |= dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 64)
+_WIDE |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32) | {"qk_head_dim": 64}
+_WIDE |= dict.fromkeys(("index_head_dim", "indexer_head_dim"), 64)
+_WIDE |= {"max_window_layers": 4, "max_position_embeddings": 256, "n_positions": 256}
+"""Sizes that vLLM's kernels take, too."""
+_SERVED: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 64},  # vLLM's reach one token further
+    "cohere2_moe": {"sliding_window": 64},
+    "qwen2_moe": {"use_sliding_window": False},  # vLLM has none for it
+}
 _MAMBA_MIX = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _OWN_SIZES: dict[str, dict[str, Any]] = {
@@ -99,7 +115,22 @@ def family_names() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str, **changes: Any) -> Any:
+def served_config(model_type: str) -> Any:
+    """As `tiny_config`, with heads and matrices as wide as vLLM's kernels want them, and tied as the family is."""
+    changes = _SERVED.get(model_type, {}) | {"tie_word_embeddings": is_tied(model_type)}
+    return tiny_config(model_type, sizes=_SIZES | _WIDE, **changes)
+
+
+def is_tied(model_type: str) -> bool:
+    """Return whether a family's models share weights, as embeddings and head, unless they say otherwise."""
+    try:
+        text = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    except Exception as error:
+        raise CannotBuildError(f"config: {type(error).__name__}: {str(error)[:120]}") from error
+    return bool(getattr(text, "tie_word_embeddings", False))
+
+
+def tiny_config(model_type: str, *, sizes: Mapping[str, Any] = _SIZES, **changes: Any) -> Any:
     """The family's text config with small sizes; every kind of layer that its default has occurs.
 
     Raises:
@@ -110,7 +141,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         text = default.get_text_config(decoder=True)
         aliases = getattr(text, "attribute_map", {})
         known = set(text.to_dict()) | set(aliases)
-        sizes = {k: v for k, v in _SIZES.items() if k in known}
+        sizes = {k: v for k, v in sizes.items() if k in known}
         for alias, real in aliases.items():
             if alias in sizes and real in sizes:
                 del sizes[alias]

@@ -101,6 +101,14 @@ def test_windows_in_some_layers_are_those_that_vllm_refuses(kind: str, fields: d
     assert slides_in_part(SMALL | {"model_type": kind, "num_hidden_layers": 4} | fields) is expected
 
 
+def test_a_mixture_whose_layers_have_no_window_gets_none() -> None:
+    """`tools/proofs served_families` found Qwen2-MoE wrong with `max_window_layers` = all."""
+    fields = SMALL | {"model_type": "qwen2_moe", "num_hidden_layers": 4, "max_window_layers": 4}
+    assert slides_in_part(fields | {"use_sliding_window": True})
+    assert not slides_in_part(fields | {"use_sliding_window": False})
+    assert not slides_in_part(fields | {"use_sliding_window": True, "sliding_window": None})
+
+
 def test_lint_refuses_windows_in_some_layers(tmp_path: Path) -> None:
     tree = experiment(tmp_path / "a", 32, launch="local")
     config = SMALL | {"head_dim": 32, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
@@ -112,3 +120,11 @@ def test_lint_refuses_windows_in_some_layers(tmp_path: Path) -> None:
     stated = {"hf_overrides": {"layer_types": ["full_attention"] * SMALL["num_hidden_layers"]}}
     other = tree.model_copy(update={"inference": tree.inference.model_copy(update={"vllm": stated})})  # type: ignore[union-attr]
     assert not any("some of its layers" in m for m in refused(other)), "vLLM starts so"
+
+
+def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    tree = experiment(tmp_path / "a", 32, launch="local")
+    config = tmp_path / "a" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma3n_text"}))
+    (message,) = refused(tree)
+    assert "(gemma3n_text): on a CPU vLLM samples from another distribution" in message

@@ -139,7 +139,7 @@ def test_muon_takes_hidden_matrices_and_nothing_with_a_row_per_token(tied: bool)
 
 
 @pytest.mark.parametrize(
-    "family", ["falcon_mamba", "gpt_oss", "kimi_linear", "qwen2_moe", "recurrent_gemma", "rwkv", "zamba"]
+    "family", ["falcon_mamba", "gpt_oss", "kimi_linear", "qwen2_moe", "recurrent_gemma", "rwkv", "zaya"]
 )
 def test_biases_and_states_are_vectors_whatever_their_shape(family: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(family))

@@ -19,6 +19,10 @@ from prime_hpc.store.model.config import read_config
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's `CPUAttentionBackend.get_supported_head_sizes`; with others an engine dies as it starts."""
 
+OTHER_ON_CPU = frozenset({"ctrl", "doge", "gemma3n", "gemma3n_text", "hrm_text", "jetmoe", "zaya"})
+"""model_type of those that vLLM 0.32's CPU engines compute otherwise than transformers (`tools/proofs
+served_families`)."""
+
 _ENGINE_FAILED = {
     re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
     re.compile(r"an engine process died"): "an engine died",
@@ -72,6 +76,13 @@ class VllmBackend:
                 "one in all layers or in none",
                 "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
                 "config.json, and no layer_types there, is the same model",
+            )
+        if experiment.device == "cpu" and config.get("model_type") in OTHER_ON_CPU:
+            yield Refusal(
+                "model.name",
+                f"{name} ({config['model_type']}): on a CPU vLLM samples from another distribution than the model has "
+                "in transformers, by which it is trained",
+                "use inference.backend = transformers, GPUs, or another model",
             )
         size = head_size(config) if experiment.device == "cpu" else None
         if size is not None and size not in CPU_HEAD_SIZES:
@@ -190,15 +201,16 @@ def head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def slides_in_part(config: Mapping[str, Any]) -> bool:
-    """Return whether vLLM 0.32's `Qwen2Model`, of which its Qwen3 is made, refuses a model's windows as it loads it."""
-    if config.get("model_type") not in ("qwen2", "qwen3"):
+    """Return whether vLLM 0.32's `Qwen2Model`, of which its Qwen3 is made, refuses a model's windows as it loads it, or
+    its Qwen2-MoE has them in layers that have none."""
+    if config.get("model_type") not in ("qwen2", "qwen3", "qwen2_moe"):
         return False
     layers, first = config.get("num_hidden_layers", 32), config.get("max_window_layers", 28)
     kinds = config.get("layer_types")
     if kinds:
         return len(set(kinds)) > 1 and first != layers
     slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
-    return slides and 0 < first < layers
+    return slides and first > 0 and (first < layers or config["model_type"] == "qwen2_moe")
 
 
 VLLM = VllmBackend()

@@ -1,4 +1,4 @@
-"""Right results on CPU in place of vLLM 0.32's wrong ones: of adapters, and of speculative decoding.
+"""Right results on CPU in place of vLLM 0.32's wrong ones: adapters, speculative decoding, routers, rotary positions.
 
 Products of LoRA: vLLM's own pick each token's matrices with `weights[indices]`, where -1 means the base model and so
 picks the *last* adapter: once all places for adapters are taken, requests of the base model that run beside an
@@ -8,6 +8,12 @@ rows of one adapter at a time and leave the base model's rows alone.
 Speculative decoding: vLLM's own kernel writes temperature and top-p of the drafted tokens, as whole numbers, into a
 copy that nobody reads. The target's logits are then divided by what happened to be in memory: tokens come from another
 distribution (0.5 nats a token at a temperature of 0.7), some with a log-probability of NaN.
+
+Routers: where experts are chosen by softmax and a correction bias without groups (ERNIE 4.5), vLLM's leave the bias
+out, silently; with one group of all experts, which is the same choice, they have it.
+
+Rotary positions: vLLM's kernel takes the heads of `[tokens, heads, head size]` for one, silently, where a model does
+not lay them behind each other first (LFM2).
 """
 
 from collections.abc import Iterator
@@ -16,6 +22,40 @@ from typing import Any
 import torch
 
 _Rows = slice | torch.Tensor
+
+
+def heed_bias(model: torch.nn.Module) -> None:
+    """Let the routers of a model on CPU choose experts with their bias; does nothing a second time."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    for module in model.modules():
+        router: Any = vars(module).get("router")
+        if not isinstance(router, CPURouter) or router.use_grouped_topk or router.e_score_correction_bias is None:
+            continue
+        if router.custom_routing_function is None and router.scoring_func in ("softmax", "sigmoid"):
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+
+def rotate_heads() -> None:
+    """Let rotary layers on CPU see all heads; does nothing a second time. Before a model is built: layers keep what
+    they are to call."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+    if rotate.__module__ == __name__:
+        return
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.ndim != positions.ndim + 2:
+            return rotate(self, positions, query, key)
+        flat_key = None if key is None else key.flatten(-2)
+        rotated, rotated_key = rotate(self, positions, query.flatten(-2), flat_key)
+        return rotated.view_as(query), None if key is None or rotated_key is None else rotated_key.view_as(key)
+
+    vars_of: Any = RotaryEmbedding
+    vars_of.forward_cpu = forward_cpu
 
 
 def speculate() -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm.v1.core.sched import output
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from prime_hpc.inference.vllm import image_data
 from prime_hpc.runtime import activity
 
 Function = Callable[..., Any]
@@ -35,7 +35,7 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
         server: `role`, `index` and `run_dir` of the server; empty: it tells nothing.
         dp_rank: data-parallel rank of the core, among all nodes.
     """
-    image_data.keep()
+    _send_every_image()
     if not server:
         _core_main(*args, dp_rank=dp_rank, **more)
         return
@@ -47,6 +47,19 @@ def core_main(server: dict[str, Any], *args: Any, dp_rank: int = 0, **more: Any)
     _wrap(EngineCoreProc, "_process_engine_step", partial(_telling, lambda core: "step"))
     _wrap(EngineCoreProc, "_handle_client_request", partial(_telling, _request_name))
     _core_main(*args, dp_rank=dp_rank, **more)
+
+
+def _send_every_image() -> None:
+    """Have this engine core's scheduler send its workers every image of a request, for as long as that lives.
+
+    vLLM leaves out the pixels of images whose keys and values are cached. A new version empties the cache: requests in
+    flight begin anew, and the worker would have no pixels to compute them from.
+    """
+
+    def whole(features: Any, *_: Any, **__: Any) -> Any:
+        return features
+
+    vars(output)["strip_covered_mm_data"] = whole
 
 
 def worker_main(server: dict[str, Any], dp_rank: int, *args: Any, **more: Any) -> None:

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from prime_hpc.inference.tensor_file import DTYPES
+from prime_hpc.inference.vllm import reloads
 from prime_hpc.inference.vllm.args import TRANSFER_ENGINE
 from prime_hpc.weight_transport.network.group import Group, connect
 from prime_hpc.weight_transport.network.layout import Entry, buckets, read_layout
@@ -84,7 +85,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         model: Any = self.model
-        with disable_mtp_completeness_check():
+        with disable_mtp_completeness_check(), reloads.writes_arrive(model):
             model.load_weights(self._received(update_info))
 
     def _received(self, part: PartInfo) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +112,11 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """All parts are here."""
+        """All parts are here. Raises `reloads.NotLoadedError`."""
+        reloads.finish(self.model, self.model_config)
+
+    def abandon_weight_update(self) -> None:
+        """Not all parts will be here: the model is undefined until it is loaded again."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)

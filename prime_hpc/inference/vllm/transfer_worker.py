@@ -77,6 +77,6 @@ class ReceivingWorker(PolicyWorker):
             from vllm.config import set_current_vllm_config
 
             with set_current_vllm_config(self.vllm_config):
-                self.weight_transfer_engine.finish_weight_update()
+                self.weight_transfer_engine.abandon_weight_update()
             self._policy_is_receiving = self._weight_update_active = False
         return {"rank": self.policy_rank()}

@@ -19,7 +19,7 @@ import torch
 
 from prime_hpc.inference.check_version import says_nothing, server_scratch, weight_files
 from prime_hpc.inference.tensor_file import TensorFile
-from prime_hpc.inference.vllm import cpu_corrections, routing
+from prime_hpc.inference.vllm import cpu_corrections, reloads, routing
 from prime_hpc.inference.vllm.pinned import (
     CopyWithoutWaiting,
     PinnedStage,
@@ -61,6 +61,7 @@ class PolicyWorker:
         """Make a worker, whose model is not built yet: the one place of a mixin before that, in every process."""
         if "vllm_config" in kwargs and _wants_float32_routers(kwargs["vllm_config"]):
             routing.use_float32_gates()
+        cpu_corrections.rotate_heads()  # on other devices nobody calls it
         return super().__new__(cls)
 
     def policy_start(self) -> None:
@@ -69,10 +70,12 @@ class PolicyWorker:
         from vllm.platforms import current_platform
 
         logging.getLogger(_RELOADS).addFilter(_is_about_weights)
+        reloads.check_every_reload()
         if _wants_float32_routers(self.vllm_config):
             routing.check_gates(self.model_runner.get_model())
         if not current_platform.is_cpu():
             return
+        cpu_corrections.heed_bias(self.model_runner.get_model())
         if self.vllm_config.aux_output_config.enabled:
             routing.record(self.model_runner, self.vllm_config)
         if self.vllm_config.lora_config is not None:
@@ -134,13 +137,14 @@ class PolicyWorker:
         try:
             model = self.model_runner.get_model()
             prepacked = prepacked_copies(model)
-            if (stage := self._policy_stage) is None:
-                self.reload_weights(weights_iterator=self._policy_tensors())
-            else:
-                stage.wait()
-                with CopyWithoutWaiting(stage):
+            with reloads.writes_arrive(model):
+                if (stage := self._policy_stage) is None:
                     self.reload_weights(weights_iterator=self._policy_tensors())
-                torch.cuda.synchronize()  # before the stage may change, and anybody samples
+                else:
+                    stage.wait()
+                    with CopyWithoutWaiting(stage):
+                        self.reload_weights(weights_iterator=self._policy_tensors())
+                    torch.cuda.synchronize()  # before the stage may change, and anybody samples
             prepack_again(model, prepacked)
         finally:
             self._policy_close()

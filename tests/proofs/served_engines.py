@@ -1,0 +1,167 @@
+"""vLLM engines on this CPU, one after the other, each in a fork of one process that has imported vLLM.
+
+`python -m tests.proofs.served_engines` answers each line of its standard input, a JSON object, with one of its own.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.inference.vllm.args import WORKER_EXTENSION
+
+LIMIT_S = 300
+PROMPT_LENGTHS = (5, 11, 17, 23, 30)
+REPLY_TOKENS = 24
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+class NotServedError(Exception):
+    """The engine ended with an error; says which."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sampled reply."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Engines:
+    """What starts them."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def play(self, base: Path, versions: Sequence[Path], vocab_size: int) -> list[list[Reply]]:
+        """Replies of the base model, then of each version that is loaded into the running engine.
+        Raises NotServedError."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        asked = {"base": str(base), "versions": [str(version) for version in versions], "vocab_size": vocab_size}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"error": "the process that starts engines is gone"}')
+        if "error" in answer:
+            raise NotServedError(answer["error"])
+        return [[Reply(*reply) for reply in replies] for replies in answer["replies"]]
+
+
+@contextmanager
+def engines() -> Iterator[Engines]:
+    """Start the process; it ends with the block."""
+    command = [sys.executable, "-m", "tests.proofs.served_engines"]
+    with (
+        tempfile.TemporaryFile("w") as log,
+        subprocess.Popen(
+            command,
+            env=os.environ | ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield Engines(process)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def sample(llm: Any, vocab_size: int, seed: int) -> list[Any]:
+    """One reply to each prompt."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, vocab_size - 2, length).tolist() for length in PROMPT_LENGTHS]
+    # not `min_tokens`, which takes a token out of the distribution
+    wanted = SamplingParams(max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=0, seed=seed, detokenize=False)
+    replies = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+    found = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        ids = list(reply.outputs[0].token_ids)
+        logprobs = [entry[token].logprob for entry, token in zip(reply.outputs[0].logprobs, ids, strict=True)]
+        found.append((prompt, ids, logprobs))
+    return found
+
+
+def serve(base: str, versions: list[str], vocab_size: int) -> list[Any]:
+    """The whole life of one engine."""
+    from vllm import LLM
+
+    llm = LLM(
+        base,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=max(PROMPT_LENGTHS) + REPLY_TOKENS + 1,
+        max_num_seqs=len(PROMPT_LENGTHS),
+        kv_cache_memory_bytes=128 << 20,
+        worker_extension_cls=WORKER_EXTENSION,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        seed=0,
+    )
+    llm.collective_rpc("policy_start")
+    found = [sample(llm, vocab_size, 0)]
+    for number, version in enumerate(versions, 1):
+        opened = llm.collective_rpc("policy_open", args=(version, "files"))
+        assert "error" not in opened[0], opened
+        llm.collective_rpc("policy_apply")
+        assert llm.reset_prefix_cache()
+        found.append(sample(llm, vocab_size, number))
+    return found
+
+
+def answer_one(asked: dict[str, Any], out: Path) -> None:
+    """In a fork: write the answer."""
+    try:
+        answer: dict[str, Any] = {"replies": serve(**asked)}
+    except Exception as error:  # noqa: BLE001 - models fail with errors of any class
+        text = " ".join(str(error).split())
+        answer = {"error": f"{type(error).__name__}: {text[:120]} ... {text[-120:]}" if len(text) > 240 else text}
+    out.write_text(json.dumps(answer))
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - once for all
+
+    with tempfile.TemporaryDirectory() as folder:
+        for line in sys.stdin:
+            out = Path(folder) / "answer"
+            out.unlink(missing_ok=True)
+            child = os.fork()
+            if not child:
+                signal.alarm(LIMIT_S)
+                answer_one(json.loads(line), out)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            died = json.dumps({"error": f"the engine's process ended ({os.waitstatus_to_exitcode(status)})"})
+            channel.write((out.read_text() if out.exists() else died) + "\n")
+            channel.flush()
+
+
+if __name__ == "__main__":
+    main()
