@@ -40,7 +40,7 @@ class OptimConfig(Section):
 
     @property
     def state(self) -> str:
-        """Whose state a checkpoint holds: another optimizer cannot go on from it."""
+        """Kind of the state that a checkpoint holds: another optimizer cannot go on from it."""
         return "signsgd with momentum" if self.type == "signsgd" and self.momentum else self.type
 
 
