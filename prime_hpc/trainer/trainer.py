@@ -437,6 +437,7 @@ def _build_saver(
 ) -> Saver:
     rank, config = dist.get_rank(), experiment.ckpt
     meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
+    meta["optimizer"] = experiment.trainer.optim.state
     if policy.adapters is not None:
         meta["adapter"] = adapter_identity(policy.adapters.config, source)
     incarnation = context.incarnation

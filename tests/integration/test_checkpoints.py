@@ -90,8 +90,10 @@ def test_background_saves_hold_what_synchronous_ones_do(tmp_path: Path, model: P
         mine, theirs = tensors(paths, step, tmp_path), tensors(uninterrupted, step, tmp_path)
         assert mine.keys() == theirs.keys() and any(k.startswith("optimizer.") for k in mine)
         assert all(torch.equal(mine[k], theirs[k]) for k in mine)
-        state = resolve_resume(paths.checkpoints, step).orchestrator_state
+        info = resolve_resume(paths.checkpoints, step)
+        state = info.orchestrator_state
         assert state is not None and json.loads(state.read_text()) == {"step": step}
+        assert info.manifest.meta["optimizer"] == "adamw", "who goes back to it with another one is told at once"
     saved = [row for row in read_metrics(paths.metrics("trainer")) if "ckpt/step" in row]
     assert [row["ckpt/step"] for row in saved] == [1, 2, 3, 4, 5][: len(saved)] and len(saved) >= 4
     assert all(row["ckpt/write_s"] >= row["ckpt/stall_s"] > 0 and row["ckpt/bytes"] > 0 for row in saved)

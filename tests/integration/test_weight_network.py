@@ -6,7 +6,8 @@ The engines' answers are compared with transformers' log-probabilities of whole 
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,17 @@ def received(folder: Path, secret: str, num_workers: int = 1) -> dict[str, list[
     return found
 
 
-def values_of(file: Path) -> bytes:
-    """A safetensors file without its header."""
-    content = file.read_bytes()
-    return content[8 + int.from_bytes(content[:8], "little") :]
+def tensors_of(layout: Path, values: bytes | None = None) -> dict[str, bytes]:
+    """By name; `values`: of a file of which `layout` has the header alone."""
+    content = layout.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    content = content[:size] + (content[size:] if values is None else values)
+    return {entry.name: content[entry.begin : entry.end] for entry in read_layout(layout)}
+
+
+def modules_of(names: Iterable[str]) -> set[str]:
+    """What an engine may fuse is below one: `model.layers.0.mlp`."""
+    return {".".join(name.split(".")[:4]) for name in names if ".layers." in name}
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16)])
@@ -122,10 +130,16 @@ def test_what_ranks_send_are_the_bytes_of_files(
             folder = run.weights_step(version)
             assert holds_weights(read_manifest(folder)) == (version == 1)
             found = received(folder, secret, num_workers=2)
-            files = sorted(file.name for file in whole.weights_step(version).glob("*.safetensors"))
-            assert sorted(found) == files and len(files) == num_ranks
-            for name, copies in found.items():
-                assert copies == [values_of(whole.weights_step(version) / name)] * 2
+            files = sorted(whole.weights_step(version).glob("*.safetensors"))
+            assert sorted(found) == [file.name for file in files] and len(files) == num_ranks
+            ending = "" if version == 1 else HEADER_SUFFIX
+            parts = []
+            for name, (copy, other) in found.items():
+                assert copy == other
+                parts.append(tensors_of(folder / f"{name}{ending}", copy))
+            assert dict(ChainMap(*parts)) == dict(ChainMap(*map(tensors_of, files)))
+            modules = [modules_of(part) for part in parts]
+            assert len(set.union(*modules)) == sum(map(len, modules)), "an engine would keep halves of what it fuses"
         assert not list(run.weights_step(2).glob("*.safetensors"))
         tree = {"name": "run", "output_dir": str(tmp_path), "model": {"name": str(base)}}
         write_snapshot(Experiment.model_validate(tree), run.root, ["test"])

@@ -61,7 +61,10 @@ def train(exp: Experiment, *steps: int, incarnation: int = 1) -> RunPaths:
     for step in steps:
         if exp.kind == "rl":
             make_weights(paths, step, incarnation)
-        meta = {"identity": model_identity(Path(exp.model.name))}
+        meta: dict[str, object] = {"identity": model_identity(Path(exp.model.name))}
+        meta["optimizer"] = exp.trainer.optim.state
+        if exp.model.lora is not None:
+            meta["adapter"] = exp.model.lora.model_dump(mode="json") | {"base weights": "a sum"}
         make_checkpoint(paths, step, kind=exp.kind, incarnation=incarnation, meta=meta)
     return paths
 
@@ -248,6 +251,35 @@ def test_other_ranks_and_group_sizes_are_accepted(tmp_path: Path) -> None:
         orchestrator={"env": [{"id": "reverse-text"}], "rollouts_per_example": 4, "batch_size": 32},
     )
     assert life(exp) == 10
+
+
+OTHER_STATE = [
+    ({"optim": {"type": "muon"}}, None, "state is of adamw, this run's is muon: state trainer.optim as then"),
+    ({"optim": {"type": "signsgd", "momentum": 0.9}}, None, "adamw, this run's is signsgd with momentum"),
+    ({}, {"rank": 4}, "it holds a whole model, this run trains an adapter"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "lora", "said"), OTHER_STATE)
+def test_what_the_trainer_would_refuse_sets_no_checkpoint_aside(
+    tmp_path: Path, trainer: dict[str, object], lora: dict[str, object] | None, said: str
+) -> None:
+    train(experiment(tmp_path), 10, 20)
+    model = {"name": str(tmp_path / "model"), "lora": lora}
+    with pytest.raises(ConfigError, match=rf"step_10 cannot be resumed from: .*{said}"):
+        life(experiment(tmp_path, ckpt={"resume_step": 10}, trainer=trainer, model=model))
+    assert checkpoints(experiment(tmp_path)) == [10, 20]
+    assert life(experiment(tmp_path, ckpt={"resume_step": 10})) == 10
+
+
+def test_an_adapters_checkpoint_is_of_its_shape(tmp_path: Path) -> None:
+    model = {"name": str(tmp_path / "model"), "lora": {"rank": 4}}
+    train(experiment(tmp_path, model=model), 10, 20)
+    other = {**model, "lora": {"rank": 8}}
+    with pytest.raises(ConfigError, match="model.lora: rank was 4, is 8"):
+        life(experiment(tmp_path, ckpt={"resume_step": 10}, model=other))
+    assert checkpoints(experiment(tmp_path)) == [10, 20]
+    assert life(experiment(tmp_path, ckpt={"resume_step": 10}, model=model)) == 10
 
 
 def test_sft_needs_no_weights_and_no_orchestrator(tmp_path: Path) -> None:

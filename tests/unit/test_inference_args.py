@@ -15,6 +15,7 @@ import pytest
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import server_process
+from prime_hpc.inference.backend import load_backend
 from prime_hpc.inference.vllm.args import KERNEL_CACHES, NUM_WORKERS, Device, build_argv, build_env
 from prime_hpc.inference.vllm.arguments import CHOICES, FIXED, INTEGERS, OWNED, SWITCHES, VALUES
 from prime_hpc.store.io import scratch
@@ -407,3 +408,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_code_that_ships_with_the_weights_runs_only_where_it_is_asked_for() -> None:
     assert "--trust-remote-code" not in options()
     assert options(model={"name": "m", "trust_remote_code": True})["--trust-remote-code"] == []
+
+
+@pytest.mark.parametrize(("key", "on", "off"), [("enable-eplb", True, False), ("offload_group_size", 8, 0)])
+def test_what_takes_weights_to_where_no_update_reaches_them(key: str, on: Any, off: Any) -> None:
+    def refused(value: Any, **more: Any) -> list[str]:
+        experiment = Experiment.model_validate({"inference": {"vllm": {key: value}}, "device": "cuda", **more})
+        return [refusal.key for refusal in load_backend("vllm").refusals(experiment)]
+
+    assert refused(on) == [f"inference.vllm.{key}"] and refused(off) == []
+    assert refused(on, model={"lora": {}}) == [] == refused(on, kind="eval"), "no version changes what is served"

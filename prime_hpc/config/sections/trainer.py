@@ -38,6 +38,11 @@ class OptimConfig(Section):
             raise ValueError(f"both must lie in [0, 1), got {list(betas)}")
         return betas
 
+    @property
+    def state(self) -> str:
+        """Kind of the state that a checkpoint holds: another optimizer cannot go on from it."""
+        return "signsgd with momentum" if self.type == "signsgd" and self.momentum else self.type
+
 
 class SchedulerConfig(Section):
     """Learning-rate schedule over steps."""

@@ -41,6 +41,12 @@ _ENGINE_ENDS = re.compile(
 )
 """Begins the words of an engine that ends, or of its workers."""
 
+_MOVED = {
+    "enable_eplb": "it moves experts to other places than those into which an update loads them",
+    "offload_group_size": "it keeps weights in host memory, which an update does not reach",
+}
+"""Arguments of vLLM that take weights to where no update looks for them."""
+
 
 class VllmBackend:
     """Serves everything that the tree can state."""
@@ -55,6 +61,8 @@ class VllmBackend:
         servers = experiment.inference
         if servers is not None:
             yield from not_passed_through(servers.vllm)
+            if experiment.trains and experiment.model.lora is None:
+                yield from _cannot_follow(servers.vllm)
         if servers is not None and servers.kv_offload_gib is not None and experiment.device == "cpu":
             yield Refusal(
                 "inference.kv_offload_gib",
@@ -162,6 +170,14 @@ def speculates(extra: Mapping[str, Any]) -> bool:
     """Return whether arguments of `inference.vllm` ask for speculative decoding."""
     names = {name.partition(".")[0].replace("-", "_") for name, value in extra.items() if value is not None}
     return not names.isdisjoint({"speculative_config", "spec_method", "spec_model"})
+
+
+def _cannot_follow(extra: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield what makes vLLM 0.32 put new weights where the old ones were at its start, and are not any more."""
+    for key, value in extra.items():
+        why = _MOVED.get(key.replace("-", "_")) if value else None
+        if why is not None:
+            yield Refusal(f"inference.vllm.{key}", f"{why}: a new version is mixed with an old one", "leave it out")
 
 
 def _cannot_speculate(experiment: Experiment) -> Iterator[Refusal]:

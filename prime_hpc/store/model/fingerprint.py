@@ -97,3 +97,15 @@ def conflicts(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         else:
             found.append(f"{key} was {saved[key]}, is {here[key]}")
     return sorted(found)
+
+
+def adapter_conflicts(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
+    """In which respects an adapter that was saved is not the one that is trained; None: the whole model is."""
+    if (saved is None) != (here is None):
+        return [
+            "it holds a whole model, this run trains an adapter (model.lora)"
+            if saved is None
+            else "it holds an adapter, this run trains the whole model: state model.lora as then"
+        ]
+    then, now = saved or {}, here or {}
+    return [f"model.lora: {key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]

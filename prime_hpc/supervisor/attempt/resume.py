@@ -19,7 +19,7 @@ from prime_hpc.store.checkpoint.import_checkpoint import adopt_checkpoint, adopt
 from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest, require
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
-from prime_hpc.store.model.fingerprint import conflicts, model_identity
+from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts, model_identity
 from prime_hpc.store.run_paths import RunPaths, incarnation_starts, list_steps, why_late
 from prime_hpc.store.weights import read_chain
 
@@ -163,6 +163,11 @@ def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:
     if model.is_dir():  # a hub name is resolved by the trainer, which checks again
         wrong = conflicts(meta.get("identity") or {}, model_identity(model))
         found += [f"it is of another model than {experiment.model.name}: {', '.join(wrong)}"] if wrong else []
+    lora, optimizer = experiment.model.lora, experiment.trainer.optim.state
+    found += adapter_conflicts(meta.get("adapter"), None if lora is None else lora.model_dump(mode="json"))
+    saved = meta.get("optimizer", optimizer)  # 0.1.0 did not say
+    if saved != optimizer:
+        found.append(f"its optimizer's state is of {saved}, this run's is {optimizer}: state trainer.optim as then")
     if not found and info.orchestrator_state is not None:
         seed = _seed_of(info.orchestrator_state)
         if seed is not None and seed != experiment.seed:

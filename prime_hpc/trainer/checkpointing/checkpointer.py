@@ -25,7 +25,7 @@ from prime_hpc.store.errors import OtherRunError
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.model.fingerprint import conflicts
+from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
@@ -354,13 +354,5 @@ class Checkpointer:
         kinds = meta.get("kind"), self._meta.get("kind")
         if None not in kinds and kinds[0] != kinds[1]:
             found.append(f"it is of a {kinds[0]} run, this is {kinds[1]}")
-        then, now = meta.get("adapter"), self._meta.get("adapter")
-        if (then is None) != (now is None):
-            found.append(
-                "it holds a whole model, this run trains an adapter (model.lora)"
-                if then is None
-                else "it holds an adapter, this run trains the whole model: state model.lora as then"
-            )
-        elif then is not None and now is not None:
-            found += [f"model.lora: {key} was {then[key]}, is {now[key]}" for key in now if then.get(key) != now[key]]
+        found += adapter_conflicts(meta.get("adapter"), self._meta.get("adapter"))
         return found

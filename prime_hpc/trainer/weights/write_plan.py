@@ -9,6 +9,7 @@ columns, or stored transposed, shards spread over nodes) comes to its owner, and
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -258,12 +259,14 @@ def plan_version(
         policy_tensors: by the model's names, sharded or not.
         weights: what of the checkpoint that training began with they are made of: so they leave.
         dtype: of the published floating-point parameters.
-        gathers: every rank gets the whole of its file, so that no other writes into it.
+        gathers: every rank gets the whole of its file, so that no other writes into it. An engine then receives file
+            by file: what it fuses comes in one.
 
     Raises:
         ValueError: a dtype that no file can hold; names that are not the checkpoint's.
     """
-    groups = [_Group(names, _specs(names, policy_tensors, weights, dtype)) for names in _kept_together(weights)]
+    together = _kept_together(weights, by_module=gathers)
+    groups = [_Group(names, _specs(names, policy_tensors, weights, dtype)) for names in together]
     _check_names(groups, weights)
     groups.sort(key=lambda group: -max(spec.dtype.itemsize for spec in group.specs))
     owners = balance_writes([group.nbytes for group in groups], dist.get_world_size())
@@ -294,12 +297,20 @@ class _Group:
         return sum(spec.nbytes for spec in self.specs)
 
 
-def _kept_together(weights: WeightMap) -> list[list[str]]:
-    """Return the model's names, those together of which the checkpoint stores parts in one tensor."""
+def _kept_together(weights: WeightMap, *, by_module: bool) -> list[list[str]]:
+    """Return the model's names, those together of which the checkpoint stores parts in one tensor.
+
+    Args:
+        by_module: those too that stand below one module of a block. An engine makes one matrix of some of these, and
+            keeps what came of it, whole and on each of its GPUs, until the last has: over several ranks' files that
+            would be a quarter of the model.
+    """
+    key = _module if by_module else str
     groups: list[list[str]] = []
-    place: dict[str, list[str]] = {}  # of a stored tensor
+    place: dict[str, list[str]] = {}  # of a stored tensor, or its module
     for name, pieces in weights.pieces.items():
-        found = list({id(g): g for piece in pieces if (g := place.get(piece.name)) is not None}.values())
+        keys = [key(piece.name) for piece in pieces]
+        found = list({id(g): g for k in keys if (g := place.get(k)) is not None}.values())
         group = found[0] if found else []
         if not found:
             groups.append(group)
@@ -308,8 +319,14 @@ def _kept_together(weights: WeightMap) -> list[list[str]]:
             place |= {stored: group for stored, where in place.items() if where is other}
             groups = [each for each in groups if each is not other]
         group.append(name)
-        place |= {piece.name: group for piece in pieces}
+        place |= dict.fromkeys(keys, group)
     return groups
+
+
+def _module(stored: str) -> str:
+    """Return `model.layers.3.mlp` of all that stands below it; what stands in no block, as it is."""
+    found = re.match(r".*?\.\d+\.[^.]+(?=\.)", stored)
+    return found[0] if found else stored
 
 
 def _specs(
