@@ -20,9 +20,11 @@ from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.task_sources import Split
+from prime_hpc.evals.episodes import EpisodeLog
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version, version_template
+from prime_hpc.evals.wanted import Asked, record_tasks, recorded_sources
 from prime_hpc.runtime.event_loops import in_loop
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
@@ -41,11 +43,37 @@ class Connected:
     urls: list[str]
     is_api: bool
 
-    def log_start(self, num: int, left: int, of: str = "") -> None:
-        """Say how many episodes are asked for and `left` to play, and who answers."""
-        there = f", {num - left} of them there already" if left < num else ""
-        kind = "API" if self.is_api else "inference server(s)"
-        logger.info(f"{num} episodes{of}{there}; {len(self.urls)} {kind}: {', '.join(self.urls)}")
+
+async def connect_to_play(
+    stack: AsyncExitStack,
+    experiment: Experiment,
+    context: RoleContext,
+    bus: BusClient,
+    versions: Sequence[Version],
+    log: EpisodeLog,
+    *,
+    split: Split = "eval",
+    keep_messages: bool = False,
+) -> tuple[Asked, Connected | None]:
+    """Return the episodes that are asked for, and the connection to what they need: None where all have been played.
+    Arguments and errors as of `connect`; StoreError: the directory cannot be written."""
+    config, found = experiment.episodes, None
+    known = await asyncio.to_thread(recorded_sources, context.run_dir, config)
+    asked = Asked.of(versions, known, config, log) if known is not None else None
+    if asked is None or asked.num_left:
+        first = [v for v in versions if asked is None or asked.todo[v]]
+        order = [*first, *(v for v in versions if v not in first)]
+        found = await connect(stack, experiment, context, bus, order, split=split, keep_messages=keep_messages)
+        record_tasks(context.run_dir, found.pool.sources, config)
+        asked = Asked.of(versions, found.pool.sources, config, log)
+    of = f" of {', '.join(version.label for version in versions)}" if experiment.kind == "eval" else ""
+    there = f", {asked.num - asked.num_left} of them there already" if asked.num_left < asked.num else ""
+    who = "nobody is asked"
+    if found is not None:
+        kind = "API" if found.is_api else "inference server(s)"
+        who = f"{len(found.urls)} {kind}: {', '.join(found.urls)}"
+    logger.info(f"{asked.num} episodes{of}{there}; {who}")
+    return asked, found
 
 
 async def connect(
@@ -74,7 +102,12 @@ async def connect(
     config, kind = experiment.episodes, experiment.kind
     urls = list(context.inference_urls) or (config.client.urls if config.client is not None else [])
     if not urls:
-        raise EvalError(f"no server is known: state {kind}.client.base_url, or start the run with `{kind}`")
+        advice = f"state {kind}.client.base_url, or start the run with `{kind}`"
+        if experiment.inference is not None:
+            advice = (
+                "all was played when this attempt began, and more is asked for now (a new version?): start it again"
+            )
+        raise EvalError(f"no server is known: {advice}")
     key = _key(experiment)
     is_api = config.client is not None and await _is_api(config.client, urls, key, len(versions) > 1, kind)
     clients = [None if is_api else _client(experiment, url, key) for url in urls]

@@ -1,40 +1,29 @@
 """Plays the episodes of one version: those that are missing, many at once, each recorded when it ends."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import xxhash
-from loguru import logger
 
-from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEnvConfig
 from prime_hpc.envs.held_out import as_json
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version
+from prime_hpc.evals.wanted import Counted
 
 SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGeneration", "BlockedLoop", "OldVersion"})
 """Failures in which the episode is innocent: on own servers it is played again."""
 REFUSALS = frozenset({"EndpointRefusedError"})
 """Failures that every further episode would share."""
 MAX_PLAYS = 4
-ENDLESS_TASKS = 128
 
 
-class Source(Protocol):
+class Source(Counted, Protocol):
     """The part of `envs.task_sources.EnvSource` that is needed here."""
-
-    @property
-    def name(self) -> str:
-        """Label of the environment."""
-
-    @property
-    def num_tasks(self) -> int | None:
-        """Tasks that it has; None: without end."""
 
     def task(self, index: int) -> Any:
         """Return one of its tasks."""
@@ -53,29 +42,6 @@ class Pool(Protocol):
 
 RecordMaker = Callable[[Record, EpisodeResult, Any], Record]
 """(record, result, task) -> the record that is kept; the task is None where it could not be made."""
-
-
-def num_tasks_of(source: Source, env: StandaloneEnvConfig, config: EpisodesConfig) -> int:
-    """How many tasks of an environment are played."""
-    wanted = env.num_examples or config.num_examples
-    there = source.num_tasks
-    if there is None:
-        return wanted or ENDLESS_TASKS
-    if wanted is not None and wanted > there:
-        logger.warning(f"{source.name} has {there} tasks, {wanted} are asked for: all are played")
-    return min(wanted or there, there)
-
-
-def wanted_keys(step: int, sources: Sequence[Source], config: EpisodesConfig) -> list[Key]:
-    """All episodes of one version; environments take turns, so that all of them are under way at once."""
-
-    def of(source: Source, env: StandaloneEnvConfig) -> Iterator[Key]:
-        for task in range(num_tasks_of(source, env, config)):
-            for rollout in range(config.num_rollouts(env)):
-                yield Key(step, source.name, task, rollout)
-
-    columns = [of(source, env) for source, env in zip(sources, config.environments, strict=True)]
-    return [key for row in zip_longest(*columns) for key in row if key is not None]
 
 
 def task_id(task: Any) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.evals.connect import connect
+from prime_hpc.evals.connect import connect_to_play
 from prime_hpc.evals.episodes import EpisodeLog, Key
 from prime_hpc.evals.errors import EvalError
-from prime_hpc.evals.play import Player, wanted_keys
+from prime_hpc.evals.play import Player
 from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
 from prime_hpc.evals.settings import refuse_others
@@ -41,33 +41,30 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
     async with AsyncExitStack() as stack:
         log = EpisodeLog(paths, context.incarnation)
         stack.callback(log.close)
-        found = await connect(stack, experiment, context, bus, versions)
-        status.ready(servers=found.urls, versions=len(versions))
         metrics = MetricsWriter(paths.metrics("eval"))
         stack.callback(metrics.close)
-        keys = {version: wanted_keys(version.step, found.pool.sources, config) for version in versions}
-        todo = {v: log.missing(wanted, retry_failed=config.retry_failed) for v, wanted in keys.items()}
+        asked, found = await connect_to_play(stack, experiment, context, bus, versions, log)
+        status.ready(servers=found.urls if found is not None else [], versions=len(versions))
         freeze_gc()  # environments and their packages are alive now, and stay
-        total, left = sum(map(len, keys.values())), sum(map(len, todo.values()))
-        found.log_start(total, left, f" of {', '.join(version.label for version in versions)}")
-        progress = Progress(metrics, total, total - left)
-        player = Player(
-            found.pool,
-            found.servers,
-            log,
-            max_concurrent=config.max_concurrent,
-            is_api=found.is_api,
-            on_end=progress.ended,
-        )
+        progress = Progress(metrics, asked.num, asked.num - asked.num_left)
         done: list[tuple[Version, Sequence[Key]]] = []
         for version in versions:
-            if todo[version]:
+            keys = asked.keys[version]
+            if found is not None and asked.todo[version]:
                 if not await found.servers.load_unless_gone(version):
                     continue
-                progress.begin(version.label, [log.records[k] for k in keys[version] if k in log.records])
-                await player.play(version, todo[version])
+                progress.begin(version.label, [log.records[k] for k in keys if k in log.records])
+                player = Player(
+                    found.pool,
+                    found.servers,
+                    log,
+                    max_concurrent=config.max_concurrent,
+                    is_api=found.is_api,
+                    on_end=progress.ended,
+                )
+                await player.play(version, asked.todo[version])
                 progress.ended_all()
-            done.append((version, keys[version]))
+            done.append((version, keys))
             log.sync()
             summary = summarize(done, log.records, config, settings, experiment.model.name)
             write_summary(context.run_dir, summary, table(summary))

@@ -7,7 +7,7 @@ read now, 75 of a job: another attempt follows, or has begun already; 130 interr
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loguru import logger
@@ -19,6 +19,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, e
 from prime_hpc.config.secret import Secret, revealed
 from prime_hpc.config.site import read_site
 from prime_hpc.evals.summary import ended_badly
+from prime_hpc.evals.wanted import is_all_played
 from prime_hpc.inference.backend import engines_title
 from prime_hpc.kubernetes.placement import read_nodes
 from prime_hpc.observe.bench import tables as bench_tables
@@ -280,19 +281,19 @@ def _prepare(
     site = patience(lambda: read_site(run_dir))
     paths = run_paths(experiment, run_dir)
     patience(lambda: close_crashed_attempts(experiment, run_dir, paths, allocation))
+    served = experiment
+    if (allocation is None or allocation.by_slurm) and patience(lambda: is_all_played(experiment, run_dir)):
+        served = experiment.model_copy(update={"inference": None})  # nobody would ask the engines
     if allocation is None:
-        specs, urls = place(experiment, run_dir, environment)
+        specs, urls = place(served, run_dir, environment)
         held = held_by_roles(specs)
-        refuse_cpu_builds(bool(held))
-        computing = dict.fromkeys(spec.name for spec in specs if spec.name in ("inference", "teacher", "trainer"))
-        if computing and not held and experiment.device == "auto":
-            logger.warning(f"{', '.join(computing)} on the CPU: {NONE_SEEN}")
+        _check_devices(experiment, specs, held)
         steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir, patience=patience)
     else:
         placement, held = place_slurm(experiment, site), held_devices(environment, allocation)
         refuse_cpu_builds(site.container is None and any(group.device == "cuda" for group in placement.groups))
-        own = slurm_specs(experiment, site, placement, allocation, run_dir)
+        own = slurm_specs(served, site, placement, allocation, run_dir)
         specs, urls = list(own), {}
         spares = spare_hosts(placement, allocation)
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
@@ -336,6 +337,14 @@ def _prepare(
     )
     plan = RolePlan(one_after_another(specs), urls, environment, steps, spares, checkup)
     return Supervisor(experiment, run_dir, attempt, plan, controls)
+
+
+def _check_devices(experiment: Experiment, specs: Sequence[RoleSpec], held: Mapping[str, float]) -> None:
+    """Refuse GPUs with a torch that is made for CPUs, and say so where it computes on the CPU unasked."""
+    refuse_cpu_builds(bool(held))
+    computing = dict.fromkeys(spec.name for spec in specs if spec.name in ("inference", "teacher", "trainer"))
+    if computing and not held and experiment.device == "auto":
+        logger.warning(f"{', '.join(computing)} on the CPU: {NONE_SEEN}")
 
 
 def _how_agents_return(

@@ -182,6 +182,24 @@ def test_messages_may_be_objects_of_classes(world: World) -> None:
     assert "[tool] away done\n[user] away done?\n[assistant] yes" in result.completion_text
 
 
+def test_a_package_for_the_last_releases_has_their_messages_tools_and_errors(world: World) -> None:
+    tool = ["seven"]
+
+    def script(prompt: str, number: int) -> str:
+        if "Call it." not in prompt:
+            return "hm"
+        return "\\boxed{7}" if prompt.count("<tool_response>") == 2 else call(tool[0])
+
+    world.script = script
+    (result,) = world.play(EnvConfig(id="tests.support.hub.legacy_late"))
+    assert result.usable and (result.reward, result.metrics["reward_errors"]) == (1.0, 0.0), result
+    prompt = world.tokenizer.decode(world.server.requests[0]["token_ids"])
+    assert "Say seven." in prompt and "put your final answer within \\boxed{}" in prompt
+    tool[0] = "eight"
+    (result,) = world.play(EnvConfig(id="tests.support.hub.legacy_late"))
+    assert result.state is EpisodeState.FAILED and "no tool eight" in result.reason, result
+
+
 def test_an_error_that_ends_a_rollout_fails_it(world: World) -> None:
     """`stop_errors` was left aside: what could not be played was scored."""
     world.script = lambda prompt, number: "done" if "away" in prompt.rpartition("</tools>")[2] else call("away")

@@ -96,6 +96,8 @@ def test_whole_models_are_loaded_one_after_another_and_steps_may_join(tmp_path: 
     models = {0: base, 3: tmp_path / "m3", 6: tmp_path / "m6"}
     assert_replies(run_dir, base, models)
     assert set(steps_of(run_dir)) == set(models)
+    evaluate(base, tmp_path / "out", weights, "--steps", "3,6", "--confidence", "0.5", *TRANSFORMERS)
+    assert not (run_dir / "logs" / "attempt_3" / "inference").exists() and set(steps_of(run_dir)) == set(models)
     gone = ("--weights-dir", str(weights), "--steps", "3,7", "--environment-ids", "reverse-text", *TRANSFORMERS)
     assert "holds no step 7; there are 3, 6, 9" in done(verb("eval", base, tmp_path / "other", *gone), expected=2)
 

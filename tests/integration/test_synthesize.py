@@ -42,6 +42,10 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
+def log_of(run_dir: Path) -> str:
+    return "".join(path.read_text() for path in (run_dir / "logs" / "latest" / "synthesize").iterdir())
+
+
 def report_of(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads((run_dir / "results" / "summary.json").read_text()))
 
@@ -80,6 +84,10 @@ def test_killed_at_any_moment_the_rows_are_those_of_an_uninterrupted_run(tmp_pat
     assert report["dropped"] == {"reward": total - ROLLOUTS * len(rows), "duplicate": (ROLLOUTS - 1) * len(rows)}
     assert len(list((killed / "data" / "rows").glob("*.jsonl"))) == -(-len(rows) // 4)
     assert f"{len(rows)} rows: prime-hpc sft --model.name MODEL --data.path" in said
+    again = [*command(api.url, tmp_path / "whole", *more), "--n-best", "2", "--no-drop-duplicates"]
+    code, said = run(again)  # other filters ask nobody: the API is gone
+    assert code == 0 and "nobody is asked" in log_of(whole), said[-3000:]
+    assert [row["provenance"]["rollout"] for row in rows_of(whole)] == [0, 1] * len(rows)
     for row in rows:  # `sft` trains on the reply
         found = parse_row(row, SFTDataConfig(), SFTDataConfig(), has_template=True)
         assert isinstance(found, Conversation) and found.trained == (False, True)

@@ -77,6 +77,7 @@ class Environment:
         sampling_args: dict[str, Any] | None = None,
         message_type: str = "chat",
         oai_tools: list[Any] | None = None,
+        tool_defs: list[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Take data sets as lists of rows, `datasets.Dataset`s or functions that make one.
@@ -87,7 +88,8 @@ class Environment:
         self.system_prompt, self.few_shot = system_prompt, list(few_shot or [])
         self.rubric = rubric or Rubric()
         self.parser = parser or self.rubric.parser
-        self.sampling_args, self.message_type, self.oai_tools = sampling_args or {}, message_type, oai_tools
+        self.sampling_args, self.message_type = sampling_args or {}, message_type
+        self.oai_tools = oai_tools or tool_defs
         self.env_id = ""
         self.env_args: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -122,6 +124,15 @@ class Environment:
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Any:
         """Return the evaluation tasks, or those for training where there are no others."""
         return _first(self._made("eval" if self.has("eval") else "train"), n, seed)
+
+    @property
+    def tool_defs(self) -> Any:
+        """The last releases' name of `oai_tools`."""
+        return self.oai_tools
+
+    @tool_defs.setter
+    def tool_defs(self, value: Any) -> None:
+        self.oai_tools = value
 
     def add_rubric(self, rubric: Rubric) -> None:
         """One more rubric."""
@@ -177,6 +188,8 @@ class Environment:
         """Raise EnvError where it cannot be played here: says what and why."""
         self.refuse_own_loop()
         self.rubric.check()
+        if limit := getattr(self, "timeout_seconds", None):
+            logger.warning("{}: its timeout_seconds = {} is not kept: state timeout_s", type(self).__name__, limit)
         unused = [name for name in NOT_CALLED if hasattr(type(self), name)]
         if unused:
             logger.warning("{}: these of its methods are not called here: {}", type(self).__name__, ", ".join(unused))

@@ -3,27 +3,67 @@
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import FunctionType
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import TypeAdapter
-from verifiers.v1.types import (  # noqa: F401 - packages for the last releases make their messages of these
-    AssistantMessage,
-    SystemMessage,
-    Tool,
-    ToolCall,
-    ToolMessage,
-    UserMessage,
-)
+from verifiers.v1.types import AssistantMessage as Reply
+from verifiers.v1.types import Tool, ToolCall
 
 
 class ChatMessage(dict[str, Any]):
     """One chat message. Releases of the interface differ: `message["content"]` and `message.content` both work."""
 
+    _role: ClassVar[str | None] = None
+    _optional: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the last releases answer with None where a message has none."""
+
+    def __init__(self, *given: Any, **fields: Any) -> None:
+        super().__init__(*given, **fields)
+        if self._role is not None:
+            self.setdefault("role", self._role)
+        if calls := self.get("tool_calls"):
+            self["tool_calls"] = [_tool_call(call) if isinstance(call, ToolCall) else call for call in calls]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
+            if name in self._optional:
+                return None
             raise AttributeError(name) from None
+
+
+class SystemMessage(ChatMessage):
+    """Packages for the last releases make messages of these classes, and ask which of them one is."""
+
+    _role = "system"
+
+
+class UserMessage(ChatMessage):
+    """The user's, or the environment's."""
+
+    _role = "user"
+
+
+class AssistantMessage(ChatMessage):
+    """The model's."""
+
+    _role = "assistant"
+    _optional = frozenset({"content", "reasoning_content", "tool_calls"})
+
+
+class ToolMessage(ChatMessage):
+    """A call's result."""
+
+    _role = "tool"
+
+
+_CLASSES: dict[Any, type[ChatMessage]] = {
+    "system": SystemMessage,
+    "user": UserMessage,
+    "assistant": AssistantMessage,
+    "tool": ToolMessage,
+}
 
 
 class State(dict[str, Any]):
@@ -62,9 +102,9 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def assistant_message(message: AssistantMessage) -> ChatMessage:
+def assistant_message(message: Reply) -> ChatMessage:
     """Return a reply in OpenAI's chat shape; `tool_calls` is there only where the model called something."""
-    found = ChatMessage(role="assistant", content=message.content or "")
+    found = AssistantMessage(content=message.content or "")
     if message.reasoning_content:
         found["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
@@ -87,11 +127,10 @@ def chat_messages(messages: Any) -> Messages:
 
 
 def _chat_message(message: Any) -> ChatMessage:
-    if isinstance(message, ChatMessage):
+    if type(message) in _CLASSES.values():
         return message
-    if isinstance(message, dict):
-        return ChatMessage(message)
-    return ChatMessage(message.model_dump(exclude_none=True))
+    fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    return _CLASSES.get(fields.get("role"), ChatMessage)(fields)
 
 
 def wire(message: ChatMessage) -> dict[str, Any]:

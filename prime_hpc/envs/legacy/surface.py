@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.legacy import environments, messages, parsers, rubrics
+from prime_hpc.envs.legacy import environments, failures, messages, parsers, rubrics
 
 GONE = ("types", "envs", "parsers", "rubrics", "utils", "errors")
 """Modules (and all below them) that verifiers had at its root."""
@@ -39,7 +39,7 @@ REFUSED: dict[str, str] = {
 }
 """Names of the older interface that are not played, and why or what to use."""
 
-_ROOMS: tuple[ModuleType, ...] = (environments, rubrics, parsers, messages)
+_ROOMS: tuple[ModuleType, ...] = (environments, rubrics, parsers, messages, failures)
 _OTHER_NAMES = {"convert_func_to_oai_tool": "tool_declaration", "convert_func_to_tool_def": "tool_declaration"}
 
 

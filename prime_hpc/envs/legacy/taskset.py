@@ -218,7 +218,9 @@ class LegacySession(HarnessSession):
             "stop_condition": None,
             "model": self.ctx.model,
             "sampling_args": env.sampling_args,
-            "oai_tools": env.oai_tools or [],
+            "oai_tools": (tools := env.oai_tools or []),
+            "tool_defs": tools,
+            "error": None,
             "timing": {},
             "reward": None,
             "metrics": {},
@@ -230,7 +232,9 @@ class LegacySession(HarnessSession):
         prompt = chat_messages(await maybe_await(env.get_prompt_messages, state))
         if state.get("final_env_response") is not None:
             return
-        tools = [v1_tool(entry) for entry in state["oai_tools"] or []] or None
+        known = env.oai_tools or []
+        named = state["oai_tools"] if state["tool_defs"] == known else state["tool_defs"]  # whichever it has changed
+        tools = [v1_tool(entry) for entry in named or []] or None
         request = Request.model_construct(messages=[parse_message(wire(m)) for m in prompt], tools=tools)
         response = await interception_of(self.endpoint).complete(self.secret, request)
         reply = assistant_message(response.message)

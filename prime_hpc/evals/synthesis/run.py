@@ -8,10 +8,10 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.evals.connect import Connected, connect
+from prime_hpc.evals.connect import Connected, connect_to_play
 from prime_hpc.evals.episodes import Key, Record
 from prime_hpc.evals.errors import EvalError
-from prime_hpc.evals.play import Player, wanted_keys
+from prime_hpc.evals.play import Player
 from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
 from prime_hpc.evals.settings import refuse_others
@@ -51,15 +51,15 @@ async def synthesize(experiment: Experiment, context: RoleContext, bus: BusClien
         metrics = MetricsWriter(paths.metrics("synthesize"))
         stack.callback(metrics.close)
         base = Version(0)
-        found = await connect(stack, experiment, context, bus, [base], split=config.split, keep_messages=True)
-        status.ready(servers=found.urls, versions=1)
-        keys = wanted_keys(base.step, found.pool.sources, config)
-        todo = log.missing(keys, retry_failed=config.retry_failed)
-        found.log_start(len(keys), len(todo))
+        asked, found = await connect_to_play(
+            stack, experiment, context, bus, [base], log, split=config.split, keep_messages=True
+        )
+        status.ready(servers=found.urls if found is not None else [], versions=1)
+        keys = asked.keys[base]
         freeze_gc()  # environments and their packages are alive now, and stay
-        progress = Progress(metrics, len(keys), len(keys) - len(todo))
+        progress = Progress(metrics, asked.num, asked.num - asked.num_left)
         try:
-            await _play(experiment, found, log, todo, keys, progress)
+            await _play(experiment, found, log, asked.todo[base], keys, progress)
         except NothingPassesError as error:
             logger.error(str(error))
         log.sync()
@@ -69,7 +69,7 @@ async def synthesize(experiment: Experiment, context: RoleContext, bus: BusClien
 
 async def _play(
     experiment: Experiment,
-    found: Connected,
+    found: Connected | None,
     log: SampledLog,
     todo: Sequence[Key],
     keys: Sequence[Key],
@@ -94,18 +94,19 @@ async def _play(
                 "(synthesize.give_up_after)"
             )
 
-    player = Player(
-        found.pool,
-        found.servers,
-        log,
-        max_concurrent=config.max_concurrent,
-        is_api=found.is_api,
-        kind="synthesize",
-        on_end=ended,
-        make_record=sampled,
-    )
     progress.begin("synthesize", there)
-    await player.play(Version(0), todo)
+    if found is not None:
+        player = Player(
+            found.pool,
+            found.servers,
+            log,
+            max_concurrent=config.max_concurrent,
+            is_api=found.is_api,
+            kind="synthesize",
+            on_end=ended,
+            make_record=sampled,
+        )
+        await player.play(Version(0), todo)
     progress.ended_all()
 
 

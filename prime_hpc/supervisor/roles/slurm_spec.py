@@ -13,7 +13,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
+from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_roles, ready_timeout_s, servers_of
 from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference.backend import node_options
@@ -79,6 +79,8 @@ def slurm_specs(
     for group in sorted(placement.groups, key=lambda g: _ORDER.index(g.role)):
         if group.role == "orchestrator" and is_parent(experiment):
             continue  # each of its runs gets one, beside the supervisor, when the trainer takes it up
+        if group.role in ENGINE_ROLES and group.role not in engine_roles(experiment):
+            continue  # it has nothing left to ask them
         nodes = allocation.hosts[group.component]
         if group.first_node + group.num_nodes > len(nodes):
             logger.warning(
