@@ -60,6 +60,7 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
             on_end=progress.ended,
         )
         done: list[tuple[Version, Sequence[Key]]] = []
+        summary: dict[str, Any] = {}
         for version in versions:
             if todo[version]:
                 if not await found.servers.load_unless_gone(version):
@@ -69,7 +70,8 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
                 progress.ended_all()
             done.append((version, keys[version]))
             log.sync()
-            summary = summarize(done, log.records, config, settings, experiment.model.name)
+            known = summary.get("versions", ())
+            summary = summarize(done, log.records, config, settings, experiment.model.name, known)
             write_summary(context.run_dir, summary, table(summary))
             status.beat(step=progress.done)
         if not done:
