@@ -299,10 +299,13 @@ def test_for_a_word_to_the_hub_alone_the_other_clients_are_not_looked_at(bus, mo
         until(lambda: hub.num_clients == 30)
         hub.publish("pulse", n=1)
         assert all(client.wait("pulse", lambda m: m["n"] == 1, WAIT_S) for client in clients)
-        is_asked = Peer.wants_write.fget
-        thread = hub._thread.ident
-        asked = lambda peer: (threading.get_ident() == thread and looks.append(peer)) or is_asked(peer)  # noqa: E731
-        monkeypatch.setattr(Peer, "wants_write", property(asked))
+
+        def wants_write(peer):
+            if threading.get_ident() == hub._thread.ident:
+                looks.append(peer)
+            return bool(peer._unsent)
+
+        monkeypatch.setattr(Peer, "wants_write", property(wants_write))
         for n in range(1, 101):
             clients[n % 30].publish("status", n=n)
             until(lambda n=n: len(heard) == n)

@@ -23,8 +23,10 @@ from prime_hpc.store.run_dirs import read_json, read_rows
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
 """Keys that say where a run is: the two directories are named anyway."""
-_FIGURES = {"trainer": ("time/step", "loss", "tokens_per_s", "tokens_per_s_overall")}
-_FIGURES |= {"orchestrator": ("reward/mean", "tokens/sampled_per_second", "lag/mean")}
+_FIGURES: dict[str, Sequence[str]] = {
+    "trainer": ("time/step", "loss", "tokens_per_s", "tokens_per_s_overall"),
+    "orchestrator": ("reward/mean", "tokens/sampled_per_second", "lag/mean"),
+}
 """What is read of a role's steps; only a row with the first is that of one."""
 _LOCK_KEYS = ("python", "platform", "host", "cwd")
 Pair = tuple[Any, Any]
