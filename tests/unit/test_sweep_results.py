@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,12 @@ def test_of_long_runs_the_ends_of_all_files_are_read_before_all_of_one(
     losses = [{"step": step, "loss": 2.0, "time/step": 1.0} for step in range(1, 9001)]
     write_rows(sweep.dir / "a" / "metrics" / "trainer.jsonl", losses)
     read: list[bytes] = []
-    monkeypatch.setattr(run_progress, "parse_row", lambda line: read.append(line) or parse_row(line))
+
+    def parse(line: bytes) -> dict[str, Any] | None:
+        read.append(line)
+        return parse_row(line)
+
+    monkeypatch.setattr(run_progress, "parse_row", parse)
     assert results(sweep, Metric("loss", "min", 1))[0].value == 2.0
     assert sum(map(len, read)) < 600_000  # the ends of both; the orchestrator's rows are 430 kB
 

@@ -27,7 +27,7 @@ _FIGURES: dict[str, Sequence[str]] = {
     "trainer": ("time/step", "loss", "tokens_per_s", "tokens_per_s_overall"),
     "orchestrator": ("reward/mean", "tokens/sampled_per_second", "lag/mean"),
 }
-"""What is read of a role's steps; only a row with the first is that of one."""
+"""Metrics of each role's steps that are read; only a row with the first is a step's."""
 _LOCK_KEYS = ("python", "platform", "host", "cwd")
 Pair = tuple[Any, Any]
 
