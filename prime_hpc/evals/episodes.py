@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,14 +101,19 @@ def num_episodes(run_dir: Path) -> int:
 
 def read_records(path: Path) -> tuple[dict[Key, Record], int]:
     """All episodes of a file, one a key: one that is as it should be wins over a failed one, else the first.
-    Returns the episodes, and the bytes of whole lines: what is beyond them was cut off."""
+    Returns the episodes without their texts, and the bytes of whole lines: what is beyond them was cut off."""
     records: dict[Key, Record] = {}
     end = 0
     for record, start, length in read_lines(path, Record):
         end = start + length
         if record is not None and replaces(record, records.get(record.key)):
-            records[record.key] = record
+            records[record.key] = _without_texts(record)
     return records, end
+
+
+def _without_texts(record: Record) -> Record:
+    """Return what is counted of an episode: the texts of a million are more than a node's memory."""
+    return replace(record, prompt="", completion="")
 
 
 def replaces(record: Record, earlier: Record | None) -> bool:
@@ -155,7 +160,7 @@ def parse_record(line: bytes, record_type: type[Record]) -> Record | None:
 
 
 class EpisodeLog:
-    """The file of one run, opened for appending. `records` holds what was there and what was added."""
+    """The file of one run, opened for appending. `records` holds what was there and what was added, without texts."""
 
     record_type: type[Record] = Record
 
@@ -201,7 +206,7 @@ class EpisodeLog:
 
     def _index(self, record: Record, start: int) -> None:
         """Keep what is needed of an episode whose line begins at byte `start`."""
-        self.records[record.key] = record
+        self.records[record.key] = _without_texts(record)
 
     def sync(self) -> None:
         """Have everything on the disk. Raises as `add`."""

@@ -48,6 +48,7 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
         freeze_gc()  # environments and their packages are alive now, and stay
         progress = Progress(metrics, asked.num, asked.num - asked.num_left)
         done: list[tuple[Version, Sequence[Key]]] = []
+        summary: dict[str, Any] = {}
         for version in versions:
             keys = asked.keys[version]
             if found is not None and asked.todo[version]:
@@ -66,7 +67,8 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
                 progress.ended_all()
             done.append((version, keys))
             log.sync()
-            summary = summarize(done, log.records, config, settings, experiment.model.name)
+            known = summary.get("versions", ())
+            summary = summarize(done, log.records, config, settings, experiment.model.name, known)
             write_summary(context.run_dir, summary, table(summary))
             status.beat(step=progress.done)
         if not done:

@@ -91,19 +91,24 @@ def summarize(
     config: StandaloneEvalConfig,
     settings: Mapping[str, Any],
     model: str,
+    known: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the whole summary. `versions`: those done, each with the episodes that were asked of it."""
-    rows = []
-    for version, keys in versions:
-        there = [records[key] for key in keys if key in records]
+    """Return the whole summary.
+
+    Args:
+        versions: those done, each with the episodes that were asked of it.
+        known: `versions` of the summary before, of the first of them: intervals take seconds a version.
+    """
+    rows = list(known)
+    for version, keys in versions[len(known) :]:
+        there: dict[str, list[Record]] = defaultdict(list)
+        for record in (records[key] for key in keys if key in records):
+            there[record.env].append(record)
         environments = {
-            env.name or env.id: summarize_environment(
-                [record for record in there if record.env == (env.name or env.id)],
-                config,
-                config.ks(config.num_rollouts(env)),
-            )
+            name: summarize_environment(there[name], config, config.ks(config.num_rollouts(env)))
             | {"num_rollouts": config.num_rollouts(env)}
             for env in config.environments
+            for name in [env.name or env.id]
         }
         rows.append({"step": version.step, "label": version.label, "environments": environments})
     found = {

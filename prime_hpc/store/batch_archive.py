@@ -81,7 +81,8 @@ class RolloutArchiver:
         self._paths, self._incarnation = paths, incarnation
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._damaged: set[int] = set()
+        self._left: set[int] = set()
+        """Batches that stay as they are: damaged, or no attempt's. They are not read again after every step."""
         self._is_troubled = False
         self.num_bytes = [0, 0]
         """Before and after, of all batches archived so far."""
@@ -111,7 +112,7 @@ class RolloutArchiver:
             for step in list_steps(self._paths.rollouts):
                 if step > last or self._closing:
                     return
-                if step not in self._damaged:
+                if step not in self._left:
                     self._archive(step)
         except FencedError:
             return  # the training itself will say so
@@ -124,7 +125,8 @@ class RolloutArchiver:
         """Archive one batch; a damaged one stays, and is said once. Raises what is not the batch's own fault."""
         try:
             if self._incarnation and is_given(self._paths.rollouts_step(step)):
-                return  # an attempt that goes back trains on it again, and nobody makes it anew
+                self._left.add(step)  # an attempt that goes back trains on it again, and nobody makes it anew
+                return
             before, after = archive_batch(self._paths, step, self._incarnation)
         except FencedError:
             raise
@@ -133,7 +135,7 @@ class RolloutArchiver:
                 return  # `keep_rollouts` gave it up meanwhile
             if not isinstance(error, ArtifactError):
                 raise
-            self._damaged.add(step)
+            self._left.add(step)
             logger.warning(f"batch {step} is damaged and stays as it is: {error}")
             return
         self._is_troubled = False

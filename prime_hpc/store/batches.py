@@ -96,7 +96,13 @@ def _discard(paths: RunPaths, step: int, incarnation: int) -> None:
 
 
 def prune_batches(
-    paths: RunPaths, keep_last: int, trained: int, incarnation: int = 0, *, keep: Collection[int] = ()
+    paths: RunPaths,
+    keep_last: int,
+    trained: int,
+    incarnation: int = 0,
+    *,
+    keep: Collection[int] = (),
+    given: set[int] | None = None,
 ) -> list[int]:
     """Delete old batches; returns their steps. One process calls it: trainer rank 0, after a step of all ranks.
 
@@ -108,6 +114,7 @@ def prune_batches(
         keep_last: at least 1.
         trained: the step that was taken last.
         keep: steps of checkpoints that are still being written.
+        given: steps that are known to be no attempt's; those that are found are added. Else all are read each time.
 
     Raises:
         FencedError: a newer attempt has begun.
@@ -116,8 +123,10 @@ def prune_batches(
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, is {keep_last}: a checkpoint of the last step needs its batch")
     check_incarnation(paths, incarnation)
-    old = [step for step in list_batches(paths) if step <= trained - keep_last and step not in keep]
-    removed = [step for step in old if not (incarnation and is_given(paths.rollouts_step(step)))]
+    given = set() if given is None else given
+    old = [s for s in list_batches(paths) if s <= trained - keep_last and s not in keep and s not in given]
+    given.update(step for step in old if incarnation and is_given(paths.rollouts_step(step)))
+    removed = [step for step in old if step not in given]
     for step in removed:
         _discard(paths, step, incarnation)
     return removed

@@ -94,6 +94,8 @@ class Trainer:
     """Rank 0 only, with `trainer.log_tokens`."""
     packer: RolloutArchiver | None = None
     """Rank 0 only, with `orchestrator.compress_rollouts`."""
+    given: set[int] = field(default_factory=set)
+    """Batches that no attempt wrote, as far as `prune_rollouts` has met them."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
     """Of a `bench` run: every step's figures."""
     bench_setting: dict[str, str] = field(default_factory=dict)
@@ -225,7 +227,8 @@ class Trainer:
         config, keep = self.experiment.orchestrator, self.saver.steps_in_flight
         if config.keep_rollouts is not None:
             with if_removable("batches"):
-                prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
+                last, incarnation = config.keep_rollouts, self.context.incarnation
+                prune_batches(self.paths, last, step, incarnation, keep=keep, given=self.given)
         if config.compress_rollouts and self.packer is None:
             self.packer = RolloutArchiver(self.paths, self.context.incarnation)
         if self.packer is not None:

@@ -10,14 +10,14 @@ import importlib
 import json
 import os
 from collections import Counter, deque
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "PRIME_HPC_GROWTH"
 CONTAINERS = (dict, list, set, deque)
-LOOKS = 3
-STEPS = [20, 40, 60]
-"""When a role is looked at."""
+STEPS = [12, 24, 36, 48, 60]
+"""When a role is looked at: what goes up and down is above the look before four times in a row once in a hundred."""
 
 
 def limit_caches(most: int = 16) -> None:
@@ -33,8 +33,8 @@ class Growth:
     """Looks at this process now and then."""
 
     def __init__(self, steps: list[int]) -> None:
-        """`steps`: when to look, `LOOKS` of them, of equal distance."""
-        assert len(steps) == LOOKS, steps
+        """`steps`: when to look, at least three, of equal distance."""
+        assert len(steps) >= 3, steps
         self._steps, self._every = steps, steps[1] - steps[0]
         self._lengths: list[dict[int, int]] = []
         self._kept: list[Any] = []
@@ -45,7 +45,7 @@ class Growth:
 
     def look(self, step: int) -> None:
         """Look where it is time to."""
-        if len(self._lengths) == LOOKS or step < self._steps[len(self._lengths)]:
+        if len(self._lengths) == len(self._steps) or step < self._steps[len(self._lengths)]:
             return
         gc.unfreeze()
         gc.collect()
@@ -59,28 +59,30 @@ class Growth:
             self._kept = list(containers.values())
         kept = {id(one) for one in self._kept}
         self._lengths.append({number: len(one) for number, one in containers.items() if number in kept})
-        if len(self._lengths) == LOOKS:
+        if len(self._lengths) == len(self._steps):
             self.found = [*self._containers(containers), *self._types()]
             self._kept.clear()
 
     def _containers(self, containers: dict[int, Any]) -> list[str]:
-        first, second, third = self._lengths
         grown = [
-            (number, first[number], third[number])
-            for number in first.keys() & second.keys() & third.keys()
-            if min(second[number] - first[number], third[number] - second[number]) >= self._every
+            number
+            for number in set.intersection(*map(set, self._lengths))
+            if self._has_grown([lengths[number] for lengths in self._lengths])
             and getattr(containers[number], "maxlen", None) is None
         ]
-        return [f"{_owner(containers[number])}: {begin} entries, then {end}" for number, begin, end in grown]
+        first, last = self._lengths[0], self._lengths[-1]
+        return [f"{_owner(containers[number])}: {first[number]} entries, then {last[number]}" for number in grown]
 
     def _types(self) -> list[str]:
-        first, second, third = self._counts
+        first, last = self._counts[0], self._counts[-1]
         return [
-            f"objects of {name}: {first[name]}, then {third[name]}"
-            for name in third
-            if name.startswith("prime_hpc.")
-            and min(second[name] - first[name], third[name] - second[name]) >= self._every
+            f"objects of {name}: {first[name]}, then {last[name]}"
+            for name in last
+            if name.startswith("prime_hpc.") and self._has_grown([counts[name] for counts in self._counts])
         ]
+
+    def _has_grown(self, sizes: list[int]) -> bool:
+        return all(after - before >= self._every for before, after in pairwise(sizes))
 
 
 def _name(kind: type) -> str:

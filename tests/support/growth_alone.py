@@ -37,7 +37,7 @@ def a_supervisor(run_dir: Path) -> list[str] | None:
 def environments(tokenizer_dir: Path) -> list[str] | None:
     """Of which sixteen episodes are played a step."""
     limit_caches()
-    growth = Growth([10, 30, 50])
+    growth = Growth([10, 20, 30, 40, 50])
     world = World(PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), tokenizer_dir)
 
     async def play() -> None:

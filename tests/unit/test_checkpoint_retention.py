@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prime_hpc.store import batch_archive, batches
 from prime_hpc.store.artifact import FencedError, StoreError
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
@@ -173,6 +174,27 @@ def test_batches_that_somebody_put_there_stay(paths: RunPaths) -> None:
     for step in (4, 5):
         write_batch(paths, step, [RankBatch.empty(1)], state={"step": step}, incarnation=number)
     assert prune_batches(paths, 1, trained=5, incarnation=number) == [4] and list_batches(paths) == [1, 2, 3, 5]
+
+
+def test_batches_that_somebody_put_there_are_read_once(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer looks after every step: of 100,000 recorded batches each look would read all that it has passed."""
+    for step in range(1, 9):
+        write_batch(paths, step, [RankBatch.empty(1)], state={"step": step})
+    number, given = claim_incarnation(paths), set[int]()
+    read: list[Path] = []
+
+    def is_given(directory: Path) -> bool:
+        read.append(directory)
+        return batches.read_manifest(directory).incarnation == 0
+
+    for module in (batches, batch_archive):
+        monkeypatch.setattr(module, "is_given", is_given)
+    packer = batch_archive.RolloutArchiver(paths, number)
+    for step in range(3, 9):
+        assert prune_batches(paths, 1, trained=step, incarnation=number, given=given) == []
+        packer._run(step - 1)
+    packer._run(7)
+    assert len(read) == 14 and given == set(range(1, 8))
 
 
 def test_old_batches_go_only_when_nothing_needs_them(paths: RunPaths) -> None:

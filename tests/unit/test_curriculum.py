@@ -85,6 +85,21 @@ def test_the_latest_group_decides_the_pool() -> None:
         assert (row["a/easy"], row["a/hard"]) == sizes
 
 
+def test_pools_of_a_million_tasks_are_stored_in_little_with_every_batch() -> None:
+    num_tasks = 1_000_000
+    old = {"0": {"walk": 7, "easy": list(range(0, num_tasks, 3)), "hard": list(range(1, num_tasks, 3))}}
+    sampler, again = (DifficultyPool(SamplerConfig.model_validate(POOLS), NAMES) for _ in range(2))
+    sampler.load_state_dict(old)  # as version 0.1.0 wrote it: 4.6 MB
+    text = json.dumps(sampler.state_dict())
+    assert len(text) < 400_000
+    again.load_state_dict(json.loads(text))
+    row = again.metrics()
+    assert (row["a/easy"], row["a/hard"]) == (333_334, 333_333) and again.state_dict() == sampler.state_dict()
+    again.observe(completed(0, [0.0, 0.0]))
+    again.observe(completed(num_tasks + 5, [1.0, 1.0]))
+    assert [again._pools[0].of(task) for task in (0, 1, 2, 3, num_tasks, num_tasks + 5)] == [2, 2, 0, 1, 0, 1]
+
+
 def test_a_draw_ends_where_every_task_is_easy() -> None:
     for num_tasks in (5, MAX_SKIPS + 500):
         sampler = DifficultyPool(SamplerConfig.model_validate({**POOLS, "easy_probability": 0.0}), NAMES)

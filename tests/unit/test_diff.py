@@ -1,6 +1,7 @@
 """`prime-hpc diff`: runs made by the product's own writers, compared by the product."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from prime_hpc.evals.summary import summarize, write_summary
 from prime_hpc.evals.versions import Version
 from prime_hpc.launch.monitor.diff import beside, compare_runs, differences, flatten, run_figures
 from prime_hpc.observe.metrics import MetricsWriter
+from tests.support.metric_rows import write_rows
 
 
 def make(path: Path, *flags: str, rewards: list[float] | None = None) -> Path:
@@ -40,6 +42,20 @@ def test_flatten_and_differences() -> None:
         "zero": {"a": 0.0, "b": 1.0, "ratio": None},
         "only": {"a": 1.0, "b": None, "ratio": None},
     }
+
+
+def test_of_the_metrics_of_a_long_run_only_what_is_compared_is_held(tmp_path: Path) -> None:
+    run = make(tmp_path / "long")
+    others = {f"phase/{i}": i / 7 for i in range(100)}
+    both = {"time/step": 2.0, "loss": 1.0, "reward/mean": 0.5, "lag/mean": 1.0}
+    for role in ("trainer", "orchestrator"):
+        write_rows(run / "metrics" / f"{role}.jsonl", [{"step": step, **both, **others} for step in range(1, 2001)])
+    run_figures(tmp_path)  # what it needs is imported
+    tracemalloc.start()
+    figures = run_figures(run)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert figures["steps"] == 2000 and figures["loss (last step)"] == 1.0 and most < 4e6  # all values: 20 MB a file
 
 
 def test_two_evaluations(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
+from prime_hpc.evals import summary
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.connect import _subscribe_to_servers
 from prime_hpc.evals.episodes import (
@@ -219,6 +220,19 @@ def test_every_key_has_one_score(paths: RunPaths) -> None:
     assert read_records(log.path)[0].keys() == records.keys()
 
 
+def test_the_texts_of_episodes_are_on_the_disk_and_not_in_memory(paths: RunPaths) -> None:
+    """Those of a million are tens of gigabytes."""
+    log = EpisodeLog(paths, 1)
+    log.add(episode(0, prompt="p" * 1000, completion="c" * 1000))
+    log.close()
+    assert json.loads(log.path.read_text())["completion"] == "c" * 1000
+    again = EpisodeLog(paths, 1)
+    again.close()
+    for held in (log.records, again.records, read_records(log.path)[0]):
+        [kept] = held.values()
+        assert (kept.prompt, kept.completion, kept.reward) == ("", "", 1.0)
+
+
 def test_an_episode_with_half_a_surrogate_pair_is_kept(paths: RunPaths) -> None:
     """An environment's message quotes what it read from a model's JSON."""
     log = EpisodeLog(paths, 1)
@@ -314,12 +328,16 @@ def test_an_api_that_does_not_answer_in_time_counts_as_failed_and_is_asked_again
     log.close()
 
 
-def test_summary_table_and_picture(tmp_path: Path) -> None:
+def test_summary_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = StandaloneEvalConfig(environment_ids=["e"], num_resamples=200)
     keys = {step: [Key(step, "e", task, 0) for task in range(4)] for step in (0, 10)}
     records = {k: episode(k.task, reward=float(k.task < k.step), step=k.step) for step in keys for k in keys[step]}
     versions = [(Version(0), keys[0]), (Version(10, Path("w")), keys[10])]
     found = summarize(versions, records, config, {}, "model")
+    first = summarize(versions[:1], records, config, {}, "model")
+    assert summarize(versions, records, config, {}, "model", first["versions"]) == found
+    monkeypatch.setattr(summary, "summarize_environment", lambda *_: pytest.fail("it is known"))
+    assert summarize(versions[:1], {}, config, {}, "model", first["versions"]) == first
     assert [v["environments"]["e"]["avg"]["value"] for v in found["versions"]] == [0.0, 1.0]
     shown = table(found)
     assert "base" in shown[1] and "step 10" in shown[2] and "1.0000" in shown[2]

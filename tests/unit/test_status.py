@@ -20,6 +20,7 @@ from prime_hpc.launch.monitor.status import PatientAsk, collect, status_of
 from prime_hpc.observe.console import Console
 from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.store.run_dirs import list_runs
+from tests.support.metric_rows import trainer_row, write_rows
 from tests.support.status_run import Run, answering, job
 
 NOW = time.time()
@@ -460,6 +461,9 @@ def test_only_the_end_of_a_long_metrics_file_is_read(run: Run) -> None:
     rows = tail_rows(run.path / "metrics" / "trainer.jsonl", num_bytes=4000)
     assert rows[-1]["step"] == 3000 and 20 < len(rows) < 100
     assert tail_rows(run.path / "absent") == []
+    wide = {f"env/dataset_{i}/metric": 0.5 for i in range(200)}
+    write_rows(run.path / "metrics" / "wide.jsonl", [trainer_row(step) | wide for step in (1, 2)])
+    assert [row["step"] for row in tail_rows(run.path / "metrics" / "wide.jsonl", num_bytes=4000)][-1:] == [2]
 
 
 def test_checkpoint_and_logs(run: Run) -> None:

@@ -16,7 +16,7 @@ from prime_hpc.store.io import files
 from prime_hpc.store.messaging import last_words
 from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import BusClient, BusServer
-from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.messaging.json_lines import Peer, parse_address
 from prime_hpc.store.messaging.run_bus import RunBusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
@@ -288,6 +288,32 @@ def test_a_client_that_never_reads_does_not_slow_the_others(hub, bus):
             if step % 50 == 49:
                 assert one.wait("batch", lambda m, step=step: m["step"] == step, WAIT_S)
         until(lambda: hub.num_clients == 1)  # the one that never read was let go
+
+
+def test_for_a_word_to_the_hub_alone_the_other_clients_are_not_looked_at(bus, monkeypatch):
+    """Of 2,000 ranks a word comes every few milliseconds: to look at them all for each took most of a core."""
+    heard, looks = [], []
+    hub = BusServer(on_message=lambda topic, payload: heard.append(payload))
+    try:
+        clients = [bus(hub.address) for _ in range(30)]
+        until(lambda: hub.num_clients == 30)
+        hub.publish("pulse", n=1)
+        assert all(client.wait("pulse", lambda m: m["n"] == 1, WAIT_S) for client in clients)
+
+        def wants_write(peer):
+            if threading.get_ident() == hub._thread.ident:
+                looks.append(peer)
+            return bool(peer._unsent)
+
+        monkeypatch.setattr(Peer, "wants_write", property(wants_write))
+        for n in range(1, 101):
+            clients[n % 30].publish("status", n=n)
+            until(lambda n=n: len(heard) == n)
+        assert len(looks) < 300  # it was 3,000
+        hub.publish("pulse", n=2)
+        assert all(client.wait("pulse", lambda m: m["n"] == 2, WAIT_S) for client in clients)
+    finally:
+        hub.close()
 
 
 def test_dead_clients_are_forgotten(hub, bus):

@@ -1,14 +1,19 @@
 """What of a sweep waits for what: the throttle of arrays, lanes of het jobs, over several submits."""
 
 import json
+import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.submission import submit as submit_run
-from prime_hpc.launch.sweep.state import read_sweep
+from prime_hpc.launch.sweep.queue import _lanes
+from prime_hpc.launch.sweep.state import SubmitRow, read_sweep
 from prime_hpc.slurm.submission_record import check_in
 from prime_hpc.store.run_dirs import read_record
 from prime_hpc.store.run_paths import RunPaths
@@ -132,6 +137,21 @@ def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
         slurm.forget(ids[index])
     submit(write_sweep(folder, "seeds: 7\nlanes: 2\n"))
     assert [job["dependency"] for job in slurm.jobs()[1:]] == [None, f"afterany:{ids[3]}"]
+
+
+def test_many_points_go_into_many_lanes_by_a_few_calls_each() -> None:
+    jobs: list[Any] = [(SimpleNamespace(row=SimpleNamespace(index=n), sent=None), None) for n in range(400)]
+    live = [SubmitRow("t", "job", "sent", 0.0, [n], job_id=str(n), lane=n) for n in (0, 1, 1, 3)]
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    try:
+        parts = _lanes(jobs, live, 200, before=0)
+    finally:
+        sys.setprofile(None)
+    assert [part.lane for part in parts[:198]] == [2, *range(4, 200), 0]  # the empty ones, then the shorter ones
+    assert [part.lane for part in parts[198:200]] == [3, 2] and parts[199].after_part == 0
+    assert [part.after for part in parts[197:199]] == [["0"], ["3"]]
+    assert calls["call"] < 20 * len(jobs)  # with a look at every lane for every job it was 80,000
 
 
 def test_a_lanes_tail_is_the_job_sent_last_whatever_the_clocks_of_hosts_say(slurm: FakeSlurm, folder: Path) -> None:

@@ -2,16 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_hpc.config import ConfigError
+from prime_hpc.launch.monitor import run_progress
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.sweep.plot import curves, draw
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.results import Metric, choose_metric, collect_results, over_seeds, read_series
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import PointRow, Sweep
+from prime_hpc.observe.metrics import parse_row
+from tests.support.metric_rows import write_rows
 
 REWARD = Metric("reward/mean", "max", 2)
 
@@ -86,6 +90,24 @@ def test_torn_lines_and_values_that_are_no_numbers(sweep: Sweep) -> None:
 def test_trainer_metrics_are_found(sweep: Sweep) -> None:
     add(sweep, "a", [{"step": 1, "loss": 2.0, "time/step": 1.0}, {"step": 2, "loss": 1.0, "time/step": 1.0}], "trainer")
     assert results(sweep, Metric("loss", "min", 1))[0].value == 1.0
+
+
+def test_of_long_runs_the_ends_of_all_files_are_read_before_all_of_one(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss is the trainer's: it was looked for in all that the orchestrator had written."""
+    add(sweep, "a", rewards(*[0.5] * 9000))
+    losses = [{"step": step, "loss": 2.0, "time/step": 1.0} for step in range(1, 9001)]
+    write_rows(sweep.dir / "a" / "metrics" / "trainer.jsonl", losses)
+    read: list[bytes] = []
+
+    def parse(line: bytes) -> dict[str, Any] | None:
+        read.append(line)
+        return parse_row(line)
+
+    monkeypatch.setattr(run_progress, "parse_row", parse)
+    assert results(sweep, Metric("loss", "min", 1))[0].value == 2.0
+    assert sum(map(len, read)) < 600_000  # the ends of both; the orchestrator's rows are 430 kB
 
 
 def test_a_point_of_many_runs_has_the_mean_of_theirs(sweep: Sweep) -> None:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,7 @@ def _text_logprobs(made: Completion, num_top: int | None, reader: Reader, chat: 
     if chat:
         rows = zip(pieces, made.drawn, strict=True)
         return {"content": [_chat_row(piece, drawn, reader) for piece, drawn in rows]}
-    offsets = [sum(map(len, pieces[:i])) for i in range(len(pieces))]
+    offsets = list(accumulate(map(len, pieces), initial=0))[:-1]
     tops = [{reader.piece(token): finite(value) for token, value, _ in drawn.top} for drawn in made.drawn]
     return {
         "tokens": pieces,

@@ -15,7 +15,7 @@ from prime_hpc.config.secret import Secret, anchored, hide
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.summary import SUMMARY
 from prime_hpc.launch.monitor.run_facts import number
-from prime_hpc.launch.monitor.run_progress import tail_json
+from prime_hpc.launch.monitor.run_progress import iterate_json
 from prime_hpc.observe.bench import read_figures
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated
@@ -23,6 +23,11 @@ from prime_hpc.store.run_dirs import read_json, read_rows
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
 """Keys that say where a run is: the two directories are named anyway."""
+_FIGURES: dict[str, Sequence[str]] = {
+    "trainer": ("time/step", "loss", "tokens_per_s", "tokens_per_s_overall"),
+    "orchestrator": ("reward/mean", "tokens/sampled_per_second", "lag/mean"),
+}
+"""Metrics of each role's steps that are read; only a row with the first is a step's."""
 _LOCK_KEYS = ("python", "platform", "host", "cwd")
 Pair = tuple[Any, Any]
 
@@ -107,8 +112,7 @@ def run_figures(run: Path) -> dict[str, float | None]:
     trainer and engines, staleness; scores of an evaluation; attempts, hours, and the share of the time from the first
     start to the last end in which the trainer trained.
     """
-    trainer = list(by_step(metrics_file(run, "trainer"), "time/step").values())
-    rollouts = list(by_step(metrics_file(run, "orchestrator"), "reward/mean").values())
+    trainer, rollouts = (_by_step(metrics_file(run, role), keys) for role, keys in _FIGURES.items())
     figures: dict[str, float | None] = {"steps": float(len(trainer))}
     figures["reward (last step)"] = _last(rollouts, "reward/mean")
     figures["reward (mean of last 10)"] = _mean(_values(rollouts[-10:], "reward/mean"))
@@ -125,22 +129,22 @@ def run_figures(run: Path) -> dict[str, float | None]:
     return {key: value for key, value in figures.items() if value is not None}
 
 
-def by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
-    """Rows of a metrics file that have `key`, by ascending step: of a run that went back to a checkpoint, those since
-    then."""
+def _by_step(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a metrics file that have the first of `keys`, as far as these, by ascending step: of a run that went back
+    to a checkpoint, those since then."""
     rows: dict[int, dict[str, Any]] = {}
-    for row in tail_json(path, None):
-        if key in row:
+    for row in iterate_json(path):
+        if keys[0] in row:
             while rows and next(reversed(rows)) >= row["step"]:
                 rows.popitem()
-            rows[row["step"]] = row
-    return rows
+            rows[row["step"]] = {key: row[key] for key in ("step", *keys) if key in row}
+    return list(rows.values())
 
 
 def _evaluations(run: Path, last: int | None) -> dict[str, float | None]:
     """Return the newest scores; none of a version that the run, of `last` steps, went back behind."""
     rows: dict[str, dict[int, float]] = {}
-    for row in tail_json(metrics_file(run, "orchestrator"), None):
+    for row in iterate_json(metrics_file(run, "orchestrator")):
         for key, value in row.items() if last is None or row["step"] <= last else ():
             if (env := evaluated(key)) and _is_number(value):
                 rows.setdefault(env, {})[row["step"]] = float(value)

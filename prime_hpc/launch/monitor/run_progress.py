@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,28 @@ def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     return [newest[step] for step in sorted(newest) if step <= last]
 
 
-def tail_json(path: Path, num_bytes: int | None) -> list[dict[str, Any]]:
-    """Return the JSON objects with a `step` in the end of a file (None: in all of it); torn lines are left out, an
-    absent file has none."""
+def tail_json(path: Path, num_bytes: int) -> list[dict[str, Any]]:
+    """Return the JSON objects with a `step` in the end of a file: at least one, where there is one, for of a hundred
+    environments a row is long. Torn lines are left out, an absent file has none."""
     try:
         with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - num_bytes) if num_bytes is not None else 0
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
             file.seek(start)
             lines = file.read(num_bytes).splitlines()
     except OSError:
         return []
-    found = (parse_row(line) for line in (lines[1:] if start else lines))
-    return [row for row in found if row is not None and isinstance(row.get("step"), int)]
+    found = list(_with_step(lines[1:] if start else lines))
+    return found if found or not start else tail_json(path, 8 * num_bytes)
+
+
+def iterate_json(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield those of the whole file, one at a time: all rows of a hundred thousand steps take gigabytes."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        yield from _with_step(file)
+
+
+def _with_step(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    return (row for row in map(parse_row, lines) if row is not None and isinstance(row.get("step"), int))
 
 
 def add_service(status: RunStatus, path: Path) -> None:

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heapreplace
 from typing import Any, get_args
 
 from prime_hpc.config import ConfigError, Experiment, Problem
@@ -183,16 +184,18 @@ def _lanes(
         tails[lane] = str(row.job_id)
     parts: list[Part] = []
     last: dict[int, int] = {}
+    # the shortest first, of those as long as each other that whose last job was sent earlier
+    waiting = [(queued[lane], -1, lane) for lane in range(count)]
+    heapify(waiting)
     for job, placement in sorted(jobs, key=lambda pair: pair[0].row.index):
-        # of two lanes as long as each other that whose last job was sent earlier
-        lane = min(range(count), key=lambda lane: (queued[lane], last.get(lane, -1), lane))
+        length, _, lane = waiting[0]
         part = Part([job], placement, job.sent, lane=lane)
         if lane in last:
             part.after_part = last[lane]
         elif lane in tails:
             part.after = [tails[lane]]
-        queued[lane] += 1
         last[lane] = before + len(parts)
+        heapreplace(waiting, (length + 1, last[lane], lane))
         parts.append(part)
     return parts
 

@@ -3,19 +3,20 @@
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.experiment import ALONE
 from prime_hpc.launch.monitor.run_facts import FINAL
-from prime_hpc.launch.monitor.run_progress import tail_json
+from prime_hpc.launch.monitor.run_progress import iterate_json, tail_json
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
@@ -175,22 +176,33 @@ def read_series(
     """Return a metric of a run by step, as it stands after restarts; values that are not finite are left out.
 
     Args:
-        num_bytes: read only so much of the end of the file; all of it where the metric is not found there.
+        num_bytes: read only so much of the end of each file; all of them where the metric is in none.
         seen: receives the names of all numeric metrics that were read.
     """
-    for role in _FILES:
-        path = metrics_file(run_dir, role)
-        for limit in (num_bytes, None) if num_bytes is not None else (None,):
-            rows = tail_json(path, limit)
-            if seen is not None:
-                seen.update(key for row in rows[-50:] for key in row if key not in ("step", "time"))
-            last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(STEP_KEYS)), None)
-            values = {row["step"]: row[metric] for row in rows if _is_number(row.get(metric))}
-            # steps above the newest row's belong to an earlier attempt that went back to a checkpoint
-            steps = sorted(step for step in values if last is None or step <= last)
-            if steps:
-                return steps, [float(values[step]) for step in steps]
+    files = [metrics_file(run_dir, role) for role in _FILES]
+    tails = (tail_json(path, num_bytes) for path in files if num_bytes is not None)
+    for rows in chain(tails, map(iterate_json, files)):
+        found = _series(rows, metric, seen)
+        if found[0]:
+            return found
     return [], []
+
+
+def _series(rows: Iterable[dict[str, Any]], metric: str, seen: set[str] | None) -> tuple[list[int], list[float]]:
+    newest: deque[dict[str, Any]] = deque(maxlen=50)
+    values: dict[int, float] = {}
+    last: int | None = None
+    for row in rows:
+        newest.append(row)
+        if not row.keys().isdisjoint(STEP_KEYS):
+            last = row["step"]
+        if _is_number(row.get(metric)):
+            values[row["step"]] = float(row[metric])
+    if seen is not None:
+        seen.update(key for row in newest for key in row if key not in ("step", "time"))
+    # steps above the newest row's belong to an earlier attempt that went back to a checkpoint
+    steps = sorted(step for step in values if last is None or step <= last)
+    return steps, [values[step] for step in steps]
 
 
 def _is_number(value: Any) -> bool:

@@ -122,6 +122,10 @@ class BusServer:
         self._latest: LastWords[tuple[Payload, bytes]] = LastWords()
         self._sequence = 0
         self._peers: dict[socket.socket, Peer] = {}
+        self._has_news = False
+        """Lines were queued: all peers are looked at, thousands, which is not done for every word that one says."""
+        self._writing: set[socket.socket] = set()
+        """Peers that the selector watches for room to write."""
         self._closing = threading.Event()
         self._waker = _Waker()
         self._thread = threading.Thread(target=self._run, name="bus-hub", daemon=True)
@@ -154,6 +158,7 @@ class BusServer:
             line = encode({"topic": topic, "payload": payload, "hub": self._id, "seq": self._sequence})
             self._latest.keep(topic, payload, (payload, line))
             slow = [peer for peer in self._peers.values() if not peer.queue(line)]
+            self._has_news = True
         for peer in slow:  # shut down here, removed by the hub's thread; the client comes back and gets the latest
             with contextlib.suppress(OSError):
                 peer.sock.shutdown(socket.SHUT_RDWR)
@@ -184,10 +189,13 @@ class BusServer:
             self._waker.close()
 
     def _turn(self, selector: selectors.BaseSelector, timeout: float) -> None:
-        for sock, peer in self._peers.items():
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
-            if selector.get_key(sock).events != wanted:
-                selector.modify(sock, wanted)
+        with self._lock:
+            has_news, self._has_news = self._has_news, False
+        for sock in list(self._peers if has_news else self._writing):
+            wants_write = self._peers[sock].wants_write
+            if wants_write != (sock in self._writing):
+                selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_write else 0))
+                self._writing ^= {sock}
         for key, events in selector.select(timeout):
             if key.fileobj is self._waker.reader:
                 self._waker.drain()
@@ -211,7 +219,8 @@ class BusServer:
             for _, line in self._latest:
                 peer.queue(line)
             self._peers[sock] = peer
-        selector.register(sock, selectors.EVENT_READ)
+        selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        self._writing.add(sock)
 
     def _serve(self, selector: selectors.BaseSelector, sock: socket.socket, events: int) -> None:
         peer = self._peers[sock]
@@ -241,6 +250,7 @@ class BusServer:
 
     def _drop(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
         selector.unregister(sock)
+        self._writing.discard(sock)
         with self._lock:
             peer = self._peers.pop(sock)
         peer.close()
