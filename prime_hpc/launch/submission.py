@@ -227,8 +227,8 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
     if info is not None and info.cannot_start:
         print(
             f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): its partition, account or QOS "
-            "does not have or allow what it asks for. "
-            f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for what they do",
+            "does not have or allow what it asks for, or the job that it depends on ended otherwise. "
+            f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for something else",
             file=sys.stderr,
         )
     return follow_job(job_id, log) if follow else 0

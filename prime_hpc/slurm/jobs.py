@@ -37,9 +37,10 @@ _VAGUE = ("Priority", "Resources", "Dependency")
 """Reasons that another component's outweighs."""
 _NEVER = re.compile(
     "(Partition(Config|NodeLimit|TimeLimit)|BadConstraints|(Account|QOS)NotAllowed|Invalid(Account|QOS)"
-    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+)"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+|DependencyNeverSatisfied"
+    "|.* not permitted to use this partition.*)"
 )
-"""Reasons of waiting jobs that time does not mend."""
+"""Reasons of waiting jobs that time does not mend; accounts and QOS that a partition refuses come as a sentence."""
 _FIELDS = (
     *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
     *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),
@@ -81,6 +82,11 @@ class JobInfo:
     def is_pending(self) -> bool:
         """True if it holds no node yet."""
         return self.state in _PENDING
+
+    @property
+    def is_held(self) -> bool:
+        """True if it waits to be let go: its user held it, or Slurm after a prolog failed."""
+        return self.is_pending and ("held" in self.reason.lower() or self.state.endswith("_HOLD"))
 
     @property
     def cannot_start(self) -> bool:

@@ -430,7 +430,8 @@ def _apply_restart_policy(
     if mode == "successor" and (successor := (read_record(run_dir) or SubmissionRecord()).get("successor")):
         leave_out([], successor, bad, num_nodes)
     if not return_to_queue(allocation.job_id, mode, num_nodes, bad, restarts=allocation.restarts) and not is_queued:
-        _note(paths, {**last, "next": None})
+        why = "Slurm did not requeue the job (see logs/supervisor.log); slurm.restart.how: successor needs no requeue"
+        _note(paths, {**last, "next": None, "cause": f"{last['cause']}; {why}"})
         return code or 1
     return EXIT_AGAIN
 

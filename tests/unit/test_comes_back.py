@@ -135,12 +135,13 @@ class Run:
         self.dir = run_dir(self.config)
         self.rows = self.dir / "attempts.jsonl"
         self.requeued: list[str] = []
+        self.is_refused = False
         monkeypatch.setattr(main, "return_to_queue", self._requeue)
         monkeypatch.setattr("prime_hpc.supervisor.attempt.early_end.return_to_queue", self._requeue)
 
     def _requeue(self, job_id: str, *_: object, **__: object) -> bool:
         self.requeued.append(job_id)
-        return True
+        return not self.is_refused
 
     def end(self, own: Attempt, code: int, controls: Controls | None = None) -> int:
         return _apply_restart_policy(load_run(self.dir), self.dir, JOB, code, own, controls)
@@ -159,6 +160,14 @@ def test_an_attempt_that_a_newer_one_has_overtaken_decides_nothing(run: Run, is_
     before = run.rows.read_bytes()
     assert run.end(own, 1) == EXIT_AGAIN
     assert run.requeued == [] and run.rows.read_bytes() == before
+
+
+def test_a_run_whose_requeue_slurm_refuses_says_so(run: Run) -> None:
+    """At a site whose job_submit plugin switches them off; the cause alone named the warning of the time limit."""
+    run.is_refused = True
+    assert run.end(ended(run.config, exit_code=0), 0) == 1 and run.requeued == ["100"]
+    row = read_one(run.rows)
+    assert row.next is None and "Slurm did not requeue the job" in (row.cause or "")
 
 
 def test_pods_are_not_told_that_the_run_is_over_by_an_attempt_that_a_newer_one_has_overtaken(run: Run) -> None:

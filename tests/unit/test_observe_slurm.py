@@ -219,6 +219,12 @@ def test_folded_states(states: list[str], folded: str) -> None:
 def test_the_telling_reason_counts() -> None:
     parts = [JobInfo("5+0", "PENDING", "Priority"), JobInfo("5+1", "PENDING", "PartitionConfig")]
     assert fold(parts)["5"].reason == "PartitionConfig" and fold(parts)["5"].cannot_start
+    for never in (
+        "Job's account not permitted to use this partition (gpu allows good not bad)",
+        "Job's QOS not permitted to use this partition (gpu denies fast including fast)",
+        "DependencyNeverSatisfied",
+    ):
+        assert JobInfo("5", "PENDING", never).cannot_start
     mended_by_time = ("QOSMaxJobsPerUserLimit", "QOSMaxGRESPerUser", "AssocMaxJobsLimit", "AssocGrpGRES", "Resources")
     assert not any(JobInfo("5", "PENDING", reason).cannot_start for reason in mended_by_time)
 

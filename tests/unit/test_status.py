@@ -61,6 +61,9 @@ def test_roles_started_by_hand(tmp_path: Path) -> None:
     [
         ({}, [job("PENDING", reason="Resources")], None, "pending", "Resources"),
         ({}, [job("PENDING", reason="JobHeldUser")], None, "pending", "scontrol release"),
+        ({}, [job("PENDING", reason="launch failed requeued held")], None, "pending", "scontrol release"),
+        ({}, [job("RESV_DEL_HOLD", reason="ReservationDeleted")], None, "pending", "scontrol release"),
+        ({}, [job("PENDING", reason="JobHeldAdmin")], None, "pending", "staff alone"),
         ({}, [job("PENDING", reason="AssocMaxWallDurationPerJobLimit")], None, "pending", "prime-hpc cancel"),
         ({}, [job("CONFIGURING")], None, "starting", "configuring"),
         ({}, [job("RUNNING")], None, "starting", ""),

@@ -368,8 +368,10 @@ def _take_job(status: RunStatus, job: "JobInfo") -> None:
 
 def _why_pending(job: "JobInfo") -> str:
     remedy = " (Slurm cannot start it as it is: `prime-hpc cancel`, ask otherwise)" if job.cannot_start else ""
-    if "Held" in job.reason or job.state == "REQUEUE_HOLD":
-        remedy = " (held: `scontrol release` lets it go)"
+    if job.reason == "JobHeldAdmin":
+        remedy = " (held by the site: its staff alone can let it go)"
+    elif job.is_held:
+        remedy = f" (held: `scontrol release {job.job_id}` lets it go)"
     return (job.reason or ("" if job.state == "PENDING" else job.state)) + remedy
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.store.io import files
-from prime_hpc.store.messaging import sockets
 from prime_hpc.store.run_dirs import read_json
 from prime_hpc.supervisor.preflight import rules
 from prime_hpc.supervisor.preflight.launcher import Message, RunStep, Step, Steps
@@ -266,7 +265,6 @@ class FactsRound:
             problems += self._late(host, by_host[host], bounds, facts)
             shared = [*node.shared, *facts.pop("shared", [])]
             verdicts.append(NodeVerdict(host, not problems, problems, shared, facts))
-        self._address_warnings(verdicts)
         return verdicts
 
     def _looked_for(self, reader: str, writer: str, bounds: dict[str, rules.Bounds]) -> bool:
@@ -325,13 +323,3 @@ class FactsRound:
                 warning = f"it saw the file of {worst.writer} about {about:.1f} s late"
                 facts["warnings"] = [*facts.get("warnings", []), warning]
         return problems
-
-    def _address_warnings(self, verdicts: list[NodeVerdict]) -> None:
-        """Warn of nodes whose own name resolves to their loopback: gloo cannot reach them from another machine."""
-        machines = {tuple(v.facts.get("names", [v.host])[-1:]) for v in verdicts}
-        for verdict in verdicts if len(machines) > 1 else []:
-            if sockets.is_loopback(str(verdict.facts.get("address", ""))):
-                text = (
-                    f"its own name resolves to {verdict.facts['address']}: gloo may need the site's network_interface"
-                )
-                verdict.facts.setdefault("warnings", []).append(text)
