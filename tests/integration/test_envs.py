@@ -69,6 +69,7 @@ def test_single_turn_is_token_exact_and_scored(world: World) -> None:
     assert world.tokenizer.decode(request["token_ids"]) == expected
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingConfig(temperature=0.0, max_tokens=9, top_k=5, extra={"min_tokens": 2})
     world.play(EnvConfig(id="reverse-text"), api_key="secret", sampling=sampling)
@@ -107,6 +108,7 @@ def test_versions_of_a_reply_across_a_weight_update(world: World) -> None:
     assert sample.min_version == 3
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_episodes_that_nobody_trains_on_bring_the_versions_of_their_tokens_alone(world: World) -> None:
     world.script = lambda prompt, number: Reply("guess it is 1", spans=[("3", 0, 4), ("4", 4, None)])
     (result,) = world.play(EnvConfig(id="reverse-text"), keep_samples=False)

@@ -159,6 +159,7 @@ def test_a_template_without_a_renderer_writes_images_itself(tmp_path: Path) -> N
         World(tokenizer, folder).play(EnvConfig(id="tests.support.album"), vision=True, renderer="default")
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_workers_play_the_same(world: World) -> None:
     world.script = lambda prompt, number: "red 2"
     env: dict[str, Any] = {"id": "shapes", "args": {"seed": 3}}
