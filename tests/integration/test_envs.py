@@ -254,19 +254,6 @@ def test_the_documents_own_environment_plays(world: World, tmp_path: Path, monke
     assert result.reward == 1.0 and "error: KeyError: 'plums'" in result.completion_text, result
 
 
-def test_a_tools_picture_is_named_to_a_policy_that_is_shown_text_alone(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tool is an MCP server's."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the server
-    call = '<tool_call>\n{"name": "camera_tools_look", "arguments": {}}\n</tool_call>'
-    world.script = lambda prompt, number: "a cat" if "picture (image/png)" in prompt else call
-    (result,) = world.play(EnvConfig(id="tests.support.camera", max_turns=2))
-    assert result.usable and result.reward == 1.0 and result.metrics["num_turns"] == 2, result.completion_text
-    prompt = world.tokenizer.decode(world.server.requests[-1]["token_ids"])
-    assert "a cat\n[a picture (image/png), which cannot be shown here: prompts are text]" in prompt
-
-
 def test_reasoning_gym_scores_the_tagged_answer(world: World) -> None:
     def solve(prompt: str, number: int) -> str:
         a, sign, b = re.findall(r"(\d+) ([+-]) (\d+) =", prompt)[-1]
