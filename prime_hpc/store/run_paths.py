@@ -51,11 +51,6 @@ class RunPaths:
         return self.root / ATTEMPTS_JSONL
 
     @property
-    def configs(self) -> Path:
-        """One TOML per role."""
-        return self.root / "configs"
-
-    @property
     def rollouts(self) -> Path:
         """Batches."""
         return self.root / "rollouts"

@@ -1,7 +1,9 @@
 """What several integration tests share: a small tokenizer, and scripted servers that answer with its tokens."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +27,19 @@ def tokenizer(tokenizer_dir: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+
+
+@pytest.fixture
+def forked_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts of environments' workers are forks that have imported everything, which costs a host of its own 3 s of CPU;
+    workers find the tests' own environments, wherever pytest was started."""
+    from prime_hpc.envs.workers import host_link
+    from tests.support import forked
+
+    forked.start_server()  # before an event loop would stand still meanwhile
+    monkeypatch.setenv("PYTHONPATH", str(forked.ROOT))
+    started = SimpleNamespace(**{**vars(subprocess), "Popen": forked.HostProcess})
+    monkeypatch.setattr(host_link, "subprocess", started)
 
 
 @pytest.fixture

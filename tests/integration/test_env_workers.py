@@ -226,6 +226,7 @@ def test_a_worker_that_finds_other_files_plays_nothing(
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_task_is_made_where_it_is_played_and_fails_its_episode_where_it_cannot_be(
     world: World, tmp_path: Path, workers: int

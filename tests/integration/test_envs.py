@@ -69,6 +69,7 @@ def test_single_turn_is_token_exact_and_scored(world: World) -> None:
     assert world.tokenizer.decode(request["token_ids"]) == expected
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingConfig(temperature=0.0, max_tokens=9, top_k=5, extra={"min_tokens": 2})
     world.play(EnvConfig(id="reverse-text"), api_key="secret", sampling=sampling)
@@ -107,6 +108,7 @@ def test_versions_of_a_reply_across_a_weight_update(world: World) -> None:
     assert sample.min_version == 3
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_episodes_that_nobody_trains_on_bring_the_versions_of_their_tokens_alone(world: World) -> None:
     world.script = lambda prompt, number: Reply("guess it is 1", spans=[("3", 0, 4), ("4", 4, None)])
     (result,) = world.play(EnvConfig(id="reverse-text"), keep_samples=False)
@@ -250,19 +252,6 @@ def test_the_documents_own_environment_plays(world: World, tmp_path: Path, monke
     world.script = lambda prompt, number: replies[number]
     (result,) = world.play(EnvConfig(id="stock", args={"things": ["pears"]}))
     assert result.reward == 1.0 and "error: KeyError: 'plums'" in result.completion_text, result
-
-
-def test_a_tools_picture_is_named_to_a_policy_that_is_shown_text_alone(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tool is an MCP server's."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the server
-    call = '<tool_call>\n{"name": "camera_tools_look", "arguments": {}}\n</tool_call>'
-    world.script = lambda prompt, number: "a cat" if "picture (image/png)" in prompt else call
-    (result,) = world.play(EnvConfig(id="tests.support.camera", max_turns=2))
-    assert result.usable and result.reward == 1.0 and result.metrics["num_turns"] == 2, result.completion_text
-    prompt = world.tokenizer.decode(world.server.requests[-1]["token_ids"])
-    assert "a cat\n[a picture (image/png), which cannot be shown here: prompts are text]" in prompt
 
 
 def test_reasoning_gym_scores_the_tagged_answer(world: World) -> None:

@@ -117,7 +117,10 @@ def test_images_of_later_user_turns_extend_the_tokens_so_far(world: World) -> No
 def test_a_tools_image_is_named_to_a_policy_that_sees_none(world: World) -> None:
     world.script = lambda prompt, number: "a cat" if "picture (image/png)" in prompt else LOOK
     (result,) = world.play(EnvConfig(id=CAMERA, max_turns=2), renderer="qwen3-vl")
-    assert result.usable and "content_parts" not in world.server.requests[-1]
+    assert result.usable and result.reward == 1.0 and result.metrics["num_turns"] == 2, result.completion_text
+    assert "content_parts" not in world.server.requests[-1]
+    prompt = world.tokenizer.decode(world.server.requests[-1]["token_ids"])
+    assert "a cat\n[a picture (image/png), which cannot be shown here: prompts are text]" in prompt
     assert result.samples[0].images is None and result.samples[0].image_data == ()
 
 
@@ -159,6 +162,7 @@ def test_a_template_without_a_renderer_writes_images_itself(tmp_path: Path) -> N
         World(tokenizer, folder).play(EnvConfig(id="tests.support.album"), vision=True, renderer="default")
 
 
+@pytest.mark.usefixtures("forked_hosts")
 def test_workers_play_the_same(world: World) -> None:
     world.script = lambda prompt, number: "red 2"
     env: dict[str, Any] = {"id": "shapes", "args": {"seed": 3}}
@@ -179,9 +183,11 @@ def test_a_file_or_an_address_is_read_once(world: World, tmp_path: Path) -> None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/a%20b.png"
-        world.script = lambda prompt, number: LOOK if number % 2 == 0 else "a cat"
-        for shown in (str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri(), address):
-            (result,) = world.play(EnvConfig(id=CAMERA, args={"shown": shown}, max_turns=2), vision=True)
+        world.script = lambda prompt, number: LOOK if number == 0 else "a cat"
+        for shown in (address, str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri()):
+            two_turns = EnvConfig(id=CAMERA, args={"shown": shown}, max_turns=2)
+            env = two_turns if shown == address else asking(tmp_path, shown)
+            (result,) = world.play(env, vision=True)
             assert result.usable, result.reason
             assert result.samples[0].image_data[0] == a_png("blue")
         server.shutdown()
@@ -205,7 +211,7 @@ def asking(folder: Path, *parts: str, system: str | None = None) -> EnvConfig:
     """An environment of one row: `parts` are texts or URLs of images."""
     content = [
         {"type": "image_url", "image_url": {"url": part}}
-        if part.startswith(("data:", "/", "http"))
+        if part.startswith(("data:", "/", "file:", "http"))
         else {"type": "text", "text": part}
         for part in parts
     ]

@@ -312,11 +312,11 @@ def test_a_picture_is_refused_rather_than_left_out(world: World) -> None:
     assert not result.usable and "a user message holds image_url" in result.reason and not world.server.requests
 
 
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_environment_is_torn_down_once_in_each_process_and_split_when_nobody_plays_it(
-    workers: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, world: World, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
     log = tmp_path / "freed"
     env = EnvConfig(id="tests.support.hub.legacy_odd", args={"kind": "freed", "log": str(log)}, workers=workers)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from pathlib import Path
 
 import pytest
 from loguru import logger
@@ -37,11 +36,9 @@ def test_what_it_raises_before_it_plays_is_told_with_its_name(world: World, kind
         world.play(odd(kind))
 
 
-def test_a_worker_s_environment_that_ends_its_process_as_it_starts_is_told_too(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("forked_hosts")
+def test_a_worker_s_environment_that_ends_its_process_as_it_starts_is_told_too(world: World) -> None:
     """Once: no worker is started again for it."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
     with pytest.raises(EnvError, match="environment 'odd' cannot be started: SystemExit: set THE_KEY"):
         world.play(odd("start_exits", workers=1))
 
@@ -52,12 +49,10 @@ def test_one_that_runs_something_at_once_as_it_is_loaded(world: World) -> None:
     assert result.usable, result.reason
 
 
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_one_that_sets_handlers_of_signals_as_it_is_loaded(
-    world: World, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_one_that_sets_handlers_of_signals_as_it_is_loaded(world: World, workers: int) -> None:
     """On the main thread, where alone that can be done; those that end a role stay the role's."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of workers
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGALRM, signal.SIGTERM)}
     try:
         (result,) = world.play(odd("signals", workers=workers))

@@ -1,6 +1,6 @@
 """A taskset with an MCP server whose tool returns a picture beside words.
 
-Used by `tests/integration/test_envs.py` through its dotted name, as a user's own taskset would be.
+Used by `tests/integration/test_envs_images.py` through its dotted name, as a user's own taskset would be.
 """
 
 from collections.abc import Iterable

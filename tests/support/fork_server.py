@@ -21,6 +21,7 @@ from tests.faults import fork
 
 TICK_S = 0.02
 MAX_REQUEST = 1 << 20
+MOST_DESCRIPTORS = 3
 
 
 class Child:
@@ -42,11 +43,11 @@ class Child:
         return True
 
 
-def receive(client: socket.socket, num_streams: int = 2) -> tuple[dict, list[int]]:
+def receive(client: socket.socket) -> tuple[dict, list[int]]:
     """Read a request: one line of JSON; with its first bytes the descriptors of its streams, the last are output and
     errors."""
     fds = array.array("i")
-    data, ancillary, _, _ = client.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(num_streams * fds.itemsize))
+    data, ancillary, _, _ = client.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(MOST_DESCRIPTORS * fds.itemsize))
     for _, _, content in ancillary:
         fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     while not data.endswith(b"\n"):
@@ -75,21 +76,23 @@ def serve(path: Path) -> None:
                     return
                 client, _ = listener.accept()
                 try:
-                    request, (out, err) = receive(client)
+                    request, (*passed, out, err) = receive(client)
                 except (EOFError, OSError):
                     client.close()  # who only tried whether anybody listens
                     continue
+                named = {f"@{index}": str(fd) for index, fd in enumerate(passed)}
                 process = subprocess.Popen(
-                    [sys.executable, "-m", *request["command"]],
+                    [sys.executable, "-m", *(named.get(word, word) for word in request["command"])],
                     env=request["env"],
                     cwd=request["cwd"],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
+                    pass_fds=passed,
                     start_new_session=request["new_session"],
                 )
-                os.close(out)
-                os.close(err)
+                for fd in (*passed, out, err):
+                    os.close(fd)
                 client.sendall(f"{process.pid}\n".encode())
                 children.append(Child(client, process))
             children = [child for child in children if not child.told()]

@@ -29,7 +29,7 @@ _running: list[tuple["subprocess.Popen[bytes]", Path]] = []
 """This process's server, and its socket."""
 
 
-def _server() -> Path:
+def start_server() -> Path:
     """The socket of this process's server, which listens.
 
     Another is started where the last one is gone: a supervisor that a test runs in this very process ends, when it is
@@ -84,14 +84,16 @@ class ForkedProcess:
         stdout: IO[bytes] | IO[str],
         stderr: IO[bytes] | IO[str],
         new_session: bool = False,
+        passed: Sequence[int] = (),
     ) -> None:
+        """`passed`: descriptors that it inherits besides; where the command names one, as `@0` for the first."""
         self.args = [sys.executable, "-m", *command]
         self.returncode: int | None = None
         self._received = b""
         request = {"command": list(command), "env": dict(env), "cwd": str(ROOT), "new_session": new_session}
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(str(_server()))
-        fds = array.array("i", [stdout.fileno(), stderr.fileno()])
+        self._socket.connect(str(start_server()))
+        fds = array.array("i", [*passed, stdout.fileno(), stderr.fileno()])
         data = json.dumps(request).encode() + b"\n"
         sent = self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
         self._socket.sendall(data[sent:])
@@ -146,6 +148,19 @@ def so_far(file: IO[Any]) -> bytes:
     """Return what a file holds into which a process writes: to move the place that both share would have it write over
     its own words."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+
+
+class HostProcess(ForkedProcess):
+    """As `subprocess.Popen(...)` of `prime_hpc.envs.workers.host_link`, in whose place `forked_hosts` puts it."""
+
+    def __init__(
+        self, args: Sequence[str], *, stdout: Any, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
+    ) -> None:
+        words = {str(fd): f"@{index}" for index, fd in enumerate(pass_fds)}
+        command = [words.get(word, word) for word in args[args.index("-m") + 1 :]]
+        with open(1, "wb", closefd=False) as ours:
+            out = stdout or ours
+            super().__init__(command, env=env, stdout=out, stderr=out, new_session=True, passed=pass_fds)
 
 
 class TalkingProcess(ForkedProcess):

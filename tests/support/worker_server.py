@@ -61,7 +61,7 @@ def _become(request: dict, fds: list[int]) -> None:
 def _fork(client: socket.socket) -> int | None:
     """Start what a client asks for; its pid, None where nobody asked."""
     try:
-        request, fds = receive(client, 3)
+        request, fds = receive(client)
     except (EOFError, OSError):
         return None
     pid = os.fork()

@@ -1,5 +1,6 @@
 """Who may talk to a run's own servers: nobody without the secret, and few of those at once, briefly."""
 
+import contextlib
 import json
 import resource
 import socket
@@ -147,6 +148,16 @@ def test_a_false_server_learns_nothing_and_is_not_believed():
         bus.close()
 
 
+def comes_in(address, secret, purpose):
+    """As those of the run do: again where it was let go, which on a busy machine an own one may be that spoke late."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        with contextlib.suppress(AuthenticationError), socket.create_connection(address, WAIT_S) as raw:
+            prove(raw, secret, purpose, WAIT_S)
+            return
+        assert time.monotonic() < deadline, "idle connections hold all places"
+
+
 def test_a_thousand_idle_connections_hold_no_place(address, hub):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
@@ -159,8 +170,7 @@ def test_a_thousand_idle_connections_hold_no_place(address, hub):
         flood.start()
         secret = hub.address.partition("@")[0]
         for _ in range(20):
-            with socket.create_connection(address, WAIT_S) as raw:
-                prove(raw, secret, "bus" if address == parse_address(hub.address) else "handover", WAIT_S)
+            comes_in(address, secret, "bus" if address == parse_address(hub.address) else "handover")
         flood.join(WAIT_S)
         assert len(idle) == 1000
         for raw in idle:

@@ -19,7 +19,6 @@ class Server:
     limit: float = 0.0
     """Episodes that it should have at most, where `concurrency` finds that out; 0 of all where it does not."""
     not_ready_since: float = 0.0
-    num_outages: int = 0
 
 
 class ServerTable:
@@ -71,7 +70,6 @@ class ServerTable:
         if not server.ready:
             return False
         server.ready, server.not_ready_since = False, now
-        server.num_outages += 1
         return True
 
     def all_down_since(self, now: float) -> float:

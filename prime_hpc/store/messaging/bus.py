@@ -233,12 +233,11 @@ class BusServer:
             self._drop(selector, sock)
             return
         for message in messages:
-            self._handle(peer, message)
+            self._handle(message)
 
-    def _handle(self, peer: Peer, message: Payload) -> None:
+    def _handle(self, message: Payload) -> None:
         topic, payload, incarnation = message.get("topic"), message.get("payload"), message.get("incarnation")
         if not isinstance(topic, str) or not isinstance(payload, dict):
-            peer.num_malformed += 1
             return
         if isinstance(incarnation, int) and incarnation < self._incarnation:
             logger.debug(f"bus: dropped a message on {topic} of incarnation {incarnation}")

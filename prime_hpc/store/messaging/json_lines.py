@@ -32,7 +32,6 @@ class Peer:
         ):
             sock.setsockopt(level, option, value)
         self.sock = sock
-        self.num_malformed = 0
         self._received = bytearray()
         self._unsent = bytearray()
 
@@ -60,7 +59,7 @@ class Peer:
             del self._unsent[:sent]
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the whole messages that arrived; lines that are no JSON object are counted and skipped.
+        """Return the whole messages that arrived; lines that are no JSON object are skipped.
         Raises PeerGone: closed, broken, or an endless line."""
         try:
             data = self.sock.recv(1 << 16)
@@ -83,10 +82,7 @@ class Peer:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
-        if isinstance(message, dict):
-            return message
-        self.num_malformed += 1
-        return None
+        return message if isinstance(message, dict) else None
 
     def finish(self) -> None:
         """Say that nothing more will be sent; then read on until PeerGone before `close`.

@@ -77,7 +77,7 @@ class Adapters:
             num_slots: adapters that there can be at once.
             mesh: one-dimensional, over all ranks whose losses are summed.
         """
-        self.config, self.num_slots = config, num_slots
+        self.config = config
         self._mesh, self._device = mesh, device
         self._rank, self._world_size = mesh.get_local_rank(), mesh.size()
         self._linears = {name: m for name, m in hf.named_modules() if isinstance(m, LoraLinear)}

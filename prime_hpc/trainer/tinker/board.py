@@ -67,7 +67,6 @@ class Board:
         self._slot_of: dict[str, int] = {}
         self._queue = FairQueue(num_slots)
         self._deliver = deliver
-        self.num_slots = num_slots
 
     def put(self, operation: Operation) -> None:
         """Add an operation at the end of its adapter's line; a removal at its head."""
