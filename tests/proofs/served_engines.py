@@ -50,11 +50,14 @@ class Engines:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
-    def play(self, base: Path, versions: Sequence[Path], vocab_size: int) -> list[list[Reply]]:
-        """Replies of the base model, then of each version that is loaded into the running engine.
-        Raises NotServedError."""
+    def play(
+        self, base: Path, versions: Sequence[Path], vocab_size: int, adapter: Path | None = None
+    ) -> list[list[Reply]]:
+        """Replies of the base model, or of an adapter of it, then of each version that is loaded into the running
+        engine. Raises NotServedError."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"base": str(base), "versions": [str(version) for version in versions], "vocab_size": vocab_size}
+        asked: dict[str, Any] = {"base": str(base), "versions": [str(version) for version in versions]}
+        asked |= {"vocab_size": vocab_size, "adapter": None if adapter is None else str(adapter)}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline() or '{"error": "the process that starts engines is gone"}')
@@ -85,16 +88,19 @@ def engines() -> Iterator[Engines]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def sample(llm: Any, vocab_size: int, seed: int) -> list[Any]:
+def sample(llm: Any, vocab_size: int, seed: int, adapter: str | None = None) -> list[Any]:
     """One reply to each prompt."""
     import numpy as np
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, vocab_size - 2, length).tolist() for length in PROMPT_LENGTHS]
     # not `min_tokens`, which takes a token out of the distribution
     wanted = SamplingParams(max_tokens=REPLY_TOKENS, ignore_eos=True, logprobs=0, seed=seed, detokenize=False)
-    replies = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+    lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    replies = llm.generate(asked, wanted, use_tqdm=False, lora_request=lora)
     found = []
     for prompt, reply in zip(prompts, replies, strict=True):
         ids = list(reply.outputs[0].token_ids)
@@ -103,7 +109,7 @@ def sample(llm: Any, vocab_size: int, seed: int) -> list[Any]:
     return found
 
 
-def serve(base: str, versions: list[str], vocab_size: int) -> list[Any]:
+def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) -> list[Any]:
     """The whole life of one engine."""
     from vllm import LLM
 
@@ -119,9 +125,10 @@ def serve(base: str, versions: list[str], vocab_size: int) -> list[Any]:
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         seed=0,
+        **({} if adapter is None else {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}),
     )
     llm.collective_rpc("policy_start")
-    found = [sample(llm, vocab_size, 0)]
+    found = [sample(llm, vocab_size, 0, adapter)]
     for number, version in enumerate(versions, 1):
         opened = llm.collective_rpc("policy_open", args=(version, "files"))
         assert "error" not in opened[0], opened
