@@ -113,6 +113,7 @@ def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) 
     """The whole life of one engine."""
     from vllm import LLM
 
+    options: dict[str, Any] = {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     llm = LLM(
         base,
         skip_tokenizer_init=True,
@@ -125,7 +126,7 @@ def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) 
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         seed=0,
-        **({} if adapter is None else {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}),
+        **options,
     )
     llm.collective_rpc("policy_start")
     found = [sample(llm, vocab_size, 0, adapter)]

@@ -118,7 +118,7 @@ def family_names() -> list[str]:
 def served_config(model_type: str) -> Any:
     """As `tiny_config`, with heads and matrices as wide as vLLM's kernels want them, and tied as the family is."""
     changes = _SERVED.get(model_type, {}) | {"tie_word_embeddings": is_tied(model_type)}
-    return tiny_config(model_type, sizes=_SIZES | _WIDE, **changes)
+    return tiny_config(model_type, _SIZES | _WIDE, **changes)
 
 
 def is_tied(model_type: str) -> bool:
@@ -130,7 +130,7 @@ def is_tied(model_type: str) -> bool:
     return bool(getattr(text, "tie_word_embeddings", False))
 
 
-def tiny_config(model_type: str, *, sizes: Mapping[str, Any] = _SIZES, **changes: Any) -> Any:
+def tiny_config(model_type: str, sizes: Mapping[str, Any] = _SIZES, /, **changes: Any) -> Any:
     """The family's text config with small sizes; every kind of layer that its default has occurs.
 
     Raises:

@@ -98,7 +98,7 @@ def test_what_a_model_writes_by_itself_arrives_where_it_was() -> None:
         assert torch.equal(model.experts.sinks, torch.full((6,), value))
         assert torch.equal(model.head.weight, torch.full((4, 3), value))
         assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
-        assert torch.equal(model.rotary.table, torch.ones(5))
+        assert torch.equal(model.rotary.get_buffer("table"), torch.ones(5))
 
 
 def test_a_layer_that_got_nothing_is_named() -> None:

@@ -291,7 +291,7 @@ def test_a_client_that_never_reads_does_not_slow_the_others(hub, bus):
 
 
 def test_for_a_word_to_the_hub_alone_the_other_clients_are_not_looked_at(bus, monkeypatch):
-    """Of 2,000 ranks a word comes every few milliseconds: to look at them all for each took most of a core."""
+    """Of 2,000 ranks a word comes every few milliseconds: to look at them all for each is a few milliseconds, too."""
     heard, looks = [], []
     hub = BusServer(on_message=lambda topic, payload: heard.append(payload))
     try:
