@@ -163,6 +163,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _end_early(run_dir, environment, in_job, end.request, controls)
     except (ConfigError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        logger.error(str(error))  # `logs` shows the file
         return EXIT_AGAIN if in_job and isinstance(error, FencedError) else 2
     finally:
         if controls is not None and supervisor is None:

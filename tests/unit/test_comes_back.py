@@ -200,6 +200,7 @@ def test_what_the_job_before_has_not_made_ends_the_run_at_once(
     assert supervise(second, environ, in_job=True) == 2 and run.requeued == []
     said = capsys.readouterr().err
     assert f"{made} is not there: the job that this one waited for" in said and "rows.jsonl does not exist" in said
+    assert "rows.jsonl does not exist" in (second / "logs" / "supervisor.log").read_text(), "what `logs` shows"
     made.mkdir()
     (tmp_path / "rows.jsonl").write_text("{}\n")
     start.await_made(load_run(second), within_s=0)

@@ -39,12 +39,11 @@ def test_resume_finds_what_a_signal_saved_though_checkpoints_are_off(fake: FakeS
 def test_resume_goes_on_where_the_run_was(
     fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
+    from prime_hpc.store.run_paths import RunPaths
+    from tests.support.checkpoints import make_checkpoint
 
     submit(load(config, "--clean", "--output-dir", "out"))
-    info = CheckpointInfo.__new__(CheckpointInfo)
-    object.__setattr__(info, "step", 10)
-    monkeypatch.setattr("prime_hpc.store.checkpoint.checkpoints.newest_first", lambda root: iter([info]))
+    make_checkpoint(RunPaths(run_dir(config)), 10, kind="sft")
     fake.change("100", state="FAILED")
     ended(config)
     elsewhere = tmp_path / "elsewhere"
@@ -71,7 +70,7 @@ def test_resume_waits_for_no_job_that_was_waited_for(fake: FakeSlurm, config: Pa
     asked = ["--slurm.dependency", "afterok:7,singleton", "--slurm.trainer.dependency", "afterok:7"]
     submit(load(config, *asked))
     assert fake.jobs()[0]["dependency"] == "afterok:7"
-    make_checkpoint(RunPaths(run_dir(config)), 10)
+    make_checkpoint(RunPaths(run_dir(config)), 10, kind="sft")
     fake.change("100", state="FAILED")
     ended(config)
 
@@ -104,3 +103,30 @@ def test_a_run_whose_epochs_are_over_is_not_sent_again(fake: FakeSlurm, config: 
     with pytest.raises(ConfigError, match=r"sft.data.num_epochs: checkpoint 10 is the last one \(of 10 steps\)"):
         load_to_resume(run_dir(config), [])
     assert load_to_resume(run_dir(config), ["--sft.data.num-epochs", "3"]).experiment.sft.data.num_epochs == 3
+
+
+def test_a_checkpoint_of_another_experiment_is_refused_before_the_queue(fake: FakeSlurm, config: Path) -> None:
+    """Refused in the job, it would have waited in the queue for that, and the run would keep the wrong keys."""
+    from prime_hpc.store.run_paths import RunPaths
+    from tests.support.checkpoints import make_checkpoint
+
+    submit(load(config))
+    paths = RunPaths(run_dir(config))
+    make_checkpoint(paths, 10, kind="rl")
+    fake.change("100", state="FAILED")
+    ended(config)
+    before = paths.run_yaml.read_text()
+    with pytest.raises(ConfigError, match=r"resume_step: \S+step_10 cannot be resumed from: it is of a run of kind rl"):
+        submit(load_to_resume(run_dir(config), ["--max-steps", "20"]))
+    assert len(fake.jobs()) == 1 and paths.run_yaml.read_text() == before
+    for asked, words in (
+        (run_dir(config), "it is of a run of kind rl, this is sft"),
+        (run_dir(config).parent, "neither a run directory, nor a directory of checkpoints"),
+        (4, "no checkpoint of step 4"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            submit(load(config, "--name", "fork", "--ckpt.resume-step", str(asked)))
+    make_checkpoint(paths, 11, kind="sft")
+    with pytest.raises(ConfigError, match="of max_steps = 11 nothing is left to do"):
+        submit(load(config, "--name", "fork", "--ckpt.resume-step", str(run_dir(config)), "--max-steps", "11"))
+    assert submit(load(config, "--name", "fork", "--ckpt.resume-step", str(run_dir(config)), "--max-steps", "12")) == 0

@@ -84,7 +84,7 @@ def test_roles_started_by_hand(tmp_path: Path) -> None:
         ),
         ({"state": "local", "job_id": "4711", "host": "elsewhere", "age": 3}, [], None, "starting", "local"),
         ({"state": "local", "job_id": "4711", "host": "elsewhere"}, [], None, "lost", "began no attempt"),
-        ({"state": "local", "job_id": str(2**22 + 1), "age": 3}, [], None, "lost", "ended before an attempt began"),
+        ({"state": "local", "job_id": str(2**22 + 1), "age": 3}, [], None, "lost", "(logs --role slurm)"),
         ({"state": "local", "job_id": None, "age": 3}, [], None, "starting", "local"),  # a sweep's, being started
         ({"state": "local", "job_id": None}, [], None, "lost", "began no attempt"),
     ],

@@ -4,11 +4,17 @@ import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.evals.versions import adapter_rank, find_versions
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
+from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.supervisor.attempt.resume import mismatches
+from prime_hpc.supervisor.attempt.start import run_paths
 
 Row = tuple[str, bool, str]
 """Key, whether it is used, and what uses it."""
@@ -135,15 +141,43 @@ def by_hand(subject: Subject) -> Iterator[Finding]:
 
 @rule(*TRAINING)
 def resumed(subject: Subject) -> Iterator[Finding]:
-    """Report a path to resume from that is not there, though its folder is."""
-    step = subject.experiment.ckpt.resume_step if subject.experiment.ckpt is not None else None
-    if not isinstance(step, Path) or os.path.exists(step) or not os.path.isdir(step.parent):  # noqa: PTH110, PTH112 - EACCES
+    """Report a checkpoint to resume from that is not there, though its folder is, or is of another experiment."""
+    experiment, key = subject.experiment, "ckpt.resume_step"
+    step = experiment.ckpt.resume_step if experiment.ckpt is not None else None
+    folder = step.parent if isinstance(step, Path) else experiment.run_dir.parent
+    if step is None or is_parent(experiment) or not os.path.isdir(folder):  # noqa: PTH112 - EACCES
         return
     # a job that it waits for may write it
-    severity: Severity = "warning" if subject.is_slurm and subject.experiment.slurm.waits else "error"
-    meant = get_close_matches(step.name.lower(), ["latest"])
-    remedy = f"did you mean {meant[0]}?" if meant else "a step, latest, or the path of a run or a checkpoint"
-    yield Finding("PH242", severity, "ckpt.resume_step", f"{step} is not there", remedy)
+    severity: Severity = "warning" if subject.is_slurm and experiment.slurm.waits else "error"
+    remedy = "a step, latest, or the path of a run or a checkpoint"
+    if isinstance(step, Path) and not os.path.exists(step):  # noqa: PTH110 - EACCES
+        meant = get_close_matches(step.name.lower(), ["latest"])
+        remedy = f"did you mean {meant[0]}?" if meant else remedy
+        yield Finding("PH242", severity, key, f"{step} is not there", remedy)
+        return
+    try:
+        info = _checkpoint(experiment, step)
+        wrong = mismatches(experiment, info)
+        last = experiment.num_steps
+        if last is not None and info.step >= last + (step == "latest"):  # "latest": go on if there is anything left
+            wrong.append(f"of max_steps = {last} nothing is left to do")
+    except (Unreadable, OSError):
+        return  # it cannot be told now
+    except StoreError as error:
+        if step != "latest":  # which a script may say from the first start on
+            yield Finding("PH242", severity, key, str(error), remedy)
+        return
+    if wrong:
+        message = f"{info.path} cannot be resumed from: {'; '.join(wrong)}"
+        remedy = "these keys as they were then, or another checkpoint"
+        yield Finding("PH242", severity, key, message, remedy)
+
+
+def _checkpoint(experiment: Experiment, step: int | Literal["latest"] | Path) -> CheckpointInfo:
+    """Return the one that is meant, by sizes alone. Raises StoreError: there is none that is whole."""
+    if isinstance(step, Path):
+        return find_checkpoint(step, deep=False)
+    return resolve_resume(run_paths(experiment, experiment.run_dir).checkpoints, step, deep=False)
 
 
 @rule("eval")

@@ -83,7 +83,7 @@ CODES = {
     "PH237": "a variable of the shell in a path",
     "PH240": "alarms over unknown metrics",
     "PH241": "keys without an effect",
-    "PH242": "a checkpoint to resume from that is not there",
+    "PH242": "a checkpoint to resume from that is not there, or of another experiment",
     "PH243": "versions to evaluate that are not there",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",

@@ -158,7 +158,11 @@ def _of_submission(one: Evidence, queue: Queue, now: float) -> _Verdict:
         is_told = record.get("host") == socket.gethostname() and record.get("job_id") is not None
         if local_controller(one.path.resolve()) is not None if is_told else age < QUIET_S:
             return _Verdict("starting", "as a local job")
-        gone = "ended before an attempt began" if is_told else f"began no attempt in {span(age)}"
+        gone = (
+            "ended before an attempt began; see its output (logs --role slurm)"
+            if is_told
+            else f"began no attempt in {span(age)}"
+        )
         return _in_vain(one, "lost", f"the local job {gone}")
     if state != "sending":
         return _of_waiting_job(record, _find(queue, record, record.get("job_id")), queue, age)
