@@ -98,11 +98,16 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
         ("trainer: {model: {impl: custom}}", "one implementation"),
         ("model: {vlm: {freeze_vision_encoder: true}}", "model.vision"),
         ("slurm: {gpus: 8}", "slurm.gpus_per_node"),
+        ("orchestrator: {environment: {id: reverse-text}}", "orchestrator.env of RL"),  # and not an evaluation's ids
         ("weight_broadcast: {type: nccl}", "weights.transport"),
         ("deployment: {type: single_node, num_train_gpus: 2}", "trainer.num_ranks"),
     ):
         (problem,) = of_file(tmp_path / "other.yaml", text, "rl")
         assert "there is no such " in problem and ours in problem
+    role = tmp_path / "infer.toml"
+    role.write_text("[parallel]\ndp = 2\n")
+    (problem,) = problems(["--inference", "@", str(role)], "rl")
+    assert problem.endswith("engines: inference.data_parallel_size"), "and not the trainer's section of that name"
     text = "orchestrator:\n  env:\n  - id: a\n    max_assistant_turns: 3\n"
     (problem,) = of_file(tmp_path / "turns.yaml", text, "rl")
     assert problem.endswith("turns are limited in an item of orchestrator.env: `max_turns`")

@@ -294,6 +294,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "turns are limited in an item of <orchestrator.env>: `max_turns`",
     ),
     ("tool_config_path function_tool_path multi_turn", "tools and turns are the environment's: <orchestrator.env>"),
+    ("environment", "environments are a list: <orchestrator.env> of RL, <eval.env> of an evaluation"),
     ("enable_rollout_routing_replay routing_replay", "it is <trainer.router_replay>"),
     ("full_determinism full_determinism_enable", "it is <trainer.deterministic>"),
     ("ddp_timeout nccl_timeout", "seconds: <trainer.dist_timeout_s>"),

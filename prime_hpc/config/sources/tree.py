@@ -282,13 +282,14 @@ def unknown_key(entry: Entry) -> Problem:
     typed = ".".join(entry.segments)
     wanted = tuple(segment.replace("-", "_") for segment in entry.segments)
     is_flag = entry.origin.source == "command line"
-    if (instead := instead_of(wanted, is_flag=is_flag)) is not None:
+    scoped = (entry.scope, *wanted) if entry.scope else wanted
+    if (instead := instead_of(wanted, is_flag=is_flag) or instead_of(scoped, is_flag=is_flag)) is not None:
         return Problem(f"there is no such key: {instead}", typed, entry.origin)
     if (home := _home(entry)) is not None:
         return Problem(f"{UNKNOWN}; did you mean {_shown(home, is_flag)}?", typed, entry.origin)
     index = next((segment for segment in wanted if segment.isdecimal()), "0")
     candidates = [path.replace(".0.", f".{index}.") for path in (*all_paths(), *ALIASES)]
-    near = nearest_path(".".join((entry.scope, *wanted)), candidates) if entry.scope else None
+    near = nearest_path(".".join(scoped), candidates) if entry.scope else None
     near = near or nearest_path(".".join(wanted), candidates)
     if near is None:
         return Problem(UNKNOWN, typed, entry.origin)
