@@ -137,7 +137,8 @@ def test_steps_that_a_run_need_not_make_again_count_for_no_shape(
     config = config_with(tmp_path, {**WIDE, "step_s": 10}, NARROW, FAR, max_steps=100)
     submit_verb.run([str(config), "--slurm.shape", "narrow"], "submit")
     fake.change(fake.jobs()[0]["id"], state="COMPLETED")
-    make_checkpoint(RunPaths(run_dir(config)), 5, kind="sft")
+    for step in (2, 4, 5):
+        make_checkpoint(RunPaths(run_dir(config)), step, kind="sft")
     make_checkpoint(RunPaths(tmp_path / "other"), 3, kind="sft")
     (run_dir(config) / "metrics").mkdir()
     rows = "".join(json.dumps({"step": step, "time/step": 2.0}) + "\n" for step in range(1, 11))

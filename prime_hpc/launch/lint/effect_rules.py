@@ -164,7 +164,8 @@ def resumed(subject: Subject) -> Iterator[Finding]:
     except (Unreadable, OSError):
         return  # it cannot be told now
     except StoreError as error:
-        yield Finding("PH242", severity, key, str(error), remedy)
+        if step != "latest":  # which a script may say from the first start on
+            yield Finding("PH242", severity, key, str(error), remedy)
         return
     if wrong:
         message = f"{info.path} cannot be resumed from: {'; '.join(wrong)}"
