@@ -9,9 +9,10 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
-from prime_hpc.inference.backend import check_backend
+from prime_hpc.inference.backend import check_backend, load_backend
 from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, head_size, slides_in_part
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.runtime.device import DEVICE, Device
@@ -128,3 +129,14 @@ def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> Non
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma3n_text"}))
     (message,) = refused(tree)
     assert "(gemma3n_text): on a CPU vLLM samples from another distribution" in message
+
+
+def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    """Engines with adapters multiply experts by Triton's kernels."""
+    tree = experiment(tmp_path / "a", 32, launch="local", device="cpu")
+    config = tmp_path / "a" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen3_moe", "num_experts": 4}))
+    assert not list(load_backend("vllm").refusals(tree))
+    adapted = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig()})})
+    (refusal,) = load_backend("vllm").refusals(adapted)
+    assert refusal.key == "model.lora" and "no adapters" in refusal.reason

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.families import count_experts
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
@@ -84,6 +85,13 @@ class VllmBackend:
                 "one in all layers or in none",
                 "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
                 "config.json, and no layer_types there, is the same model",
+            )
+        adapted = experiment.model.lora is not None and experiment.samples
+        if experiment.device == "cpu" and adapted and count_experts(config):
+            yield Refusal(
+                "model.lora",
+                f"{name} is a mixture of experts, and on a CPU vLLM has no adapters for one: its kernels are Triton's",
+                "leave it out, or use GPUs",
             )
         if experiment.device == "cpu" and config.get("model_type") in OTHER_ON_CPU:
             yield Refusal(

@@ -13,8 +13,8 @@ from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severit
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
 from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.resume import mismatches
-from prime_hpc.supervisor.attempt.start import run_paths
 
 Row = tuple[str, bool, str]
 """Key, whether it is used, and what uses it."""
@@ -177,7 +177,8 @@ def _checkpoint(experiment: Experiment, step: int | Literal["latest"] | Path) ->
     """Return the one that is meant, by sizes alone. Raises StoreError: there is none that is whole."""
     if isinstance(step, Path):
         return find_checkpoint(step, deep=False)
-    return resolve_resume(run_paths(experiment, experiment.run_dir).checkpoints, step, deep=False)
+    paths = RunPaths(experiment.run_dir, experiment.ckpt.path if experiment.ckpt is not None else None)
+    return resolve_resume(paths.checkpoints, step, deep=False)
 
 
 @rule("eval")
