@@ -20,7 +20,9 @@ from prime_hpc.store.model.config import read_config
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's `CPUAttentionBackend.get_supported_head_sizes`; with others an engine dies as it starts."""
 
-OTHER_ON_CPU = frozenset("ctrl doge gemma3n gemma3n_text hrm_text jetmoe laguna minimax_m3_vl_text zaya".split())
+OTHER_ON_CPU = frozenset(
+    ("ctrl", "doge", "gemma3n", "gemma3n_text", "hrm_text", "jetmoe", "laguna", "minimax_m3_vl_text", "zaya")
+)
 """model_type of those that vLLM 0.32's CPU engines compute otherwise than transformers (`tools/proofs
 served_families`)."""
 
