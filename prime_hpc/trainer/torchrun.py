@@ -1,14 +1,18 @@
 """torchrun for the ranks of a node: `python -m prime_hpc.trainer.torchrun --nproc-per-node N ... -m MODULE ...`.
 
 Takes torchrun's own options. On one node the agent and the ranks meet over a file (`ranks`), so that nothing listens;
-with `--nnodes` of more than one they meet as torchrun's options say.
+with `--nnodes` of more than one they meet as torchrun's options say. When a rank fails the others are ended by the
+signal that they heed: torchrun's SIGTERM is Slurm's warning to them, and what waits in a collective of NCCL would be
+there for the 30 s after which torchrun kills it.
 """
 
 import os
+import signal
 import sys
 
 from torch.distributed import PrefixStore
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -17,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-from prime_hpc.runtime.role_context import RANKS_FILE
+from prime_hpc.runtime.role_context import LED, RANKS_FILE
 from prime_hpc.trainer.ranks import meeting_file, open_store, stay_on_loopback
 
 _BACKEND = "file"
@@ -55,9 +59,16 @@ class _FileRendezvous(RendezvousHandler):
         return True
 
 
+def _end_ranks_by(wanted: signal.Signals) -> None:
+    """Have the ranks that are left when one has failed get this signal instead of SIGTERM."""
+    vars(multiprocessing)["_get_default_signal"] = lambda: wanted
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run torchrun; its exit codes."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if os.environ.get(LED):
+        _end_ranks_by(signal.SIGINT)  # see `main.watch_sigterm`
     several = torchrun.get_args_parser().parse_args(arguments).nnodes.split(":")[-1] != "1"
     os.environ["PYTHONSAFEPATH"] = "1"  # torchrun starts the ranks without -P
     with meeting_file() as path:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.parallel import ParallelDims
+from prime_hpc.runtime.role_context import LED
 from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.supervisor.roles.spec import trainer_spec
 from prime_hpc.trainer import main, ranks
@@ -28,6 +29,24 @@ from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.trainer import Signal, Trainer
 from tests.support.ranks import spawn
 
+ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+
+out = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    while not (out / "ready").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: (out / "SIGTERM").touch())
+def leave(*_):
+    (out / "SIGINT").touch()
+    os._exit(1)
+signal.signal(signal.SIGINT, leave)
+(out / "ready").touch()
+while True:
+    time.sleep(0.01)
+"""
 RANK = """
 import json, os, socket, sys
 import torch, torch.distributed as dist
@@ -71,6 +90,17 @@ if dist.get_rank() == 0:
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+def test_led_ranks_are_ended_by_what_they_heed_when_one_fails(tmp_path: Path) -> None:
+    """SIGTERM is Slurm's warning to them: torchrun would wait 30 s, and kill them."""
+    (tmp_path / "rank.py").write_text(ENDED)
+    command = [sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun", "--nproc-per-node", "2", "--max-restarts", "0"]
+    command += ["--signals-to-handle", "SIGINT", str(tmp_path / "rank.py"), str(tmp_path)]
+    environment = os.environ | {LED: "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert (tmp_path / "SIGINT").exists() and not (tmp_path / "SIGTERM").exists()
 
 
 def test_ranks_meet_over_a_file_and_listen_to_nobody(tmp_path: Path) -> None:
