@@ -65,11 +65,14 @@ _WIDE |= dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidde
 _WIDE |= dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 64)
 _WIDE |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32) | {"qk_head_dim": 64}
 _WIDE |= dict.fromkeys(("index_head_dim", "indexer_head_dim"), 64)
+_WIDE |= {"mamba_d_head": 32}  # with 8 of them, twice the width
 _WIDE |= {"max_window_layers": 4, "max_position_embeddings": 256, "n_positions": 256}
 """Sizes that vLLM's kernels take, too."""
 _SERVED: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64},  # vLLM's reach one token further
     "cohere2_moe": {"sliding_window": 64},
+    "gemma4": {"num_experts": None},  # not stated where they are switched off
+    "gemma4_text": {"num_experts": None},
     "qwen2_moe": {"use_sliding_window": False},  # vLLM has none for it
 }
 _MAMBA_MIX = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
