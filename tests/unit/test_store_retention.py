@@ -150,6 +150,7 @@ def test_what_cannot_be_removed_ends_no_training(paths, monkeypatch, error):
         experiment=SimpleNamespace(orchestrator=config, trainer=SimpleNamespace(keep_weights=1)),
         context=SimpleNamespace(incarnation=1),
         saver=SimpleNamespace(steps_in_flight=set()),
+        given=set(),
         bus=SimpleNamespace(publish=lambda *args, **named: None),
         paths=paths,
         rank=0,

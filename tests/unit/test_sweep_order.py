@@ -106,7 +106,7 @@ def test_a_point_that_was_resumed_alone_waits_no_more_either(slurm: FakeSlurm, f
         ended(point, "failed", str((read_record(point) or {})["job_id"]))
 
     end()
-    make_checkpoint(RunPaths(point), 2)
+    make_checkpoint(RunPaths(point), 2, kind="sft")
     submit_run(load_to_resume(point, []))
     end()
     submit(path)
