@@ -71,6 +71,7 @@ _WIDE |= {"max_window_layers": 4, "max_position_embeddings": 256, "n_positions":
 _SERVED: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64},  # vLLM's reach one token further
     "cohere2_moe": {"sliding_window": 64},
+    "falcon_h1": {"mamba_d_head": 8},  # its state space has a width of its own
     "gemma4": {"num_experts": None},  # not stated where they are switched off
     "gemma4_text": {"num_experts": None},
     "qwen2_moe": {"use_sliding_window": False},  # vLLM has none for it
