@@ -22,6 +22,7 @@ from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.evals.episodes import EpisodeLog
 from prime_hpc.evals.errors import EvalError
+from prime_hpc.evals.play import Player
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version, version_template
 from prime_hpc.evals.wanted import Asked, record_tasks, recorded_sources
@@ -42,6 +43,11 @@ class Connected:
     servers: Servers
     urls: list[str]
     is_api: bool
+    max_concurrent: int
+
+    def player(self, log: EpisodeLog, **more: Any) -> Player:
+        """Return what plays episodes here, into `log`; `more`: as `Player` has it."""
+        return Player(self.pool, self.servers, log, max_concurrent=self.max_concurrent, is_api=self.is_api, **more)
 
 
 async def connect_to_play(
@@ -121,7 +127,7 @@ async def connect(
     pool = await stack.enter_async_context(made)
     servers.on_move = pool.move_server
     _subscribe_to_servers(bus, servers)
-    return Connected(pool, servers, urls, is_api)
+    return Connected(pool, servers, urls, is_api, experiment.episodes.max_concurrent)
 
 
 def _key(experiment: Experiment) -> str | None:

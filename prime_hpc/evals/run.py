@@ -11,7 +11,6 @@ from prime_hpc.config import Experiment
 from prime_hpc.evals.connect import connect_to_play
 from prime_hpc.evals.episodes import EpisodeLog, Key
 from prime_hpc.evals.errors import EvalError
-from prime_hpc.evals.play import Player
 from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
 from prime_hpc.evals.settings import refuse_others
@@ -55,14 +54,7 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
                 if not await found.servers.load_unless_gone(version):
                     continue
                 progress.begin(version.label, [log.records[k] for k in keys if k in log.records])
-                player = Player(
-                    found.pool,
-                    found.servers,
-                    log,
-                    max_concurrent=config.max_concurrent,
-                    is_api=found.is_api,
-                    on_end=progress.ended,
-                )
+                player = found.player(log, on_end=progress.ended)
                 await player.play(version, asked.todo[version])
                 progress.ended_all()
             done.append((version, keys))

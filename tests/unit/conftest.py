@@ -1,14 +1,16 @@
 """For the unit tests: the process group of one rank, in which policies and engines of one process live; a run that
-waits to be submitted to a Slurm that fails as it is told to; the config of a published model.
+waits to be submitted to a Slurm that fails as it is told to; the config of a published model; a bus.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from prime_hpc.store.messaging.bus import BusClient, BusServer
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.lint import LLAMA_8B
 from tests.support.submissions import use_fake_slurm, write_config
@@ -20,6 +22,27 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def hub() -> Iterator[BusServer]:
+    hub = BusServer()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def bus() -> Iterator[Callable[..., BusClient]]:
+    """Opens clients, which end with the test."""
+    opened: list[BusClient] = []
+
+    def make(address: str, role: str = "trainer", **options: Any) -> BusClient:
+        opened.append(BusClient(address, role, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
 
 
 @pytest.fixture

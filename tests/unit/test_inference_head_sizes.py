@@ -102,12 +102,15 @@ def test_windows_in_some_layers_are_those_that_vllm_refuses(kind: str, fields: d
     assert slides_in_part(SMALL | {"model_type": kind, "num_hidden_layers": 4} | fields) is expected
 
 
-def test_a_mixture_whose_layers_have_no_window_gets_none() -> None:
+def test_a_mixture_with_windows_in_some_layers_is_refused_as_it_is_saved() -> None:
     """`tools/proofs served_families` found Qwen2-MoE wrong with `max_window_layers` = all."""
-    fields = SMALL | {"model_type": "qwen2_moe", "num_hidden_layers": 4, "max_window_layers": 4}
-    assert slides_in_part(fields | {"use_sliding_window": True})
-    assert not slides_in_part(fields | {"use_sliding_window": False})
-    assert not slides_in_part(fields | {"use_sliding_window": True, "sliding_window": None})
+    fields: dict[str, Any] = SMALL | {"num_hidden_layers": 4, "max_window_layers": 4}
+    for uses, expected in ((True, True), (False, False)):
+        saved = CONFIG_MAPPING["qwen2_moe"](**(fields | {"use_sliding_window": uses})).to_dict()
+        assert (len(set(saved["layer_types"])) > 1) is expected
+        assert slides_in_part(saved) is expected
+        stated = fields | {"model_type": "qwen2_moe", "use_sliding_window": uses}
+        assert slides_in_part(stated) is expected and not slides_in_part(stated | {"sliding_window": None})
 
 
 def test_lint_refuses_windows_in_some_layers(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.run_paths import RunPaths
+from tests.support.buses import WAIT_S, until
 from tests.unit.test_store_batches import make_rank
 
-WAIT_S = 20.0
 WORDS = [
     b"",
     b"\n",
@@ -40,13 +40,6 @@ WORDS = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"x" * 100_000,
 ]
-
-
-def until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "the condition never became true"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from prime_hpc.config import Experiment
 from prime_hpc.evals.connect import Connected, connect_to_play
 from prime_hpc.evals.episodes import Key, Record
 from prime_hpc.evals.errors import EvalError
-from prime_hpc.evals.play import Player
 from prime_hpc.evals.progress import Progress
 from prime_hpc.evals.settings import record as record_settings
 from prime_hpc.evals.settings import refuse_others
@@ -96,16 +95,7 @@ async def _play(
 
     progress.begin("synthesize", there)
     if found is not None:
-        player = Player(
-            found.pool,
-            found.servers,
-            log,
-            max_concurrent=config.max_concurrent,
-            is_api=found.is_api,
-            kind="synthesize",
-            on_end=ended,
-            make_record=sampled,
-        )
+        player = found.player(log, kind="synthesize", on_end=ended, make_record=sampled)
         await player.play(Version(0), todo)
     progress.ended_all()
 

@@ -233,10 +233,11 @@ def slides_in_part(config: Mapping[str, Any]) -> bool:
         return False
     layers, first = config.get("num_hidden_layers", 32), config.get("max_window_layers", 28)
     kinds = config.get("layer_types")
+    is_mixture = config["model_type"] == "qwen2_moe"  # vLLM loads it whatever `max_window_layers` is
     if kinds:
-        return len(set(kinds)) > 1 and first != layers
+        return len(set(kinds)) > 1 and (is_mixture or first != layers)
     slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
-    return slides and first > 0 and (first < layers or config["model_type"] == "qwen2_moe")
+    return slides and first > 0 and (is_mixture or first < layers)
 
 
 VLLM = VllmBackend()
