@@ -32,6 +32,8 @@ TRIES = 8
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 PROMPTS = [[(7 * i + 3 * j) % 400 for j in range(5 + 3 * i)] for i in range(12)]
 KEY = "a secret"
+COMPILED = "compiled"
+"""Folder of a server's compiler."""
 
 
 @dataclass
@@ -105,7 +107,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def server(family: Family) -> Iterator[ServerProcess]:
-    process = ServerProcess(family.run_dir, family.base, family.inference)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(family.run_dir / COMPILED))
+        process = ServerProcess(family.run_dir, family.base, family.inference)
     try:
         yield process.wait_ready()
     finally:
@@ -121,6 +125,12 @@ def test_the_base_model_is_version_0(server: ServerProcess, base_outputs: list[G
     assert call(server, "policy_version") == 0
     assert call(server, "models")[0] == "policy"
     assert all((generation.versions == 0).all() for generation in base_outputs)
+
+
+def test_no_request_waits_for_a_compiler(family: Family, base_outputs: list[Generation]) -> None:
+    """Log-probabilities were asked for, and nothing had to be compiled first: that takes longer than an episode may."""
+    assert all(len(generation.logprobs) for generation in base_outputs)
+    assert not list((family.run_dir / COMPILED).rglob("*.cpp"))
 
 
 def test_scores_of_a_sequence_are_the_models_own(family: Family, server: ServerProcess) -> None:

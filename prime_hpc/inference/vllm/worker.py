@@ -75,6 +75,7 @@ class PolicyWorker:
             routing.check_gates(self.model_runner.get_model())
         if not current_platform.is_cpu():
             return
+        cpu_corrections.rank_at_once()
         cpu_corrections.heed_bias(self.model_runner.get_model())
         if self.vllm_config.aux_output_config.enabled:
             routing.record(self.model_runner, self.vllm_config)
