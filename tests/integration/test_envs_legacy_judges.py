@@ -16,6 +16,8 @@ from tests.support.scripted_api import Fault, ScriptedApi
 
 pytestmark = pytest.mark.slow
 
+JSON = {"Content-Type": "application/json"}
+
 
 def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
     """Training and evaluation share an environment, and its judge's connections, and have a loop each."""
@@ -93,7 +95,8 @@ def test_a_judge_that_is_away_scores_nothing(status: int, is_scored: bool) -> No
 
 def answer_of(**message: Any) -> bytes:
     choice = {"index": 0, "finish_reason": message.pop("finish_reason", "stop"), "message": message}
-    return json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}).encode()
+    body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    return json.dumps(body).encode()
 
 
 @pytest.mark.parametrize(
@@ -109,8 +112,7 @@ def answer_of(**message: Any) -> bytes:
 )
 def test_a_judge_that_answers_without_a_verdict_scores_nothing(body: bytes, said: str) -> None:
     """Its answer was an error of the reward function, or the word None: 0, which was learned from."""
-    headers = {"Content-Type": "application/json"}
-    with ScriptedApi(fault=lambda conversation, number: Fault(200, body, headers=headers)) as api:
+    with ScriptedApi(fault=lambda conversation, number: Fault(200, body, headers=JSON)) as api:
         for client in (AsyncOpenAI, OpenAI):
             judge = JudgeRubric(judge_client=client(base_url=api.url, api_key="key", max_retries=0), judge_model="j")
             with pytest.raises(ModelError, match=f"(?s)judge j .*{said}"):
@@ -120,8 +122,7 @@ def test_a_judge_that_answers_without_a_verdict_scores_nothing(body: bytes, said
 def test_what_a_judge_does_not_want_to_judge_is_the_reply_s_fault() -> None:
     refused = answer_of(role="assistant", content=None, refusal="I cannot help with that.")
     filtered = answer_of(role="assistant", content=None, finish_reason="content_filter")
-    for body in (refused, filtered):
-        headers = {"Content-Type": "application/json"}
-        with ScriptedApi(fault=lambda conversation, number, body=body: Fault(200, body, headers=headers)) as api:
-            judge = JudgeRubric(judge_client=AsyncOpenAI(base_url=api.url, api_key="key", max_retries=0))
-            assert ask(judge) == (0.0, 0)
+    bodies = iter((refused, filtered))
+    with ScriptedApi(fault=lambda conversation, number: Fault(200, next(bodies), headers=JSON)) as api:
+        judge = JudgeRubric(judge_client=AsyncOpenAI(base_url=api.url, api_key="key", max_retries=0))
+        assert [ask(judge), ask(judge)] == [(0.0, 0)] * 2
