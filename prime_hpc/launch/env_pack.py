@@ -1,5 +1,7 @@
 """`prime-hpc env pack`: a virtual environment of tens of thousands of files as one, for nodes far from its storage."""
 
+import contextlib
+import glob
 import hashlib
 import os
 import platform
@@ -14,10 +16,13 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.slurm.packed_env.facts import PackFacts, environment_hash
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import free_bytes
+from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.io.new_file import new_file
 
 SUFFIXES = {"squashfs": ".sqsh", "tar.zst": ".tar.zst", "tar.gz": ".tar.gz"}
 PROGRAMS = {"squashfs": "mksquashfs", "tar.zst": "zstd", "tar.gz": "gzip"}
+LEFT_AFTER_S = 3600
+"""A pack in the making grows all the time: one that has not for so long is of a process that was killed."""
 _LEFT_OUT = "*.pyc.*"  # bytecode that is being written
 
 
@@ -66,6 +71,7 @@ def pack_environment(
     except (ConfigError, OSError):
         pass  # there is none, or it is of another version
     count = sum(len(names) for _, _, names in os.walk(venv.resolve()))
+    _remove_left(pack, say)
     say(f"packing {count} files of {venv} into {pack}")
     with new_file(pack, durable=False) as part:
         _run(kind, venv.resolve(), part)
@@ -84,6 +90,15 @@ def pack_environment(
             raise StoreError(f"{venv}: changed while it was packed; nothing was made, pack again")
     facts.write(pack)
     return pack, facts
+
+
+def _remove_left(pack: Path, say: Callable[[str], None]) -> None:
+    """Remove what killed processes left of this pack: gigabytes, under names that nobody sees."""
+    for left in pack.parent.glob(f".tmp-*-{glob.escape(pack.name)}*"):
+        with contextlib.suppress(OSError):  # another removes it, too, or it is somebody else's
+            if file_age_s(left) > LEFT_AFTER_S:
+                left.unlink()
+                say(f"removed {left}, which a pack that was killed left")
 
 
 def _run(kind: str, venv: Path, part: Path) -> None:

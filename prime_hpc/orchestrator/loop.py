@@ -54,7 +54,7 @@ from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.engine_figures import EngineFigures
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
-from prime_hpc.orchestrator.rollouts.failures import FailureWindow
+from prime_hpc.orchestrator.rollouts.failures import BarrenGroups, FailureWindow
 from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.seats import why_empty
@@ -114,6 +114,7 @@ class Orchestrator:
         now = loop_time()
         self.table = ServerTable(parts.urls, now)
         self.failures = FailureWindow(config.max_failed_share, config.most_in_flight)
+        self.barren = BarrenGroups(config.max_failed_share, config.most_in_flight)
         self.stats = StepStats(now)
         self.changed = asyncio.Event()
         self.dispatcher = Dispatcher(
@@ -274,10 +275,16 @@ class Orchestrator:
             episode = self.parts.teacher.begin(group, index, episode)
         if not again:
             self._count(group, index, episode)
-        num_rejected = self.book.counts.rejected
+        num_dropped, num_completed = self.book.counts.dropped, self.book.counts.completed
         self.book.add(group, index, episode)
+        if self.book.counts.completed > num_completed:
+            self.barren.begin_anew()
         for consumed in self.book.take_consumed():
-            fate = "rejected" if self.book.counts.rejected > num_rejected else "dropped"
+            fate = "dropped" if self.book.counts.dropped > num_dropped else "rejected"
+            if fate == "dropped":
+                self.barren.add([slot.reason for slot in consumed.slots if slot is not None])
+            else:
+                self.barren.begin_anew()
             self._trace(self.book.next_batch, consumed, fate)
             if self.parts.teacher is not None:
                 self.parts.teacher.discard(consumed)
@@ -409,6 +416,7 @@ class Orchestrator:
         self.stats.add_wait(reason, start, now)
         self.dispatcher.pump()
         self.failures.check()
+        self.barren.check()
         self.deadlines.check(what, version, reason, now)
 
     def _wait_reason(self, version: int) -> str:

@@ -1,18 +1,22 @@
-"""Judges of packages with `load_environment`: asked on one loop, within their limits, and away."""
+"""Judges of packages with `load_environment`: asked on one loop, within their limits, away, and without a verdict."""
 
 import asyncio
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI, OpenAI
 
+from prime_hpc.envs.legacy.failures import ModelError
 from prime_hpc.envs.legacy.messages import ChatMessage, State
 from prime_hpc.envs.legacy.rubrics import JudgeRubric
 from tests.support.scripted_api import Fault, ScriptedApi
 
 pytestmark = pytest.mark.slow
+
+JSON = {"Content-Type": "application/json"}
 
 
 def test_a_judge_is_asked_on_one_loop_whoever_asks() -> None:
@@ -61,24 +65,64 @@ def test_a_judge_s_limit_goes_under_the_name_that_newer_models_take() -> None:
     }
 
 
+def ask(judge: JudgeRubric) -> tuple[float, float]:
+    """The value of a reward that asks the judge, and how many rewards raised."""
+
+    async def agrees(judge: Any, prompt: Any, completion: Any, answer: Any, state: Any) -> float:
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    async def value() -> float:
+        assert await judge.value(agrees, state, weight=0.0) == 0.0, "a metric is nothing to learn from"
+        return await judge.value(agrees, state)
+
+    message = [ChatMessage(role="assistant", content="reply")]
+    state = State(prompt=[ChatMessage(role="user", content="question")], completion=message, answer="a")
+    return asyncio.run(value()), state.get("reward_errors", 0)
+
+
 @pytest.mark.parametrize(("status", "is_scored"), [(400, True), (401, False), (429, False), (500, False)])
 def test_a_judge_that_is_away_scores_nothing(status: int, is_scored: bool) -> None:
     """Its rollouts were 0, which was learned from."""
 
-    async def ask() -> tuple[float, float]:
-        judge = JudgeRubric(judge_client=AsyncOpenAI(base_url=api.url, api_key="key", max_retries=0))
-
-        async def agrees(judge: Any, prompt: Any, completion: Any, answer: Any, state: Any) -> float:
-            return float(await judge(prompt, completion, answer, state) == "yes")
-
-        message = [ChatMessage(role="assistant", content="reply")]
-        state = State(prompt=[ChatMessage(role="user", content="question")], completion=message, answer="a")
-        assert await judge.value(agrees, state, weight=0.0) == 0.0, "a metric is nothing to learn from"
-        return await judge.value(agrees, state), state["reward_errors"]
-
     with ScriptedApi(fault=lambda conversation, number: Fault(status)) as api:
+        judge = JudgeRubric(judge_client=AsyncOpenAI(base_url=api.url, api_key="key", max_retries=0))
         if is_scored:
-            assert asyncio.run(ask()) == (0.0, 2)
+            assert ask(judge) == (0.0, 2)
         else:
             with pytest.raises(APIStatusError):
-                asyncio.run(ask())
+                ask(judge)
+
+
+def answer_of(**message: Any) -> bytes:
+    choice = {"index": 0, "finish_reason": message.pop("finish_reason", "stop"), "message": message}
+    body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"id": "1", "choices": [{"mess', "cannot be read.*JSONDecodeError"),
+        (b'{"error": {"message": "upstream overloaded", "code": 502}}', "cannot be read.*upstream overloaded"),
+        (b'{"id": "1", "choices": []}', "cannot be read"),
+        (b'"busy"', "cannot be read.*busy"),
+        (answer_of(role="assistant", content=None, finish_reason="length"), "says nothing.*length"),
+        (answer_of(role="assistant", content=" "), "says nothing"),
+    ],
+)
+def test_a_judge_that_answers_without_a_verdict_scores_nothing(body: bytes, said: str) -> None:
+    """Its answer was an error of the reward function, or the word None: 0, which was learned from."""
+    with ScriptedApi(fault=lambda conversation, number: Fault(200, body, headers=JSON)) as api:
+        for client in (AsyncOpenAI, OpenAI):
+            judge = JudgeRubric(judge_client=client(base_url=api.url, api_key="key", max_retries=0), judge_model="j")
+            with pytest.raises(ModelError, match=f"(?s)judge j .*{said}"):
+                ask(judge)
+
+
+def test_what_a_judge_does_not_want_to_judge_is_the_reply_s_fault() -> None:
+    refused = answer_of(role="assistant", content=None, refusal="I cannot help with that.")
+    filtered = answer_of(role="assistant", content=None, finish_reason="content_filter")
+    bodies = iter((refused, filtered))
+    with ScriptedApi(fault=lambda conversation, number: Fault(200, next(bodies), headers=JSON)) as api:
+        judge = JudgeRubric(judge_client=AsyncOpenAI(base_url=api.url, api_key="key", max_retries=0))
+        assert [ask(judge), ask(judge)] == [(0.0, 0)] * 2

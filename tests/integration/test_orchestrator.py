@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from prime_hpc.observe.bench import read_report
+from prime_hpc.store.batches import list_batches
 from prime_hpc.store.leases import min_floor
 from tests.support.orchestrator_world import World, make_experiment, read_samples, varied_reply
 from tests.support.sampled import sampled
@@ -267,6 +268,20 @@ def test_an_environment_that_never_returns_is_ended_by_its_deadline(
         assert world.wait() == 0, log_of(world)
         world.check_batches(range(1, 4))
         assert sum(row["episodes/timeout"] for row in world.metrics()) >= 3
+
+
+def test_groups_that_all_come_to_nothing_end_the_run_though_none_of_their_rollouts_failed(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    env = [{"id": "tests.support.trouble_taskset", "args": {"hang_every": 1}, "timeout_s": 0.2}]
+    advantage = {"type": "grpo_no_std", "timeout": "penalize"}
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, advantage=advantage, max_concurrent=100)
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 1, log_of(world)
+        assert "groups in a row were dropped" in log_of(world)
+        assert "no end after 0.2 s" in world.status()["error"]
+        assert not list_batches(world.paths)
 
 
 def test_two_environments_mix_by_their_ratios(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:

@@ -18,7 +18,7 @@ import yaml
 from prime_hpc.cli import main
 from prime_hpc.config import ConfigError
 from prime_hpc.launch import env_pack
-from prime_hpc.launch.env_pack import PROGRAMS, pack_environment
+from prime_hpc.launch.env_pack import LEFT_AFTER_S, PROGRAMS, pack_environment
 from prime_hpc.slurm.packed_env.facts import ENTER, PackFacts, environment_hash
 
 LIMIT_S = 280.0
@@ -333,6 +333,21 @@ def test_the_batch_script_and_the_steps_begin_with_it(
     assert main(["render", str(tmp_path / "exp.yaml")]) == 0
     script = capsys.readouterr().out
     assert f"exec sh {ENTER} {pack} '' {sys.executable} -P -m prime_hpc.launch.job" in script
+
+
+def test_what_a_killed_pack_left_is_removed_and_what_another_makes_is_not(venv: Path) -> None:
+    name = f"{venv.name.lstrip('.')}.tar.gz"
+    left, its_log, made, other = (
+        venv.with_name(f".tmp-{text}") for text in (f"1-{name}", f"1-{name}.log", f"2-{name}", "1-other.tar.gz")
+    )
+    for path in (left, its_log, made, other):
+        path.write_bytes(b"half")
+    for path in (left, its_log, other):
+        os.utime(path, (0, path.stat().st_mtime - 2 * LEFT_AFTER_S))
+    said: list[str] = []
+    pack_environment(venv, None, "tar.gz", said.append)
+    assert [path.exists() for path in (left, its_log, made, other)] == [False, False, True, True]
+    assert sum("removed" in line for line in said) == 2
 
 
 def test_two_at_once_each_make_a_whole_pack(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:

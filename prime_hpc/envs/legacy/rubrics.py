@@ -12,12 +12,14 @@ import threading
 from asyncio import wrap_future
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
+from json import JSONDecodeError
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import NO_SIGNAL, EnvError
+from prime_hpc.envs.legacy.failures import EmptyModelResponseError, InvalidModelResponseError, ModelError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 from prime_hpc.envs.loop_thread import LoopThread
@@ -33,6 +35,8 @@ _OTHER_LOOP = re.compile("(bound|attached) to a different (event )?loop")
 """Python's words."""
 REFUSED = (400, 413, 422)
 """HTTP statuses that are about the request, not about the server."""
+_MOST_CHARACTERS = 300
+"""Of an answer that cannot be read."""
 
 
 class Rubric:
@@ -109,6 +113,7 @@ class Rubric:
 
         Raises:
             openai.APIError: what the reward follows from cannot be asked: a 0 would be learned from.
+            ModelError: likewise, its judge answers, and no verdict.
             RuntimeError: likewise, something of the package's is of an event loop that was left behind.
             EnvError: it asks for a signal, a deadline's: all its values would be 0.
         """
@@ -262,14 +267,36 @@ class JudgeRubric(Rubric):
         sampling = {"max_completion_tokens" if k == "max_tokens" else k: v for k, v in self.judge_sampling_args.items()}
         known = state.setdefault("judge_response", {}) if state is not None else {}
         if text not in known:
-            asked = self.judge_client.chat.completions.create(
-                model=self.judge_model,
-                messages=[{"role": "user", "content": text}],
-                **sampling,
-            )  # a client that is not async answers here: on the judges' loop it would hold up all others
-            reply = await _on_judges_loop(asked) if isinstance(asked, Awaitable) else asked
-            known[text] = str(reply.choices[0].message.content)
+            try:
+                asked = self.judge_client.chat.completions.create(
+                    model=self.judge_model,
+                    messages=[{"role": "user", "content": text}],
+                    **sampling,
+                )  # a client that is not async answers here: on the judges' loop it would hold up all others
+                reply = await _on_judges_loop(asked) if isinstance(asked, Awaitable) else asked
+            except JSONDecodeError as error:  # of half a body; the client raises it as it is
+                said = f"judge {self.judge_model} answers what cannot be read: {type(error).__name__}: {error}"
+                raise InvalidModelResponseError(said) from error
+            known[text] = _said_by(self.judge_model, reply)
         return known[text]
+
+
+def _said_by(judge: str, reply: Any) -> str:
+    """Return what a judge said; empty where a filter kept it from it, which is the fault of what it was asked about.
+    Raises ModelError: it said nothing, or answered what is no completion."""
+    try:
+        choice = reply.choices[0]
+        message = choice.message
+        content = message.content
+    except (AttributeError, IndexError, TypeError) as error:
+        shown = (reply if isinstance(reply, str) else repr(reply))[:_MOST_CHARACTERS]
+        raise InvalidModelResponseError(f"judge {judge} answers what cannot be read: {shown}") from error
+    if content is not None and str(content).strip():
+        return str(content)
+    reason = getattr(choice, "finish_reason", None)
+    if (refusal := getattr(message, "refusal", None)) or reason == "content_filter":
+        return str(refusal or "")
+    raise EmptyModelResponseError(f"judge {judge} says nothing (finish_reason: {reason})")
 
 
 async def _on_judges_loop(asked: Awaitable[Any]) -> Any:
@@ -293,6 +320,8 @@ def _judges_loop() -> LoopThread:
 
 def _is_api_failure(error: Exception) -> bool:
     """Return whether an API failed, a judge's say; what it refuses may be the reply's fault: too long, for one."""
+    if isinstance(error, ModelError):
+        return True
     openai = sys.modules.get("openai")
     return openai is not None and isinstance(error, openai.APIError) and getattr(error, "status_code", 0) not in REFUSED
 

@@ -14,7 +14,7 @@ from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
-from prime_hpc.inference.vllm.arguments import not_passed_through
+from prime_hpc.inference.vllm.arguments import JSON, not_passed_through
 
 Device = Literal["cpu", "cuda"]
 
@@ -206,7 +206,7 @@ def _flag(name: str, value: Any) -> list[str]:
         return []
     if isinstance(value, bool):
         return [flag] if value else ["--no-" + name.replace("_", "-")]
-    if isinstance(value, dict):
+    if isinstance(value, dict) or (isinstance(value, list | tuple) and name in JSON.split()):
         return [flag, json.dumps(value)]
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]

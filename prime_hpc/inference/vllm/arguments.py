@@ -1,7 +1,8 @@
 """The arguments of vLLM that `inference.vllm` may hold: checked on a login node, where no vLLM is installed."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -130,15 +131,39 @@ watermark_config weight_transfer_config worker_cls worker_extension_cls
 """
 """Those that take one; `hf_token` may."""
 INTEGERS = """
-block_size cp_kv_cache_interleave_size data_parallel_supervisor_port dbo_decode_token_threshold
-dbo_prefill_token_threshold dcp_kv_cache_interleave_size decode_context_parallel_size
-dp_supervisor_probe_failure_threshold dp_sync_interval elastic_ep_max_dp_size h11_max_header_count
-h11_max_incomplete_event_size long_prefill_token_threshold mamba_cache_philox_rounds max_cudagraph_capture_size
-max_logprobs max_loras mm_shm_cache_max_object_size_mb offload_group_size offload_num_in_group offload_prefetch_step
-prefill_schedule_interval renderer_num_workers replayssm_buffer_len safetensors_prefetch_num_threads
-shutdown_timeout spec_tokens sse_keep_alive_interval ssl_cert_reqs stream_interval ubatch_size
+block_size cp_kv_cache_interleave_size cpu_distributed_timeout_seconds data_parallel_supervisor_port
+dbo_decode_token_threshold dbo_prefill_token_threshold dcp_kv_cache_interleave_size decode_context_parallel_size
+distributed_timeout_seconds dp_supervisor_probe_failure_threshold dp_sync_interval elastic_ep_max_dp_size grpc_port
+h11_max_header_count h11_max_incomplete_event_size long_prefill_token_threshold mamba_block_size
+mamba_cache_philox_rounds max_cpu_loras max_cudagraph_capture_size max_log_len max_logprobs max_lora_cls_labels
+max_loras max_num_active_seqs max_num_queued_reqs max_parallel_loading_workers mm_shm_cache_max_object_size_mb
+num_gpu_blocks_override offload_group_size offload_num_in_group offload_prefetch_step prefill_schedule_interval
+prefix_cache_retention_interval prefix_match_unit renderer_num_workers replayssm_buffer_len
+safetensors_prefetch_num_threads shutdown_timeout spec_tokens sse_keep_alive_interval ssl_cert_reqs stream_interval
+ubatch_size
 """
 """Of these, those that take a whole number."""
+SIZES = """
+max_num_batched_tokens max_num_queued_tokens max_num_scheduled_tokens safetensors_prefetch_block_size
+"""
+"""Likewise, which may also be written with a k (1000), K (1024) and the like behind it."""
+NUMBERS = """
+cpu_offload_gb dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s kv_cache_metrics_sample
+mm_encoder_fp8_scale_save_margin mm_ipc_gpu_memory_gb mm_processor_cache_gb video_pruning_rate watermark
+"""
+"""Those that take any number."""
+OBJECTS = """
+attention_config aux_output_config compilation_config ec_manager_config ec_transfer_config engram_config eplb_config
+fault_tolerance_config ir_op_priority kernel_config kv_events_config kv_transfer_config logging_config pooler_config
+profiler_config quantization_config reasoning_config structured_outputs_config
+"""
+"""Those that take keys and values, as a mapping or as JSON."""
+JSON = """
+allowed_headers allowed_methods allowed_origins custom_histogram_buckets default_chat_template_kwargs
+default_mm_loras diffusion_config limit_mm_per_prompt media_io_kwargs mm_processor_kwargs model_class_overrides
+speculative_config watermark_config
+"""
+"""Those that take whatever JSON can say."""
 CHOICES = {
     "all2all_backend": (
         "allgather_reducescatter deepep_high_throughput deepep_low_latency deepep_v2 flashinfer_all2allv "
@@ -159,6 +184,7 @@ CHOICES = {
     "performance_mode": "balanced interactivity throughput",
     "prefix_caching_hash_algo": "sha256 sha256_cbor xxhash xxhash_cbor",
     "scheduling_policy": "fcfs priority",
+    "uvicorn_log_level": "critical debug error info trace warning",
 }
 """Of these, values that are often stated, and what they may be: others vLLM refuses as an engine starts."""
 
@@ -179,10 +205,37 @@ def not_passed_through(extra: Mapping[str, Any]) -> Iterator[Refusal]:
         elif value is not None and isinstance(value, bool) != (name in switches) and name != "hf_token":
             takes = "true or false" if name in switches else "a value"
             yield Refusal(where, f"vLLM's {name} takes {takes}, not {value!r}", f"give it {takes}")
-        elif value is not None and name in INTEGERS.split() and not re.fullmatch(r"[+-]?\d+", str(value)):
-            yield Refusal(where, f"vLLM's {name} takes a whole number, not {value!r}", "give it one")
+        elif value is not None and "." not in key and (takes := _takes_other(name, value)):
+            yield Refusal(where, f"vLLM's {name} takes {takes}, not {value!r}", "give it that")
         elif value is not None and name in CHOICES and value not in CHOICES[name].split():
             known = CHOICES[name].split()
             near = get_close_matches(str(value), known, n=1)
             meant = f"did you mean {near[0]}? There are" if near else "take one of"
             yield Refusal(where, f"vLLM's {name} cannot be {value!r}", f"{meant} {', '.join(known)}")
+
+
+def _takes_other(name: str, value: Any) -> str:
+    """Return what vLLM's argument takes, in words, where it cannot read this value; empty where it may."""
+    if name in INTEGERS.split() and not re.fullmatch(r"[+-]?\d+", str(value)):
+        return "a whole number"
+    if name in SIZES.split() and not re.fullmatch(r"[+-]?\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]", str(value)):
+        return "a whole number, such as 8192 or 8K"
+    if name in NUMBERS.split() and not _is_read(float, value):
+        return "a number"
+    if name in OBJECTS.split() and not isinstance(_plain(value), Mapping):
+        return "a mapping of its keys"
+    if name in JSON.split() and isinstance(value, str) and not _is_read(json.loads, value):
+        return "a mapping, a list or JSON"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) and _is_read(json.loads, value) else value
+
+
+def _is_read(read: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        read(value)
+    except (TypeError, ValueError):
+        return False
+    return True
