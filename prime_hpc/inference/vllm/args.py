@@ -15,6 +15,8 @@ from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
 from prime_hpc.inference.vllm.arguments import not_passed_through
+from prime_hpc.inference.vllm.latent import cpu_options
+from prime_hpc.store.model.config import read_config
 
 Device = Literal["cpu", "cuda"]
 
@@ -94,6 +96,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         options |= IMAGES
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
+        options |= cpu_options(read_config(model.name) or {})
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
         scraped = experiment.prometheus is not None and experiment.prometheus.servers
         if scraped or experiment.orchestrator.adaptive_concurrency is not None:
