@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.inference.vllm.args import WORKER_EXTENSION
-from prime_hpc.inference.vllm.latent import cpu_options
+from prime_hpc.inference.vllm.args import WORKER_EXTENSION, cpu_options
 from prime_hpc.store.model.config import read_config
 
 LIMIT_S = 300

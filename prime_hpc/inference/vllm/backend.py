@@ -12,9 +12,8 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
-from prime_hpc.inference.vllm.args import build_argv, build_env, not_passed_through
+from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, build_env, latent_size, not_passed_through
 from prime_hpc.inference.vllm.compiled import open_cache
-from prime_hpc.inference.vllm.latent import PLAIN_SIZE, latent_size
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.store.model.config import read_config
 
