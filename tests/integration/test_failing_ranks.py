@@ -30,7 +30,9 @@ from prime_hpc.trainer.rank_group import OF_A_RUN, OF_FILES, RankGroup
 from prime_hpc.trainer.replay import dump_failed_step
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
 from prime_hpc.trainer.train_step import NonFiniteError
+from prime_hpc.trainer.weights import gathering
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
+from prime_hpc.trainer.weights.publish import Publisher
 from tests.support.lora import lora_policy
 from tests.support.ranks import spawn
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
@@ -95,12 +97,9 @@ def test_a_failure_is_raised_on_every_rank(tmp_path: Path) -> None:
     spawn(agree, (str(tmp_path / "store"),), 2)
 
 
-def keep_refused(rank: int, store: str, root: Path) -> None:
-    """A refused step is kept while one rank after the other meets a disk that has no room, wherever it writes."""
-    begin(rank, store)
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as two nodes: tensors are gathered as they are written
-    policy = load(root / "model")
-    trainer: Any = SimpleNamespace(
+def trainer_of(policy: Policy, rank: int, root: Path) -> Any:
+    """What of a trainer keeps a refused step."""
+    return SimpleNamespace(
         experiment=SimpleNamespace(model=ModelConfig(name=str(root / "model"), dtype="float32")),
         paths=RunPaths(root / "run"),
         rank=rank,
@@ -109,6 +108,14 @@ def keep_refused(rank: int, store: str, root: Path) -> None:
         source=root / "model",
         train_step=SimpleNamespace(policy=policy, slot=0),
     )
+
+
+def keep_refused(rank: int, store: str, root: Path) -> None:
+    """A refused step is kept while one rank after the other meets a disk that has no room, wherever it writes."""
+    begin(rank, store)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as two nodes: tensors are gathered as they are written
+    policy = load(root / "model")
+    trainer: Any = trainer_of(policy, rank, root)
     error = NonFiniteError("nan", 3, random_rank_batch([[5]], seed=rank))
     written: list[Path] = []
     setattr(dump_failed_step, "write_snapshot", lambda _, folder, __: written.append(folder))  # noqa: B010
@@ -137,6 +144,44 @@ def keep_refused(rank: int, store: str, root: Path) -> None:
     with files.observe_operations(full_at("rename", rank)):  # what an earlier attempt has left cannot be taken away
         all_raise(lambda: dump_for_replay(trainer, error), "disk full")
     dist.destroy_process_group()
+
+
+def gather_on_full_device(rank: int, store: str, root: Path, where: str, keeps: bool) -> None:
+    """A rank whose device is full while tensors are gathered leaves with its own error, and so ends the other's wait.
+    `keeps`: a refused step is kept, else a version is published."""
+    begin(rank, store)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as two nodes: tensors are gathered as they are written
+    setattr(gathering, "ROUND_BYTES", 8192)  # noqa: B010 - of many rounds it is neither the first nor the last
+    policy = load(root / "model")
+    action, rounds = getattr(gathering.Gathering, where), []
+
+    def full(*arguments: Any) -> Any:
+        rounds.append(arguments)
+        if rank == 1 and len(rounds) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return action(*arguments)
+
+    setattr(gathering.Gathering, where, full)
+    with pytest.raises(torch.OutOfMemoryError if rank == 1 else RuntimeError) as caught:
+        if keeps:
+            trainer: Any = trainer_of(policy, rank, root)
+            dump_for_replay(trainer, NonFiniteError("nan", 3, random_rank_batch([[5]], seed=rank)))
+        else:
+            paths = RunPaths(root / "run")
+            publisher = Publisher(policy, root / "model", paths, dtype=torch.float32, incarnation=0, model_name="tiny")
+            publisher.publish(1)
+    assert isinstance(caught.value, torch.OutOfMemoryError) == (rank == 1)
+    assert not list((root / "run").rglob("*.safetensors")) or rank == 1
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["published", "kept"])
+@pytest.mark.parametrize("where", ["_exchange", "_assemble"])
+def test_a_rank_whose_device_is_full_while_it_gathers_ends_the_others_wait(
+    tmp_path: Path, where: str, keeps: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    make_tiny_model(tmp_path / "model")
+    spawn(gather_on_full_device, (str(tmp_path / "store"), tmp_path, where, keeps), 2)
 
 
 def save_and_load(rank: int, store: str, root: Path) -> None:

@@ -35,7 +35,7 @@ BOUND = 1e-2
 bfloat16; a wrong layer is at 9e-2 and above."""
 HUB_KEYS = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "lfm2": {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 192, "block_multiple_of": 8}

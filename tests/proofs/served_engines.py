@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.inference.vllm.args import WORKER_EXTENSION
+from prime_hpc.inference.vllm.args import WORKER_EXTENSION, cpu_options
+from prime_hpc.store.model.config import read_config
 
 LIMIT_S = 300
 PROMPT_LENGTHS = (5, 11, 17, 23, 30)
@@ -113,7 +114,8 @@ def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) 
     """The whole life of one engine."""
     from vllm import LLM
 
-    options: dict[str, Any] = {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    options: dict[str, Any] = cpu_options(read_config(base) or {})
+    options |= {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     llm = LLM(
         base,
         skip_tokenizer_init=True,

@@ -1,5 +1,5 @@
-"""Heads for which vLLM has no kernels on a CPU, and windows that it does not serve, are refused before anything starts,
-and nowhere else."""
+"""Heads for which vLLM has no kernels on a CPU, latent attention that takes no new version there, and windows that it
+does not serve, are refused before anything starts, and nowhere else."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference.backend import check_backend, load_backend
+from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, cpu_options, latent_size
 from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, head_size, slides_in_part
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.runtime.device import DEVICE, Device
@@ -70,6 +71,50 @@ def test_in_a_job_the_device_is_its_nodes(tmp_path: Path, monkeypatch: pytest.Mo
     gpus, none = {"partition": "p", "gpus_per_node": 2}, {"partition": "p"}
     assert refused(experiment(tmp_path / "a", 24, launch="slurm", slurm=gpus)) == []
     assert len(refused(experiment(tmp_path / "b", 24, launch="slurm", slurm=none))) == 1
+
+
+LATENT = SMALL | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (LATENT, 576),
+        (LATENT | {"kv_lora_rank": 16}, 80),
+        ({"model_type": "kimi_k25", "text_config": LATENT}, 576),
+        (LATENT | {"kv_lora_rank": None}, None),
+        (LATENT | {"model_type": "minicpm3"}, None),  # vLLM serves it with attention as others have it
+        (SMALL, None),
+    ],
+)
+def test_latent_attention_gets_kernels_on_a_cpu_that_take_new_versions(
+    config: dict[str, Any], size: int | None
+) -> None:
+    assert latent_size(config) == size
+    assert cpu_options(config) == ({"attention_backend": "CPU_MLA"} if size == PLAIN_SIZE else {})
+
+
+def test_an_engine_on_a_cpu_is_told_unless_the_config_says_otherwise(tmp_path: Path) -> None:
+    tree = experiment(tmp_path / "a", 64)
+    (tmp_path / "a" / "config.json").write_text(json.dumps(LATENT))
+    argv = build_argv(tree, device="cpu", replica=0, port=1)
+    assert argv[argv.index("--attention-backend") + 1] == "CPU_MLA"
+    assert "--attention-backend" not in build_argv(tree, device="cuda", replica=0, port=1)
+    own = experiment(tmp_path / "b", 64, inference={"vllm": {"attention_backend": "AMX_MLA"}})
+    (tmp_path / "b" / "config.json").write_text(json.dumps(LATENT))
+    argv = build_argv(own, device="cpu", replica=0, port=1)
+    assert argv[argv.index("--attention-backend") + 1] == "AMX_MLA" and argv.count("--attention-backend") == 1
+
+
+def test_lint_refuses_latent_attention_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICE, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for device, size, count in (("auto", 16, 1), ("auto", 512, 0), ("cuda", 16, 0)):
+        folder = tmp_path / f"{device}{size}"
+        tree = experiment(folder, 64, launch="local", device=device)
+        (folder / "config.json").write_text(json.dumps(LATENT | {"kv_lora_rank": size}))
+        found = [message for message in refused(tree) if "latent attention of size 80 " in message]
+        assert len(found) == count
 
 
 def test_a_server_that_is_started_by_hand_refuses_them_too(tmp_path: Path) -> None:

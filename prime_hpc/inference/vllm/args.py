@@ -5,6 +5,7 @@ Imports neither torch nor vllm: what is built here can be shown by a plan and te
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
 from prime_hpc.inference.vllm.arguments import JSON, not_passed_through
+from prime_hpc.store.model.config import read_config
 
 Device = Literal["cpu", "cuda"]
 
@@ -47,6 +49,14 @@ CPU_DEFAULTS: dict[str, Any] = {
     "disable_log_stats": True,
 }
 """Defaults on CPU only; `inference.vllm` overrides them."""
+
+LATENT_FAMILIES = frozenset(
+    ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_linear", "longcat_flash")
+)
+"""model_type of those that vLLM 0.32 serves with latent attention (MLA), without the sparse ones, which it has for GPUs
+alone."""
+PLAIN_SIZE = 576
+"""Values that vLLM's plain CPU kernels for it keep of a token in each layer: as many as DeepSeek's models have."""
 
 
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -94,6 +104,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         options |= IMAGES
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
+        options |= cpu_options(read_config(model.name) or {})
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
         scraped = experiment.prometheus is not None and experiment.prometheus.servers
         if scraped or experiment.orchestrator.adaptive_concurrency is not None:
@@ -159,6 +170,25 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
             # Keeps the worker inside the engine's process: one process less a rank, no shared-memory hop a step.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env
+
+
+def latent_size(config: Mapping[str, Any]) -> int | None:
+    """Return how many values of a token a layer keeps by a model's config.json; None without latent attention."""
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    rank, rotary = own.get("kv_lora_rank"), own.get("qk_rope_head_dim")
+    if own.get("model_type") not in LATENT_FAMILIES or not isinstance(rank, int) or not isinstance(rotary, int):
+        return None
+    return rank + rotary
+
+
+def cpu_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by which an engine on a CPU can load new versions of a model.
+
+    Where a CPU has AMX, vLLM 0.32 takes kernels that pack `kv_b_proj` of latent attention at the start and drop it: a
+    new version finds nothing to be written into. Its plain ones keep it.
+    """
+    return {"attention_backend": "CPU_MLA"} if latent_size(config) == PLAIN_SIZE else {}
 
 
 def _parallel_options(config: InferenceConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
-from prime_hpc.inference.vllm.args import build_argv, build_env, not_passed_through
+from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, build_env, latent_size, not_passed_through
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.store.model.config import read_config
@@ -100,6 +100,14 @@ class VllmBackend:
                 "model.name",
                 f"{name} ({config['model_type']}): on a CPU vLLM samples from another distribution than the model has "
                 "in transformers, by which it is trained",
+                "use inference.backend = transformers, GPUs, or another model",
+            )
+        latent = latent_size(config) if experiment.device == "cpu" and experiment.trains and not adapted else None
+        if latent is not None and latent != PLAIN_SIZE:
+            yield Refusal(
+                "model.name",
+                f"{name} has latent attention of size {latent} (kv_lora_rank + qk_rope_head_dim), and on a CPU vLLM "
+                f"takes new versions of models with {PLAIN_SIZE} only",
                 "use inference.backend = transformers, GPUs, or another model",
             )
         size = head_size(config) if experiment.device == "cpu" else None

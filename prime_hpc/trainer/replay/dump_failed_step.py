@@ -37,13 +37,8 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
             slot=trainer.train_step.slot,
         )
     )
-
-    def publish() -> None:
-        publisher.publish(step - 1)
-        if parts is not None:
-            _write_beside(trainer, kept, step, parts)
-
-    ranks.on_all(publish)
+    publisher.publish(step - 1)
+    ranks.from_first(lambda: _write_beside(trainer, kept, step, parts or []))
 
 
 def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankBatch]) -> None:

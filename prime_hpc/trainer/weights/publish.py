@@ -160,8 +160,10 @@ class Publisher:
 
         Raises:
             StoreError: disk full, fenced, or other content has this name; on every rank.
+            Exception: this rank could not gather (its device is full, another has gone); on this rank alone, at once.
         """
         stage = stage_dir(self.paths.weights_step(version), self.incarnation)
+        blocks = _taken(blocks)
         try:
             form = self._open_stage(version, stage, ranks)
             with contextlib.ExitStack() as stack:
@@ -192,9 +194,11 @@ class Publisher:
                 ranks.on_all(write)  # all ranks have written, before the first file is summed
                 gathered = ranks.gather(ranks.on_all(seal))
                 manifest = ranks.from_first(commit)
-        except BaseException:
+        except BaseException as error:
             if ranks.rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)
+            if isinstance(error, _LeftGathering):
+                raise error.cause from None
             raise
         return manifest if ranks.rank == 0 else None
 
@@ -270,6 +274,21 @@ class Publisher:
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
+
+
+class _LeftGathering(BaseException):
+    """Not an Exception, of which `on_all` would tell: the other ranks are in the next round, not there to be told."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+def _taken(blocks: Iterator[Block]) -> Iterator[Block]:
+    """Return the blocks; a failure to gather them as `_LeftGathering`, unlike one to write them."""
+    try:
+        yield from blocks
+    except Exception as error:
+        raise _LeftGathering(error) from error
 
 
 class _Writer:
