@@ -272,6 +272,8 @@ class ShownJob:
     preempt_time: str
     output: str
     """The batch script's."""
+    is_requeued: bool = True
+    """False: Slurm puts it back into the queue neither by itself nor when told to."""
 
 
 def show_job(job_id: str, timeout_s: float = TIMEOUT_S) -> list[ShownJob]:
@@ -307,6 +309,7 @@ def parse_shown(text: str, job_id: str) -> list[ShownJob]:
             ends_at=parse_time(field(line, "EndTime")),
             preempt_time=field(line, "PreemptTime"),
             output=field(line, "StdOut"),
+            is_requeued=field(line, "Requeue") != "0",
         )
         found.append(part)
     return found
