@@ -82,7 +82,8 @@ def slurm_job(arguments: list[str]) -> int:
         EXIT_AGAIN,
     ):  # it would start all the same: this end is none that is well
         _drop_successor(run_dir, record)
-    if code != EXIT_AGAIN or mode == "successor":  # a result under an id that comes back would call it done
+    # a result under an id that comes back would call it done
+    if code != EXIT_AGAIN or mode == "successor" or _is_succeeded(run_dir):
         _leave_result(run_dir, code)
     return code
 
@@ -97,6 +98,13 @@ def _queue_successor(run_dir: Path) -> None:
     refusal = try_successor(run_dir, job_argument() or "")
     if refusal is not None:
         logger.warning(f"no successor waits behind this job yet: {refusal.words}")
+
+
+def _is_succeeded(run_dir: Path) -> bool:
+    """Return whether another job follows this one, which Slurm would not requeue."""
+    from prime_hpc.store.run_dirs import read_record
+
+    return bool((read_record(run_dir) or {}).get("successor"))
 
 
 def _drop_successor(run_dir: Path, record: "SubmissionRecord | None") -> None:

@@ -23,7 +23,7 @@ from prime_hpc.launch.prepare import claim_directory, for_evaluation, refuse_ano
 from prime_hpc.launch.resume import without_dependency
 from prime_hpc.launch.storage import homes
 from prime_hpc.runtime.atomic_write import write_atomic
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, show_job, why_not_in_force
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.jobs import ENDED, JobInfo, jobs
 from prime_hpc.slurm.queue import (
@@ -231,7 +231,24 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
             f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for something else",
             file=sys.stderr,
         )
+    elif made.how == "requeue" and info is not None:
+        _warn_if_not_requeued(job_id)
     return follow_job(job_id, log) if follow else 0
+
+
+def _warn_if_not_requeued(job_id: str) -> None:
+    """Say that the job lacks what its script asks for: a site's submit plugin may take it back."""
+    try:
+        is_requeued = show_job(job_id, ASK_TIMEOUT_S)[0].is_requeued
+    except SlurmError:
+        return  # the job itself will say so
+    if not is_requeued:
+        print(
+            "warning: Slurm will not requeue this job, though it was asked to (a rule of the site): at its end the job "
+            "sends a successor itself; preempted without a warning, or with a lost node, it would not come back. "
+            "slurm.restart.how: successor has another job wait from the beginning",
+            file=sys.stderr,
+        )
 
 
 def describe(run_dir: Path, log: Path, info: JobInfo | None, *, adopted: bool) -> dict[str, Any]:

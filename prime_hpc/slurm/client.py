@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,8 @@ _WHOLE_ANSWERS = {"SCONTROL_ALL": "1", "SINFO_ALL": "1", "SQUEUE_ALL": "1", "SLU
 """For all commands but sbatch, which would hand them on: hidden partitions and their nodes are shown too, which else
 root alone sees; and times as epoch seconds, since of the hour when clocks are set back each is there twice."""
 _OF_PARTITIONS = ("SCONTROL_ALL", "SINFO_ALL")
+_PAUSES_S = (1.0, 3.0)
+"""Before a busy controller is asked the same again."""
 
 
 class SlurmError(RuntimeError):
@@ -76,6 +79,11 @@ class SlurmError(RuntimeError):
         )
 
     @property
+    def is_busy(self) -> bool:
+        """True if the controller has dropped this one request; it may have done what was asked."""
+        return self.code is not None and _BUSY.search(self.stderr) is not None
+
+    @property
     def _killed_by(self) -> int:
         """The signal that ended the command; 0: none did. A site's wrapper in shell says 128 and the signal."""
         code = self.code or 0
@@ -112,6 +120,11 @@ _UNREACHABLE = (
         r"could not establish a configuration source|unable to process configuration|slurm\.conf",
         "no slurm.conf is in force here; set SLURM_CONF, or use a login node of the cluster",
     ),
+)
+
+
+_BUSY = re.compile(
+    r"socket timed out|timed out on send/recv|zero bytes were transmitted|rate limit exceeded|try again", re.I
 )
 
 
@@ -162,6 +175,8 @@ def run_slurm(
 ) -> str:
     """Run a Slurm command; return its standard output.
 
+    A question, and the order to end a job, that a busy controller drops are sent again, within the same time.
+
     Args:
         timeout_s: it is killed after this.
         extra: variables added to its environment (sbatch hands them on to the job).
@@ -175,8 +190,36 @@ def run_slurm(
     environment = {k: v for k, v in clean_environment(os.environ).items() if not k.startswith(_READER_LEAKS)}
     whole = {} if argv[0] == "sbatch" else _WHOLE_ANSWERS
     environment |= {k: v for k, v in whole.items() if not (of_user and k in _OF_PARTITIONS)} | dict(extra or {})
+    pauses, end = iter(_PAUSES_S if _may_be_repeated(argv) else ()), time.monotonic() + timeout_s
     if (cluster := asked_cluster()) is not None and argv[0] in _OF_A_CLUSTER:
         argv = [argv[0], f"--clusters={cluster}", *argv[1:]]
+    busy: SlurmError | None = None
+    while True:
+        try:
+            left_s = timeout_s if busy is None else end - time.monotonic()
+            done = _run_once(argv, environment, left_s, stdin, dies_with_us)
+            return done.stdout + (done.stderr if with_stderr else "")
+        except SlurmError as error:
+            if busy is not None and argv[0] == "scancel" and error.is_unknown_job:
+                return ""  # the order that was dropped had got through
+            pause_s = next(pauses, None) if error.is_busy else None
+            if pause_s is None or time.monotonic() + 2 * pause_s > end:
+                raise
+            busy = error
+            time.sleep(pause_s)
+
+
+def _may_be_repeated(argv: Sequence[str]) -> bool:
+    """Return whether a command does the same when it is given twice."""
+    if argv[0] == "scontrol":
+        return argv[1:2] == ["show"]
+    return argv[0] in ("squeue", "sinfo", "sacct") or (argv[0] == "scancel" and not any("-s" in w for w in argv))
+
+
+def _run_once(
+    argv: Sequence[str], environment: dict[str, str], timeout_s: float, stdin: str | None, dies_with_us: bool
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command. Raises SlurmError: it is missing, hangs, or its exit status is not 0."""
     try:
         done = subprocess.run(
             tied(argv, environment) if dies_with_us else list(argv),
@@ -195,10 +238,10 @@ def run_slurm(
     except subprocess.TimeoutExpired as error:
         said = (error.stderr or b"").decode(errors="replace").partition("\n")[0].strip()
         words = f" ({said})" if said else ""  # at a full queue sbatch tries again and again
-        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s{words}") from error
+        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:.3g} s{words}") from error
     if done.returncode != 0:
         raise SlurmError(argv, done.returncode, done.stderr or done.stdout)
-    return str(done.stdout) + (str(done.stderr) if with_stderr else "")
+    return done
 
 
 def _shown(argv: Sequence[str]) -> str:
@@ -272,6 +315,8 @@ class ShownJob:
     preempt_time: str
     output: str
     """The batch script's."""
+    is_requeued: bool = True
+    """False: Slurm puts it back into the queue neither by itself nor when told to."""
 
 
 def show_job(job_id: str, timeout_s: float = TIMEOUT_S) -> list[ShownJob]:
@@ -307,6 +352,7 @@ def parse_shown(text: str, job_id: str) -> list[ShownJob]:
             ends_at=parse_time(field(line, "EndTime")),
             preempt_time=field(line, "PreemptTime"),
             output=field(line, "StdOut"),
+            is_requeued=field(line, "Requeue") != "0",
         )
         found.append(part)
     return found

@@ -18,6 +18,10 @@ _NOT_UP = ("down", "drain", "drng", "maint", "fail", "inval", "unk", "futr")
 """Beginnings of the short states of nodes that take no more jobs."""
 
 
+class RequeueDisabled(SlurmError):
+    """Slurm puts this job back at nobody's word: `--no-requeue`, by its user, a site's submit plugin, or an admin."""
+
+
 def requeue(job_id: str, num_nodes: int, restarts: int) -> list[ShownJob] | None:
     """Put the job back into the queue; the caller, a process of it and its main thread, dies of that soon.
 
@@ -33,7 +37,8 @@ def requeue(job_id: str, num_nodes: int, restarts: int) -> list[ShownJob] | None
         its components as they were; None: the job's next attempt has begun.
 
     Raises:
-        SlurmError: Slurm refuses, or cannot be asked, or somebody has cancelled the job.
+        RequeueDisabled: Slurm requeues no such job.
+        SlurmError: it refuses otherwise, or cannot be asked, or somebody has cancelled the job.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the requeue's own, and Slurm's warning of the time limit
         signal.signal(number, signal.SIG_IGN)
@@ -44,6 +49,8 @@ def requeue(job_id: str, num_nodes: int, restarts: int) -> list[ShownJob] | None
         try:
             run_slurm(command, timeout_s=SCONTROL_TIMEOUT_S)
         except SlurmError as error:
+            if "presently disabled" in error.stderr and not _is_again(job[0], restarts):
+                raise RequeueDisabled(command, error.code, error.stderr) from error
             if error.is_unreachable or not _is_again(show_job(job_id, SCONTROL_TIMEOUT_S)[0], restarts):
                 raise  # else it was put back between the two questions
         logger.info(f"job {job_id} is requeued")

@@ -76,4 +76,5 @@ class TimeLimit:
             return
         self.ends_at = end
         when = "never" if end is None else f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(end))}"
-        logger.info(f"the time limit has changed (now {stated}): the job ends {when}")
+        what = "is known now" if known is None and before is None else "has changed"
+        logger.info(f"the time limit {what} ({stated}): the job ends {when}")

@@ -430,7 +430,18 @@ def _apply_restart_policy(
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
     if mode == "successor" and (successor := (read_record(run_dir) or SubmissionRecord()).get("successor")):
         leave_out([], successor, bad, num_nodes)
-    if not return_to_queue(allocation.job_id, mode, num_nodes, bad, restarts=allocation.restarts) and not is_queued:
+
+    def send_successor() -> bool:
+        if require_successor(run_dir, allocation.job_id, allocation.ends_at) is not None:
+            return False
+        logger.warning("a successor takes over; slurm.restart.how: successor has one wait from the beginning")
+        _note(paths, {**last, "next": "successor"})
+        return True
+
+    comes_back = return_to_queue(
+        allocation.job_id, mode, num_nodes, bad, restarts=allocation.restarts, if_disabled=send_successor
+    )
+    if not comes_back and not is_queued:
         why = "Slurm did not requeue the job (see logs/supervisor.log); slurm.restart.how: successor needs no requeue"
         _note(paths, {**last, "next": None, "cause": f"{last['cause']}; {why}"})
         return code or 1

@@ -114,6 +114,19 @@ def test_a_job_sent_with_export_none_runs(cluster: Cluster, experiment: Path) ->
     assert life["outcome"] == "completed" and life["lost_nodes"] == []
 
 
+@pytest.mark.exhaustive
+def test_a_run_whose_job_slurm_does_not_requeue_goes_on_as_another(cluster: Cluster, experiment: Path) -> None:
+    job, run_dir = submit(cluster, experiment, "no-requeue", "--max-steps", 100000, "--ckpt.interval", 1000)
+    cluster.ask("scontrol", "update", f"JobId={job}", "Requeue=0")
+    wait_for_step(cluster, run_dir, 1)
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "the successor's attempt", timeout=60)
+    first, second = attempts(run_dir)
+    assert (first["outcome"], first["next"], first["job_id"]) == ("preempted", "successor", job)
+    assert second["resume_step"] == first["saved_step"] > 0 and second["job_id"] != job
+    assert prime_hpc(cluster, "cancel", run_dir, "--now").returncode == 0
+
+
 def test_a_requeue_keeps_what_its_user_excluded(cluster: Cluster) -> None:
     job = cluster.sbatch("sleep 300", "--partition=gpu", "--exclude=n4", "--requeue", "--nodelist=n1")
     cluster.wait_state(job, "RUNNING")

@@ -120,6 +120,7 @@ def test_a_job_that_slurm_requeues_at_the_same_moment_was_not_refused(monkeypatc
     slurm = Slurm(monkeypatch)
     slurm.at_requeue = refuses
     assert not slurm.gets_back()
+    assert return_to_queue("7", "requeue", 2, restarts=0, if_disabled=lambda: True), "otherwise than by a requeue"
 
 
 # ------------------------------------------------------------------------------------------------------------ policy
@@ -135,13 +136,13 @@ class Run:
         self.dir = run_dir(self.config)
         self.rows = self.dir / "attempts.jsonl"
         self.requeued: list[str] = []
-        self.is_refused = False
+        self.is_refused = self.is_disabled = False
         monkeypatch.setattr(main, "return_to_queue", self._requeue)
         monkeypatch.setattr("prime_hpc.supervisor.attempt.early_end.return_to_queue", self._requeue)
 
-    def _requeue(self, job_id: str, *_: object, **__: object) -> bool:
+    def _requeue(self, job_id: str, *_: object, **more: Any) -> bool:
         self.requeued.append(job_id)
-        return not self.is_refused
+        return bool(more["if_disabled"]()) if self.is_disabled else not self.is_refused
 
     def end(self, own: Attempt, code: int, controls: Controls | None = None) -> int:
         return _apply_restart_policy(load_run(self.dir), self.dir, JOB, code, own, controls)
@@ -168,6 +169,12 @@ def test_a_run_whose_requeue_slurm_refuses_says_so(run: Run) -> None:
     assert run.end(ended(run.config, exit_code=0), 0) == 1 and run.requeued == ["100"]
     row = read_one(run.rows)
     assert row.next is None and "Slurm did not requeue the job" in (row.cause or "")
+
+
+def test_a_run_whose_job_slurm_does_not_requeue_goes_on_as_another(run: Run) -> None:
+    run.is_disabled = True
+    assert run.end(ended(run.config, exit_code=0), 0) == EXIT_AGAIN
+    assert read_one(run.rows).next == "successor" and (read_record(run.dir) or {}).get("successor")
 
 
 def test_pods_are_not_told_that_the_run_is_over_by_an_attempt_that_a_newer_one_has_overtaken(run: Run) -> None:

@@ -261,6 +261,41 @@ def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
+    ("command", "tries"),
+    [
+        *(("squeue -u 0", 2), ("scontrol show job 7", 2), ("scancel 7", 2)),
+        *(("sbatch job.sbatch", 1), ("scontrol requeue 7", 1), ("scancel -s USR1 7", 1)),
+    ],
+)
+def test_what_a_busy_controller_drops_is_asked_again_where_it_is_the_same_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, tries: int
+) -> None:
+    monkeypatch.setattr(client, "_PAUSES_S", (0.0,))
+    calls, name = tmp_path / "calls", command.split()[0]
+    dropped = f"echo '{name}: error: Socket timed out on send/recv operation' >&2; exit 1"
+    program(
+        tmp_path, name, f"echo . >>{calls}; [ $(wc -l <{calls}) -gt 1 ] || {{ {dropped}; }}; echo answer", monkeypatch
+    )
+    if tries == 1:
+        with pytest.raises(SlurmError, match="Socket timed out"):
+            run_slurm(command.split(), 20.0)
+    else:
+        assert run_slurm(command.split(), 20.0) == "answer\n"
+    assert len(calls.read_text().split()) == tries
+
+
+def test_a_job_that_is_gone_when_scancel_is_sent_again_was_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_PAUSES_S", (0.0,))
+    first = f"[ -e {tmp_path}/sent ] || {{ touch {tmp_path}/sent; echo 'Socket timed out on send/recv' >&2; exit 1; }}"
+    program(tmp_path, "scancel", f"{first}; echo 'Invalid job id specified' >&2; exit 1", monkeypatch)
+    assert run_slurm(["scancel", "7"], 20.0) == ""
+    with pytest.raises(SlurmError, match="Invalid job id"):
+        run_slurm(["scancel", "7"], 20.0)
+
+
+@pytest.mark.parametrize(
     ("words", "unreachable", "advice"),
     [
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True, "controller is down"),

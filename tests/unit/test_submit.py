@@ -52,6 +52,17 @@ def test_a_job_is_sent_with_all_that_belongs_to_it(
     assert "prime-hpc logs -f" in out and str(run_dir(config)) in out
 
 
+def test_a_job_that_a_site_keeps_from_being_requeued_is_named(
+    fake: FakeSlurm, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave("scontrol", say="JobId=100 JobState=PENDING Requeue=1 Restarts=0")
+    assert submit(load(config)) == 0
+    assert "requeue" not in capsys.readouterr().err
+    fake.behave("scontrol", say="JobId=101 JobState=PENDING Requeue=0 Restarts=0")
+    assert submit(load(config, "--name", "other")) == 0
+    assert "will not requeue this job" in capsys.readouterr().err
+
+
 def test_json(fake: FakeSlurm, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(load(config), as_json=True) == 0
     said = json.loads(capsys.readouterr().out)

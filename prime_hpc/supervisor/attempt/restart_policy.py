@@ -17,7 +17,7 @@ from prime_hpc.config.site import read_site
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.slurm.requeue import leave_out, requeue
+from prime_hpc.slurm.requeue import RequeueDisabled, leave_out, requeue
 from prime_hpc.slurm.script import restart_mode
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, known_record
 
@@ -136,6 +136,7 @@ def return_to_queue(
     exclude: Sequence[str] = (),
     *,
     restarts: int,
+    if_disabled: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -149,6 +150,7 @@ def return_to_queue(
     Args:
         num_nodes: that the job needs; a homogeneous job that lost a node (--no-kill) would come back smaller. 0: any.
         exclude: nodes that the next attempt must not get.
+        if_disabled: called where Slurm requeues no such job at all; returns whether the run comes back otherwise.
         restarts: of the caller's attempt; a job that was started more often meanwhile has another, which is left alone.
     """
     if mode == "successor":
@@ -158,6 +160,9 @@ def return_to_queue(
         try:
             job = requeue(job_id, num_nodes, restarts)
             break
+        except RequeueDisabled as error:
+            logger.error(f"job {job_id} could not be requeued: {error}")
+            return if_disabled()
         except SlurmError as error:
             if not error.is_unreachable or clock() >= end:
                 logger.error(f"job {job_id} could not be requeued: {error}")
