@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.verb_table import VERBS
-from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.errors import ConfigError, whole_number
 
 if TYPE_CHECKING:
     from prime_hpc.config import Loaded
@@ -56,10 +56,7 @@ class Given:
 
     def whole(self, flag: str, least: int = 0) -> int | None:
         """Return a flag's whole number; None where it was not given. Raises a ConfigError for anything else."""
-        text = self.get(flag)
-        if text is not None and (not text.isdecimal() or int(text) < least):
-            raise ConfigError(f"{flag} {text}: must be a whole number of at least {least}")
-        return None if text is None else int(text)
+        return whole_number(flag, self.get(flag), least)
 
     def path(self, flag: str) -> Path | None:
         """Return a flag's path; None where it was not given. Of `--flag=~/x` no shell replaces the ~."""

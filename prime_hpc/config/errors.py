@@ -60,6 +60,13 @@ class ConfigError(ValueError):
         return "\n".join(lines + [f"  {problem}" for problem in self.problems])
 
 
+def whole_number(flag: str, text: str | None, least: int) -> int | None:
+    """Return a flag's whole number; None where it was not given. Raises a ConfigError for anything else."""
+    if text is not None and (not text.isdecimal() or int(text) < least):
+        raise ConfigError(f"{flag} {text}: must be a whole number of at least {least}")
+    return None if text is None else int(text)
+
+
 def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
     """Return the dotted path that was probably meant by `path`, or None when nothing is near.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.errors import whole_number
 from prime_hpc.launch.checks import check
 from prime_hpc.supervisor.roles.caches import node_caches
 from prime_hpc.supervisor.roles.spec import role_gpus, trainer_spec, usable_gpus
@@ -27,8 +28,8 @@ class Nodes:
     def of(cls, flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> "Nodes | None":
         """Read torchrun's flags and variables; None: one machine.
         Raises ConfigError: they do not say where the ranks meet, or which machine this is."""
-        count = _whole(flags, "--nnodes", 1) or 1
-        rank = _whole(flags, "--node-rank", 0)
+        count = whole_number("--nnodes", flags.get("--nnodes"), 1) or 1
+        rank = whole_number("--node-rank", flags.get("--node-rank"), 0)
         if count == 1:
             if rank:
                 raise ConfigError(f"--node-rank {rank}: of how many machines? state --nnodes")
@@ -61,8 +62,8 @@ def _meeting_point(flags: Mapping[str, str], environ: Mapping[str, str]) -> tupl
 
 def ranks_of_all(flags: Mapping[str, str]) -> int | None:
     """Return the ranks of all machines, where `--nproc-per-node` says how many each has."""
-    per_node = _whole(flags, "--nproc-per-node", 1)
-    return None if per_node is None else per_node * (_whole(flags, "--nnodes", 1) or 1)
+    per_node = whole_number("--nproc-per-node", flags.get("--nproc-per-node"), 1)
+    return None if per_node is None else per_node * (whole_number("--nnodes", flags.get("--nnodes"), 1) or 1)
 
 
 def run_trainer(loaded: Loaded, nodes: Nodes) -> NoReturn:
@@ -84,10 +85,3 @@ def run_trainer(loaded: Loaded, nodes: Nodes) -> NoReturn:
     os.environ.update(spec.environment)
     sys.stdout.flush()
     os.execv(spec.command[0], spec.command)
-
-
-def _whole(flags: Mapping[str, str], name: str, least: int) -> int | None:
-    text = flags.get(name)
-    if text is not None and (not text.isdecimal() or int(text) < least):
-        raise ConfigError(f"{name} {text}: must be a whole number of at least {least}")
-    return None if text is None else int(text)

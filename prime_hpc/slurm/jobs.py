@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prime_hpc.slurm.client import COMMENT_PREFIX, TIMEOUT_S, sacct_rows, squeue_rows
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, COMMENT_PREFIX, TIMEOUT_S, sacct_rows, squeue_rows
 from prime_hpc.slurm.queue_facts.job_scripts import tokens_in_scripts
 from prime_hpc.slurm.times import parse_duration, parse_time
 
@@ -177,24 +177,24 @@ def job(job_id: str, timeout_s: float = TIMEOUT_S) -> JobInfo | None:
     return jobs([job_id], timeout_s).get(job_id)
 
 
-def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
+def find_by_token(token: str) -> list[JobInfo]:
     """Return this user's jobs whose comment carries the token, oldest first; of an array all its tasks.
     Raises SlurmError: Slurm cannot be asked."""
-    mine = [info for info in jobs(None, timeout_s).values() if info.token == token]
+    mine = [info for info in jobs(None, ASK_TIMEOUT_S).values() if info.token == token]
     return sorted(mine, key=lambda info: tuple(int(part) for part in info.job_id.split("_")))
 
 
-def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
+def find_in_history(token: str, since: float) -> list[HistoryRow]:
     """Return the same from the accounting, where there is one: jobs that the controller may have forgotten.
     `since`: epoch seconds after which it was submitted."""
     begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
-    rows = _sacct(["-u", str(os.getuid()), "-S", begin, "-E", "now"], timeout_s)
+    rows = _sacct(["-u", str(os.getuid()), "-S", begin, "-E", "now"], ASK_TIMEOUT_S)
     return [row for row in rows if token_of(row.comment) == token]
 
 
-def history(job_id: str, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
+def history(job_id: str) -> list[HistoryRow]:
     """Every run of a job in the accounting, oldest first; empty where there is no accounting."""
-    return _sacct(["-j", job_id], timeout_s) if JOB_ID.fullmatch(job_id) else []
+    return _sacct(["-j", job_id], TIMEOUT_S) if JOB_ID.fullmatch(job_id) else []
 
 
 def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:

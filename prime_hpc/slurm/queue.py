@@ -120,7 +120,7 @@ def jobs_of(run_dir: Path) -> list[JobInfo]:
     ids = {str(i) for i in (record.get("job_id"), record.get("successor")) if i}
     if is_of_array(record):  # its neighbours carry the token too
         return [info for info in jobs(ids, ASK_TIMEOUT_S).values() if info.token in tokens and info.job_id in ids]
-    found = [info for token in tokens for info in find_by_token(str(token), ASK_TIMEOUT_S)]
+    found = [info for token in tokens for info in find_by_token(str(token))]
     if not found:  # somebody else's run, of which squeue tells by id alone
         found = [info for info in jobs(ids, ASK_TIMEOUT_S).values() if info.token in tokens]
     return found if record.get("command") else [*_sent_by_hand(run_dir), *found]
@@ -315,7 +315,7 @@ def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
         return None
     token = environ.get(SUBMISSION_VARIABLE, "").partition(" ")[0] or record.get("successor_token") or record["token"]
     with suppress(SlurmError):  # it cannot be asked: the newer attempt ends the older one
-        running = {info.job_id: info for info in find_by_token(token, ASK_TIMEOUT_S) if info.state == "RUNNING"}
+        running = {info.job_id: info for info in find_by_token(token) if info.state == "RUNNING"}
         first = min(running, key=lambda other: running[other].start or 0.0, default=job_id)
         if job_id in running and first != job_id:
             return f"job {first} has this run already; this one ({job_id}) ends here"
@@ -372,7 +372,7 @@ def _keep_one(run_dir: Path, token: str, job_id: str) -> str | None:
     later; two would run at once. One that was to follow another job would not wait for this one.
     Raises SlurmError: Slurm cannot be asked.
     """
-    waiting = [info for info in find_by_token(token, ASK_TIMEOUT_S) if info.is_pending and info.job_id != job_id]
+    waiting = [info for info in find_by_token(token) if info.is_pending and info.job_id != job_id]
     if not waiting:
         return None
     kept, *others = waiting

@@ -9,7 +9,7 @@ from pathlib import Path
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.slurm import SlurmConfig
 from prime_hpc.config.site import has_accounting
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
+from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history
 from prime_hpc.slurm.placement import LAYOUTS
 
@@ -128,7 +128,7 @@ def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
     if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
         raise NothingQueued(refusal(error, layout).problems) from error
     try:
-        found = find_by_token(token, ASK_TIMEOUT_S)
+        found = find_by_token(token)
     except SlurmError:
         found = []
     if found:
@@ -158,11 +158,11 @@ def jobs_of_cut_off_submit(token: str, sent: float, directory: Path, key: str) -
     """
     began, left_s = time.monotonic(), min(QUEUE_ANSWER_S, sent + QUEUE_ANSWER_S - time.time())  # its clock may be ahead
     try:
-        found = find_by_token(token, ASK_TIMEOUT_S)
+        found = find_by_token(token)
         while not found and (wait_s := began + left_s - time.monotonic()) > 0:
             note(f"an earlier submit was cut off; looking for its job for {wait_s:.0f} s more")
             time.sleep(min(_POLL_S, wait_s))
-            found = find_by_token(token, ASK_TIMEOUT_S)
+            found = find_by_token(token)
     except SlurmError as error:
         raise SlurmRefused(
             Problem(
@@ -172,7 +172,7 @@ def jobs_of_cut_off_submit(token: str, sent: float, directory: Path, key: str) -
             )
         ) from error
     if not found and has_accounting(directory):
-        rows = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
+        rows = find_in_history(token, sent - 60)
         found = [JobInfo(row.job_id.partition("+")[0], "REVOKED") for row in rows[:1]]
     return found
 

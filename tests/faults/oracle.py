@@ -67,10 +67,10 @@ class Rank:
         from prime_hpc.observe.role_status import RoleStatus
         from prime_hpc.runtime.role_context import RoleContext
         from prime_hpc.store.messaging.bus import BusClient
-        from prime_hpc.trainer.checkpointing import dcp_state
         from prime_hpc.trainer.checkpointing.random_state import random_state
         from prime_hpc.trainer.main import seed_everything
         from prime_hpc.trainer.objectives import loss_of
+        from prime_hpc.trainer.parallel.tensor import local
         from prime_hpc.trainer.replay.replay import plain
         from prime_hpc.trainer.trainer import build_trainer
 
@@ -82,7 +82,7 @@ class Rank:
         bus = BusClient(None, "oracle")
         self.trainer = build_trainer(experiment, context, torch.device("cpu"), bus, RoleStatus(context, bus))
         self.objective = loss_of(experiment)
-        self._base = {name: dcp_state.local_part(t).detach().clone() for name, t in self._weights()}
+        self._base = {name: local(t).detach().clone() for name, t in self._weights()}
         self._random = {name: state.clone() for name, state in random_state(rank).items()}
 
     def _weights(self) -> list[tuple[str, Any]]:
@@ -97,11 +97,12 @@ class Rank:
         from prime_hpc.trainer.batching.micro_batches import read_local_batch
         from prime_hpc.trainer.checkpointing import dcp_state
         from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
+        from prime_hpc.trainer.parallel.tensor import local
 
         trainer, rank = self.trainer, self.trainer.rank
         with torch.no_grad():
             for name, tensor in self._weights():
-                dcp_state.local_part(tensor).copy_(self._base[name])
+                local(tensor).copy_(self._base[name])
         optimizer = trainer.saver.checkpointer._optimizer
         optimizer.state.clear()
         set_random_state(self._random)
@@ -110,16 +111,14 @@ class Rank:
             trainer.train_step.run(number, batch, self.objective)
         live = dcp_state.named_state(trainer.train_step.policy, optimizer)
         state = live | random_state(rank)
-        computed = {name: dcp_state.local_part(tensor).clone() for name, tensor in state.items()}
+        computed = {name: local(tensor).clone() for name, tensor in state.items()}
         info = resolve_resume(RunPaths(run_dir).checkpoints, step, deep=False)
         found = dcp_state.differences(dcp_state.read_metadata(info.trainer_dir), live)
         if found:
             return found
         dcp_state.load_state(info.trainer_dir, state)
         return [
-            f"rank {rank}: {name}"
-            for name, tensor in state.items()
-            if not torch.equal(dcp_state.local_part(tensor), computed[name])
+            f"rank {rank}: {name}" for name, tensor in state.items() if not torch.equal(local(tensor), computed[name])
         ]
 
 

@@ -28,6 +28,7 @@ from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.train_step import TrainStep
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -77,7 +78,7 @@ class Trainer:
 
     def state(self) -> dict[str, torch.Tensor]:
         named = dcp_state.named_state(self.policy, self.optimizer)
-        return {name: dcp_state.local_part(tensor).clone() for name, tensor in named.items()}
+        return {name: local(tensor).clone() for name, tensor in named.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

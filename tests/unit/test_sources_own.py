@@ -107,17 +107,6 @@ def test_what_an_algorithm_remembers_of_an_environment_may_have_any_name(name: s
     assert scorers[0].state_dict()[name] and fresh[0].state_dict() == scorers[0].state_dict()
 
 
-def test_what_algorithms_remember_is_read_as_it_was_once_kept() -> None:
-    o = experiment({"id": "a"}, OWN | {"sampling": {"max_tokens": 9}}, advantage={"type": "rae"}).orchestrator
-    first, own = {"a": {"1": 0.5}}, {"b": {"1": 0.25}}
-    scorers = make_scorers(o)
-    load_scorers(scorers, {"step": 3, "algorithm": first | {"others": {"1": own}}})
-    assert [scorer.state_dict() for scorer in scorers] == [first, own]
-    named = {"others": {"1": 0.5}}  # an environment, whose role is called 1
-    load_scorers(scorers, {"step": 3, "algorithm": named})
-    assert scorers[0].state_dict() == named
-
-
 class Runner:
     """Every episode ends at once, or when `go` is set."""
 

@@ -11,6 +11,7 @@ from prime_hpc.config import Experiment, load_experiment
 from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state
+from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.tinker.adapter import AdamStep, Adapter
 from prime_hpc.trainer.tinker.batches import BadRequestError, check_data, check_loss
 from prime_hpc.trainer.tinker.paths import Saved, Shape, new_save
@@ -60,7 +61,7 @@ def save(one: Adapter, root: Path) -> Saved:
 
 def tensors(one: Adapter) -> dict[str, torch.Tensor]:
     named = dcp_state.named_state(one._base.policy, one._optimizer, one.slot)
-    return {name: dcp_state.local_part(tensor).clone() for name, tensor in named.items()}
+    return {name: local(tensor).clone() for name, tensor in named.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -41,11 +41,7 @@ def scorers_state(scorers: Sequence[Scorer]) -> dict[str, Any]:
 
 
 def load_scorers(scorers: Sequence[Scorer], state: Mapping[str, Any]) -> None:
-    """Take up what `scorers_state` gave, from the whole state; or as it was once kept, in the first one's `others`."""
-    first, others = dict(state.get(FIRST, {})), state.get(OTHERS, {})
-    inside = first.get("others")  # of an environment called so: role -> number
-    if isinstance(inside, dict) and inside and all(k.isdecimal() and isinstance(v, dict) for k, v in inside.items()):
-        others = first.pop("others")
-    scorers[0].load_state_dict(first)
-    for number, own in others.items():
+    """Take up what `scorers_state` gave, from the whole state."""
+    scorers[0].load_state_dict(state.get(FIRST, {}))
+    for number, own in state.get(OTHERS, {}).items():
         scorers[int(number)].load_state_dict(own)

@@ -32,6 +32,7 @@ from prime_hpc.trainer.checkpointing.random_state import random_state, set_rando
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.checkpointing.verify import verify_parts
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.threads import rank_thread
 
@@ -134,7 +135,7 @@ class Checkpointer:
             self._side = RankGroup(self._config.timeout_s)
         state = self._state()
         plan = self._plan_for(state)
-        parts = {name: dcp_state.local_part(state[name]) for name in plan.names}
+        parts = {name: local(state[name]) for name in plan.names}
         final = self._paths.checkpoint_step(step)
         stage = stage_dir(final, self._incarnation)
         meta = self._meta | {"world_size": self._ranks.world_size, "progress": {"step": step, **progress}}
@@ -159,7 +160,7 @@ class Checkpointer:
             return
         state = self._state()
         plan = self._plan_for(state)
-        self._make_room(plan, {name: dcp_state.local_part(state[name]) for name in plan.names})
+        self._make_room(plan, {name: local(state[name]) for name in plan.names})
 
     def wait_for_save(self) -> None:
         """Take note of a save that has ended on rank 0. Every rank calls it then.

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.direct_writer import SummedFile, open_summed
@@ -81,11 +80,6 @@ def drop_unsaved_state(policy: Policy, optimizer: torch.optim.Optimizer, metadat
     for parameter, name in _parameter_names(policy, slot).items():
         if name not in saved:
             optimizer.state.pop(parameter, None)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Planner(DefaultSavePlanner):

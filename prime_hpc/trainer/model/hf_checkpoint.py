@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prime_hpc.trainer.model.conversions import Box, Piece, WeightMap
+from prime_hpc.trainer.parallel.tensor import local
 
 COMPARED_ROWS = 4096
 """Of tied tensors, at once."""
@@ -53,10 +54,9 @@ def _read(handle: Any, piece: Piece, tensor: torch.Tensor) -> None:
     part = piece.within(box)
     if part is None:
         return
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     stored = handle.get_slice(piece.name)
     values = stored[tuple(slice(*ends) for ends in part.stored)] if part.stored else stored[...]
-    local[inside(part.model, box)].copy_(part.to_model(values))
+    local(tensor)[inside(part.model, box)].copy_(part.to_model(values))
 
 
 def check_tied(weights: WeightMap) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer.ops.context_parallel import repeats
@@ -24,7 +24,7 @@ from prime_hpc.trainer.ops.fp8 import use_fp8
 from prime_hpc.trainer.ops.recompute import recompute
 from prime_hpc.trainer.parallel.expert import split_experts
 from prime_hpc.trainer.parallel.mesh import Parallel
-from prime_hpc.trainer.parallel.tensor import split_tensors
+from prime_hpc.trainer.parallel.tensor import local, split_tensors
 
 
 def transformer_blocks(hf: Any) -> list[nn.Module]:
@@ -127,6 +127,6 @@ def _check_heads(hf: Any, parallel: Parallel) -> None:
 
 def _expert_dimension(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """FSDP divides a rank's experts among `ranks`; where they are too few, the rows of each."""
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    own = local(parameter)
     few = own.shape[0] < ranks and own.ndim > 1 and own.shape[1] % ranks == 0
     return Shard(1) if few else None

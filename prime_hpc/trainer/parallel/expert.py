@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from prime_hpc.moe.routers import expert_modules
 from prime_hpc.trainer.ops.collectives import all_to_all, exchange, join_rows, split_rows
 from prime_hpc.trainer.ops.transfer import HostRead
 from prime_hpc.trainer.parallel.mesh import Parallel
-from prime_hpc.trainer.parallel.tensor import shard
+from prime_hpc.trainer.parallel.tensor import local, shard
 
 
 def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
@@ -53,7 +52,7 @@ class LocalExperts:
         self._module = module
         self.num_experts = num_experts
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(self, name, parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+            setattr(self, name, local(parameter))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

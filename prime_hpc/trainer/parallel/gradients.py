@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from prime_hpc.trainer.parallel.tensor import local
+
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return what this rank holds of every gradient."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 def whole_gradient_bytes(module: nn.Module) -> int:

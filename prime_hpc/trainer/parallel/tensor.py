@@ -32,7 +32,7 @@ COLUMN, ROW, PARTLY_USED = "colwise", "rowwise", "replicated_with_grad_allreduce
 
 
 def local(parameter: torch.Tensor | None) -> Any:
-    """Return this rank's part of a parameter, differentiable."""
+    """Return this rank's part of a parameter, differentiable; of what is not sharded, all."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

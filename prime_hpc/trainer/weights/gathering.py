@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from prime_hpc.trainer.model.conversions import Box
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
+from prime_hpc.trainer.parallel.tensor import local
 
 ROUND_BYTES = 128 << 20
 """For one owner."""
@@ -69,7 +69,7 @@ class Gathering:
             index: local_box(tensors[each.name]) for index, each in enumerate(wanted) if each.owner in copies[each.name]
         }
         """What this rank holds of a tensor whose owner wants it from here."""
-        self._received = self._exchange_boxes(_local(tensors[wanted[0].name]).device) if wanted else {}
+        self._received = self._exchange_boxes(local(tensors[wanted[0].name]).device) if wanted else {}
         """By tensor of which this rank is the owner: the ranks that send parts, and what they hold."""
 
     def _exchange_boxes(self, device: torch.device) -> dict[int, list[tuple[int, Box]]]:
@@ -122,14 +122,14 @@ class Gathering:
                     coming.append((rows, sender, self._num_bytes(rows, part)))
                     recv_splits[sender] += coming[-1][2]
         coming.sort(key=lambda each: each[1])  # stable: a sender's parts stay in the order in which it lays them out
-        device = next((_local(tensor).device for tensor in tensors.values()), torch.device("cpu"))
+        device = next((local(tensor).device for tensor in tensors.values()), torch.device("cpu"))
         outgoing = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
         begin = 0
         for rows, part in parts:
             wanted, held = self._wanted[rows.index], self._sent[rows.index]
             size = _volume(part) * wanted.dtype.itemsize
             room = outgoing[begin : begin + size].view(wanted.dtype).view([high - low for low, high in part])
-            room.copy_(_local(tensors[wanted.name])[inside(part, held)])
+            room.copy_(local(tensors[wanted.name].detach())[inside(part, held)])
             begin += self._num_bytes(rows, part)
         incoming = torch.empty(sum(recv_splits), dtype=torch.uint8, device=device)
         if self._world_size > 1:
@@ -145,7 +145,7 @@ class Gathering:
     ) -> torch.Tensor:
         """Put the parts of some rows in their places."""
         wanted = self._wanted[rows.index]
-        local = _local(tensors[wanted.name])
+        own = local(tensors[wanted.name].detach())
         whole: torch.Tensor | None = None
         for rank, held in self._received[rows.index]:
             part = _common(held, rows.box)
@@ -153,17 +153,17 @@ class Gathering:
                 continue
             shape = [high - low for low, high in part]
             if rank == self._rank:
-                values = local[inside(part, held)]
+                values = own[inside(part, held)]
             else:
                 size = _volume(part) * wanted.dtype.itemsize
                 values = received[rows, rank][:size].view(wanted.dtype).view(shape)
             if part == rows.box:
                 return values.to(wanted.dtype)
             if whole is None:
-                whole = torch.empty([high - low for low, high in rows.box], dtype=wanted.dtype, device=local.device)
+                whole = torch.empty([high - low for low, high in rows.box], dtype=wanted.dtype, device=own.device)
             whole[inside(part, rows.box)] = values.to(wanted.dtype)
         if whole is None:  # no element at all
-            return torch.empty([high - low for low, high in rows.box], dtype=wanted.dtype, device=local.device)
+            return torch.empty([high - low for low, high in rows.box], dtype=wanted.dtype, device=own.device)
         return whole
 
     def _num_bytes(self, rows: Rows, part: Box) -> int:
@@ -210,8 +210,3 @@ def _common(one: Box | None, other: Box) -> Box | None:
 
 def _volume(box: Box) -> int:
     return math.prod(high - low for low, high in box)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

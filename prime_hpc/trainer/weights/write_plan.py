@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.store.model.files import SINGLE
 from prime_hpc.trainer.model.conversions import LM_HEAD, Box, Piece, WeightMap
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
+from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.weights.gathering import Gathering, Wanted
 from prime_hpc.trainer.weights.safetensors_layout import (
@@ -128,11 +129,10 @@ class VersionPlan:
         """Return what this rank writes, in the same blocks for every version. Collective: every rank takes all of its
         own. `tensors`: the model's, sharded or not."""
         for file, name, cuts in self._own_cuts(tensors):
-            local = tensors[name]
             with torch.no_grad():  # else a part of a sharded tensor is a computation of its own
-                local = (local.to_local() if isinstance(local, DTensor) else local).detach()
+                held = local(tensors[name]).detach()
             for cut in cuts:
-                yield from _runs_of(file, cut, local)
+                yield from _runs_of(file, cut, held)
         for index, box, values in self._gathering.gather(tensors):
             file, name = self._gathered[index]
             for cut in self._cuts(file, name, box):
