@@ -1,5 +1,6 @@
 """How families train, as a login node knows it; and lint, which says it."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,25 @@ def test_lint_knows_the_modules_that_the_trainer_can_adapt(family: str, tmp_path
 def test_what_only_looks_like_a_linear_map_gets_no_adapter(family: str, module: str) -> None:
     with pytest.raises(ValueError, match=f"{module} matches no linear module"):
         add_lora(tiny_model(tiny_config(family)), LoraConfig(rank=1, target_modules=[module]), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft", "eval"])
+def test_lint_tells_of_weights_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+    said = functools.partial(findings, tmp_path, LLAMA, ("PH130",), kind=kind)
+    assert said() == []  # a config alone: the weights are yet to come
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (found,) = said()
+    assert (found.severity, found.key) == ("warning", "model.name") and "tokenizer.json" in found.remedy
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    assert said() == []
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer.model").touch()
+    assert said() == []
+
+
+def test_lint_tells_of_a_model_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    (found,) = findings(tmp_path, LLAMA, ("PH107",), model={"name": str(file)})
+    assert found.severity == "error" and "is a file, where a model is a directory" in found.message

@@ -21,7 +21,7 @@ TRAINING = "rl sft"
 EVERY = "rl sft eval synthesize"
 KINDS = {
     ("backend_rules", EVERY): "abilities offloaded transport",
-    ("model_rules", EVERY): "tensor_parallel pipeline context known engines adapters layout router_dtype",
+    ("model_rules", EVERY): "tensor_parallel pipeline context known tokenizer engines adapters layout router_dtype",
     ("model_rules", "rl"): "context_of_teacher",
     ("model_rules", TRAINING): "precision trainer_memory weights families router_replay",
     ("model_rules", "sft"): "vocabulary",

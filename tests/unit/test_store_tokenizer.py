@@ -115,7 +115,8 @@ def test_what_is_loaded_otherwise_is_not_remembered(tmp_path: Path, cache: dict[
     model = _model(tmp_path / "model")
     config = (model / "config.json").read_text()
     (model / "config.json").write_text("{")
-    assert load_tokenizer(str(model), lambda: "another", environ=cache) == "another"
+    another = AutoTokenizer.from_pretrained(str(_model(tmp_path / "another")))
+    assert load_tokenizer(str(model), lambda: another, environ=cache) is another
     assert not (tmp_path / "cache").exists()
     (model / "config.json").write_text(config)
     assert _load(model, cache)[1]
@@ -174,3 +175,15 @@ def test_a_renderer_needs_no_torch(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert [text.split()[-1] for text in said] == ["True", "False"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt2"])
+def test_weights_without_a_tokenizer_have_none(tmp_path: Path, cache: dict[str, str], model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    made_up = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert not set(made_up.encode("every text", add_special_tokens=False)) - set(made_up.all_special_ids)
+    for _ in range(2):  # nothing of it is remembered
+        with pytest.raises(ValueError, match="holds no vocabulary: copy the files"):
+            _load(tmp_path, cache)
+    with pytest.raises(ValueError, match="holds no vocabulary"):
+        _load(tmp_path / "nowhere" / "at" / "all", cache, otherwise=lambda: made_up)

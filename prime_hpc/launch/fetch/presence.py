@@ -20,10 +20,8 @@ from prime_hpc.launch.checks import taskset_module
 from prime_hpc.launch.fetch.download import is_loaded
 from prime_hpc.launch.fetch.needs import Need, needs_of
 from prime_hpc.store.dataset.files import find_data
-from prime_hpc.store.model.config import hub_cache, hub_folder, hub_home, hub_snapshot
+from prime_hpc.store.model.config import has_tokenizer, hub_cache, hub_folder, hub_home, hub_snapshot
 from prime_hpc.store.model.files import INDEX
-
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 @dataclass
@@ -119,7 +117,7 @@ def _lacks(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield "config.json"
     names = {path.name for path in folder.iterdir() if path.is_file()}  # a broken link is no file
-    if not names & {*_TOKENIZERS} and not any(name.endswith(".tiktoken") for name in names):
+    if not has_tokenizer(folder):
         yield "a tokenizer"
     try:
         wanted = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())

@@ -52,6 +52,7 @@ CODES = {
     "PH127": "routers of a mixture of experts",
     "PH128": "tokens that the model has no embedding of",
     "PH129": "images",
+    "PH130": "a model without a tokenizer",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
@@ -12,7 +13,7 @@ from prime_hpc.launch.estimate.engine_memory import engine_memory, vocab_fits
 from prime_hpc.launch.estimate.model_facts import ModelFacts
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
-from prime_hpc.store.model.config import find_config, is_local_path, read_config
+from prime_hpc.store.model.config import SAVE_TOKENIZER, find_config, has_tokenizer, is_local_path, read_config
 
 REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"
 OTHER_ROUTERS = frozenset({"deepseek_v4", "phimoe", "zaya"})
@@ -136,11 +137,15 @@ def known(subject: Subject) -> Iterator[Finding]:
 
 def _unknown(key: str, name: str) -> Finding:
     severity: Severity = "info"
+    remedy = "lint again where the model is"
     if find_config(name) is not None:
         message = f"the config.json of {name} is of a kind that lint does not know"
     elif is_local_path(name):
         is_there = os.path.isdir(os.path.expanduser(name))  # noqa: PTH111, PTH112 - EACCES: no
-        message, severity = f"{name} {'holds no config.json' if is_there else 'is not there (yet)'}", "warning"
+        state = "holds no config.json" if is_there else "is not there (yet)"
+        if os.path.isfile(os.path.expanduser(name)):  # noqa: PTH111, PTH113
+            state, remedy = "is a file, where a model is a directory", "name the directory that holds its config.json"
+        message, severity = f"{name} {state}", "error" if state.startswith("is a file") else "warning"
     else:
         message = f"{name} is not in the hub's cache of this machine"
     return Finding(
@@ -148,8 +153,28 @@ def _unknown(key: str, name: str) -> Finding:
         severity,
         key,
         f"{message}: heads, vocabulary, context and memory were not checked",
-        "lint again where the model is",
+        remedy,
     )
+
+
+@rule(*EVERY, pods=True)
+def tokenizer(subject: Subject) -> Iterator[Finding]:
+    """Report weights without a tokenizer: of some families transformers makes one up that encodes text as nothing."""
+    names = {"model.name": subject.experiment.model.name}
+    names |= {MODELS[group.role]: group.view.model.name for group in subject.engines if group.role == "teacher"}
+    for key, name in names.items():
+        if is_local_path(name) and find_config(name) is not None and _is_without_tokenizer(Path(name).expanduser()):
+            yield Finding("PH130", "warning", key, f"{name} holds weights, and no tokenizer", SAVE_TOKENIZER)
+
+
+def _is_without_tokenizer(folder: Path) -> bool:
+    try:
+        if has_tokenizer(folder) or not any(folder.glob("*.safetensors")):
+            return False
+        own = folder / "tokenizer_config.json"  # its code may read files of any name
+        return not own.is_file() or "auto_map" not in own.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False  # the start says it
 
 
 @rule(*TRAINING, pods=True)

@@ -9,6 +9,10 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.families import Rows, family_of
 
+SAVE_TOKENIZER = "copy the files of its base model's tokenizer there (tokenizer.json, tokenizer_config.json, templates)"
+"""The remedy for a directory of weights alone, which `save_pretrained` of a model leaves."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 
 def is_local_path(name: str) -> bool:
     """Return whether a model name is meant as a directory rather than as `owner/model` of a hub."""
@@ -61,6 +65,12 @@ def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
         return main / "config.json"
     found = sorted((hub_folder(name, cache) / "snapshots").glob("*/config.json"))  # of pinned versions alone
     return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's directory holds the vocabulary of a tokenizer, in one of its usual files."""
+    names = {path.name for path in folder.iterdir() if path.is_file()}  # a broken link is no file
+    return bool(names & {*_TOKENIZERS}) or any(name.endswith(".tiktoken") for name in names)
 
 
 def read_config(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:

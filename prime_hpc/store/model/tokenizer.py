@@ -17,12 +17,14 @@ from typing import Any
 
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.io.private import check_way, make_private_dir, open_private, user_cache
-from prime_hpc.store.model.config import hub_cache, hub_snapshot, is_local_path
+from prime_hpc.store.model.config import SAVE_TOKENIZER, hub_cache, hub_snapshot, is_local_path
 
 _CHOICE = re.compile(r"(\S+) (transformers(?:\.\w+)+):(\w+)")
 """transformers' version, module and name of a class: of transformers' own, nothing else is imported by a note."""
 _MOST_BYTES = 512
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_FEW = 1000
+"""A tokenizer of fewer tokens may have none but special ones; a larger one's vocabulary need not be gone through."""
 _OPTIONAL = ("sentencepiece", "tiktoken", "mistral_common")
 """Packages that transformers chooses by, where they are installed."""
 
@@ -42,6 +44,7 @@ def load_tokenizer(
         trust_remote_code: run a tokenizer's own code, which is never noted either.
 
     Raises:
+        ValueError: what was loaded knows no text.
         Exception: whatever `AutoTokenizer` or `otherwise` does.
     """
     note = _note_of(name, trust_remote_code, environ)
@@ -50,6 +53,7 @@ def load_tokenizer(
         with contextlib.suppress(Exception):  # `AutoTokenizer` says what is wrong
             tokenizer = chosen.from_pretrained(name)
             if _note_of(name, trust_remote_code, environ) == note:  # the hub's is still what it was
+                refuse_empty(tokenizer, name)
                 return tokenizer
     from transformers import AutoTokenizer
 
@@ -58,11 +62,21 @@ def load_tokenizer(
     except Exception:
         if otherwise is None:
             raise
-        return otherwise()
+        tokenizer = otherwise()
+        refuse_empty(tokenizer, name)
+        return tokenizer
+    refuse_empty(tokenizer, name)
     note = _note_of(name, trust_remote_code, environ)  # the hub's may have come only now
     if note is not None and type(tokenizer) is not chosen:
         _write(note, type(tokenizer))
     return tokenizer
+
+
+def refuse_empty(tokenizer: Any, name: str) -> None:
+    """Raise ValueError for a tokenizer that encodes every text as nothing: where a model's directory holds none,
+    transformers makes one up for some families, and does not say so."""
+    if len(tokenizer) < _FEW and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ValueError(f"{name} holds no vocabulary: {SAVE_TOKENIZER}")
 
 
 def is_noted(name: str, *, trust_remote_code: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
