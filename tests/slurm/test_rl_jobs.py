@@ -8,6 +8,7 @@ import psutil
 import pytest
 import yaml
 
+from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE
 from prime_hpc.store.attempts import read_attempts
 from tests.support.runs import BIN, ROOT, command, rows, used_prompts
 from tests.support.slurm import Cluster
@@ -67,6 +68,19 @@ def attempts(run_dir: Path) -> list[dict[str, Any]]:
     return [dict(row) for row in read_attempts(run_dir / "attempts.jsonl")]
 
 
+def processes_of(run_dir: Path, *words: str) -> dict[int, psutil.Process]:
+    """Processes of this run alone whose command line has these words: another run's on this machine have them, too."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            line, submission = process.cmdline(), process.environ().get(SUBMISSION_VARIABLE, "")
+        except psutil.Error:
+            continue  # it has just ended, or is another user's
+        if set(words) <= set(line) and submission.partition(" ")[2] == str(run_dir):
+            found[process.pid] = process
+    return found
+
+
 def test_het_the_batch_host_lost_the_second_life_is_alone(cluster: Cluster, experiment: Path) -> None:
     flags = ("--slurm.layout", "het", "--slurm.trainer.partition", "cpu", "--slurm.trainer.gpus-per-node", 0)
     job, run_dir = submit(cluster, experiment, "het", *flags, "--max-steps", 60)
@@ -108,11 +122,7 @@ def test_het_episodes_are_played_on_nodes_of_their_own(cluster: Cluster, experim
     assert not list(logs.rglob("env_*host.log")), "none is started beside the orchestrator"
     row = rows(run_dir, "orchestrator")[-1]
     assert row["env_workers/reverse-text/workers"] == 2 and row["env_workers/reverse-text/episodes"] > 0
-    family = {  # the host and the workers that it forked
-        process.pid: process
-        for process in psutil.process_iter(["cmdline"])
-        if "prime_hpc.envs.workers.host" in (line := process.info["cmdline"] or []) and "--of-a-job" in line
-    }
+    family = processes_of(run_dir, "prime_hpc.envs.workers.host", "--of-a-job")  # the host and the workers it forked
     (host,) = [process for process in family.values() if process.ppid() not in family]
     key = host.environ()["PRIMEHPC_ENV_SERVER_KEY"].encode()
     assert len(key) > 20
@@ -121,11 +131,7 @@ def test_het_episodes_are_played_on_nodes_of_their_own(cluster: Cluster, experim
     supervisor = run_dir / "logs" / "supervisor.log"
     cluster.wait_until(lambda: "it alone is started again" in supervisor.read_text(), "another host", timeout=30)
     assert len(attempts(run_dir)) == 1
-    (orchestrator,) = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if ["prime_hpc.orchestrator.main", str(run_dir)] == (process.info["cmdline"] or [])[-2:]
-    ]
+    (orchestrator,) = processes_of(run_dir, "prime_hpc.orchestrator.main").values()
     orchestrator.kill()  # that is a crash: it and its hosts begin anew, beside the engine
     cluster.wait_state(job, "COMPLETED", timeout=START_S + 60)
     first, second = attempts(run_dir)
