@@ -141,11 +141,12 @@ def _unknown(key: str, name: str) -> Finding:
     if find_config(name) is not None:
         message = f"the config.json of {name} is of a kind that lint does not know"
     elif is_local_path(name):
-        is_there = os.path.isdir(os.path.expanduser(name))  # noqa: PTH111, PTH112 - EACCES: no
-        state = "holds no config.json" if is_there else "is not there (yet)"
-        if os.path.isfile(os.path.expanduser(name)):  # noqa: PTH111, PTH113
-            state, remedy = "is a file, where a model is a directory", "name the directory that holds its config.json"
-        message, severity = f"{name} {state}", "error" if state.startswith("is a file") else "warning"
+        path, severity = os.path.expanduser(name), "warning"  # noqa: PTH111 - EACCES: no
+        if os.path.isfile(path):  # noqa: PTH113
+            message, severity = f"{name} is a file, where a model is a directory", "error"
+            remedy = "name the directory that holds its config.json"
+        else:
+            message = f"{name} {'holds no config.json' if os.path.isdir(path) else 'is not there (yet)'}"  # noqa: PTH112
     else:
         message = f"{name} is not in the hub's cache of this machine"
     return Finding(
