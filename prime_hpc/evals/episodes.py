@@ -153,9 +153,9 @@ def parse_record(line: bytes, record_type: type[Record]) -> Record | None:
     try:
         row = json.loads(line)
         record = record_type(**{name: value for name, value in row.items() if name in record_type.__dataclass_fields__})
-    except (ValueError, TypeError, AttributeError):
+        good = isinstance(record.reward, int | float) and math.isfinite(record.reward)
+    except (ValueError, TypeError, AttributeError, OverflowError):
         return None
-    good = isinstance(record.reward, int | float) and math.isfinite(record.reward)
     return record if good or record.state == FAILED else None
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.inference.vllm.args import WORKER_EXTENSION, cpu_options
+from prime_hpc.inference.vllm.args import NO_COMPILER, WORKER_EXTENSION, cpu_options
 from prime_hpc.store.model.config import read_config
 
 LIMIT_S = 300
@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    NO_COMPILER: "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",

@@ -217,6 +217,10 @@ def test_every_key_has_one_score(paths: RunPaths) -> None:
     assert records[wanted[0]].reward == 0.5 and len(log.path.read_text().splitlines()) == 2
     with log.path.open("a") as file:
         file.write('no json\n{"step": 0}\n' + json.dumps({"step": 0, "env": "e", "task": 1, "rollout": 0}) + "\n")
+        file.write(
+            log.path.read_text().splitlines()[1].replace('"task": 0', '"task": 2').replace("0.5", "1" + 400 * "0")
+            + "\n"
+        )
     assert read_records(log.path)[0].keys() == records.keys()
 
 

@@ -17,7 +17,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import server_process
 from prime_hpc.inference.backend import load_backend
-from prime_hpc.inference.vllm.args import KERNEL_CACHES, NUM_WORKERS, Device, build_argv, build_env
+from prime_hpc.inference.vllm.args import KERNEL_CACHES, NO_COMPILER, NUM_WORKERS, Device, build_argv, build_env
 from prime_hpc.inference.vllm.arguments import (
     CHOICES,
     FIXED,
@@ -277,6 +277,17 @@ def test_kernels_that_a_cpu_engine_keeps_are_bounded(monkeypatch: pytest.MonkeyP
     assert {build_env(experiment(), device="cpu", scratch=Path("/s"))[name] for name in KERNEL_CACHES} == {"32"}
     monkeypatch.setenv(KERNEL_CACHES[0], "500")
     assert build_env(experiment(), device="cpu", scratch=Path("/s"))[KERNEL_CACHES[0]] == "500"
+
+
+def test_an_eager_engine_on_a_cpu_needs_no_compiler() -> None:
+    """vLLM would compile parts of some models when a request first needs them."""
+
+    def is_without(device: Device = "cpu", **inference: Any) -> bool:
+        return NO_COMPILER in build_env(experiment(inference), device=device, scratch=Path("/s"))
+
+    assert is_without() and is_without(data_parallel_size=2) and not is_without("cuda")
+    assert not is_without(enforce_eager=False) and not is_without(pipeline_parallel_size=2)
+    assert not is_without("cuda", enforce_eager=True)  # compiled for a GPU, what is eager is quicker
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

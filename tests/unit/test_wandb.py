@@ -13,6 +13,7 @@ import pytest
 from prime_hpc.config import Experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter, read_metrics, wandb_arguments
+from tests.support.runs import wait_until
 
 CANARY = "can4ry-0f-a-k3y"
 _MODES = """
@@ -158,7 +159,11 @@ def test_without_tensorboard_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.M
 
 
 def exit_codes(folder: Path) -> list[int]:
-    """How W&B's files in a folder say that their runs ended."""
+    """How W&B's files in a folder say that their runs ended; its process writes that some time after `finish`."""
+    return list(wait_until(lambda: codes_so_far(folder), 120, f"W&B has written the end of the run in {folder}"))
+
+
+def codes_so_far(folder: Path) -> list[int]:
     from wandb.proto import wandb_internal_pb2
 
     found = []
@@ -169,6 +174,8 @@ def exit_codes(folder: Path) -> list[int]:
                 at += left
                 continue
             size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+            if at + 7 + size > len(data):  # it is being written
+                break
             part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
             if kind in (1, 4):  # whole, or the last piece
                 record: Any = getattr(wandb_internal_pb2, "Record")()  # noqa: B009 - made as it is imported

@@ -65,6 +65,9 @@ KEPT_KERNELS = "32"
 """They keep 1024 unless told: a tiny model's engine grew by 640 MB over 3,000 requests of 5 to 600 tokens (2 cores),
 and by 130 MB with these, at no lower speed."""
 
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
+"""torch.compile leaves functions as they are."""
+
 IMAGES: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
 """With `model.vision`. vLLM keeps pixels twice, at the server and in the engine, and a new version empties both, one
 after the other: a request on its way in between would name an image that the engine has no more."""
@@ -93,7 +96,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "warning",
         "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.enforce_eager if config.enforce_eager is not None else _is_eager(config, device),
+        "enforce_eager": is_eager(config, device),
         "headless": config.headless or None,
         "enable_return_routed_experts": experiment.replays_routers or None,
     }
@@ -166,6 +169,10 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
             "OMP_NUM_THREADS": str(config.cpu_threads),
             **{name: os.environ.get(name, KEPT_KERNELS) for name in KERNEL_CACHES},
         }
+        if is_eager(config, device):
+            # vLLM compiles parts of some models even so (Cohere's norms, linear attention), when a request first needs
+            # them: nothing is answered until then, and where there is no g++ the engine dies of it.
+            env[NO_COMPILER] = "1"
         if config.gpus_per_engine == 1:
             # Keeps the worker inside the engine's process: one process less a rank, no shared-memory hop a step.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -207,8 +214,11 @@ def _parallel_options(config: InferenceConfig) -> dict[str, Any]:
     return options
 
 
-def _is_eager(config: InferenceConfig, device: Device) -> bool:
-    """Return whether nothing is compiled: on a CPU, but of a pipeline's stages vLLM runs there compiled ones alone."""
+def is_eager(config: InferenceConfig, device: Device) -> bool:
+    """Return whether no graphs are compiled: on a CPU, unless stated; of a pipeline's stages vLLM runs there compiled
+    ones alone."""
+    if config.enforce_eager is not None:
+        return config.enforce_eager
     return device == "cpu" and config.pipeline_parallel_size == 1
 
 

