@@ -12,7 +12,7 @@ from prime_hpc.slurm.options import SlurmRole
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.store.attempts import read_attempts, saved_claims
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.run_dirs import read_json
+from prime_hpc.store.run_dirs import known_json
 
 if TYPE_CHECKING:
     from prime_hpc.store.run_paths import RunPaths
@@ -29,13 +29,14 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
 
     Raises:
         ConfigError: it holds no run, has no checkpoint, is done, or the overrides are wrong.
+        OSError: it cannot be read now.
     """
     from prime_hpc.config.snapshot import load_run
 
     run_dir = run_dir.resolve()
     tail = command_tail(overrides)
     before = load_run(run_dir)
-    first = (read_json(run_dir / LOCK_JSON) or {}).get("cwd")
+    first = (known_json(run_dir / LOCK_JSON) or {}).get("cwd")
     if first and Path(first).is_dir():
         os.chdir(first)
     # where checkpoints are off, one that a signal asked for may lie there all the same: the supervisor finds it
@@ -51,7 +52,7 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         raise ConfigError(Problem("resume and clean contradict each other", "clean"))
     last, key = experiment.num_steps, "max_steps"
     if last is None:  # of the same data: what the trainer counted
-        key, word = "sft.data.num_epochs", (read_json(run_dir / STATUS_JSON) or {}).get("max_steps")
+        key, word = "sft.data.num_epochs", (known_json(run_dir / STATUS_JSON) or {}).get("max_steps")
         last = word if isinstance(word, int) and experiment.sft.data == before.sft.data else None
     _check_checkpoint(experiment, run_dir, last, key)
     return loaded

@@ -17,6 +17,8 @@ from prime_hpc.runtime.process_tree import end_families
 from prime_hpc.runtime.slurm_warning import WARNINGS
 
 FAREWELL = "bye"
+END_S = 10.0
+"""For which a reaper that was told to end may take its time."""
 
 
 class Reaper:
@@ -51,7 +53,11 @@ class Reaper:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it was killed: it had nothing left to do
                 self._process.stdin.close()
-        self._process.wait(timeout=10)
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+                return
+            self._process.kill()  # stopped, or starved by a node without memory: that fails no run that has ended well
 
     def _say(self, line: str) -> None:
         try:

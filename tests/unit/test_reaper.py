@@ -1,11 +1,15 @@
 """The reaper ends what it was told to watch, and nothing that merely has the same number now."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
 
 import psutil
+import pytest
 
+from prime_hpc.supervisor import reaper as reaper_module
 from prime_hpc.supervisor.reaper import Reaper, still_themselves
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -44,3 +48,11 @@ def test_what_is_watched_ends_with_the_supervisor_and_what_is_forgotten_does_not
         for process in (watched, forgotten):
             process.kill()
             process.wait()
+
+
+def test_one_that_does_not_end_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper_module, "END_S", 0.2)
+    reaper = Reaper()
+    os.kill(reaper.pid, signal.SIGSTOP)
+    reaper.close()
+    assert reaper._process.wait(60) == -signal.SIGKILL

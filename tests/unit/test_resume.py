@@ -1,7 +1,10 @@
 """`resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from prime_hpc.config import ConfigError
 from prime_hpc.config.snapshot import load_run
 from prime_hpc.launch.resume import load_to_resume
 from prime_hpc.launch.submission import submit
+from prime_hpc.store import run_dirs
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import ended, load, run_dir
 
@@ -60,6 +64,21 @@ def test_resume_goes_on_where_the_run_was(
         load_to_resume(run_dir(config), ["--name", "other"])
     with pytest.raises(ConfigError, match="raise it"):
         load_to_resume(run_dir(config), ["--max-steps", "10"])
+
+
+def test_resume_does_not_guess_where_paths_count_from(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(load(config))
+
+    def broken(path: Any, *arguments: Any) -> Any:
+        if str(path).endswith("lock.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open(path, *arguments)  # noqa: PTH123
+
+    monkeypatch.setattr(run_dirs, "open", broken, raising=False)
+    with pytest.raises(OSError, match="Input/output error.*lock.json"):
+        load_to_resume(run_dir(config), ["--ckpt"])
 
 
 def test_resume_waits_for_no_job_that_was_waited_for(fake: FakeSlurm, config: Path) -> None:

