@@ -17,6 +17,7 @@ from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import sbatch_errors, submission_record
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
+from tests.support import forked
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import (
     cancel,
@@ -143,36 +144,18 @@ def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm
         assert verdict is None or "submitted again" in verdict
 
 
-def submit_and_die_at(config: Path, point: int) -> bool:
+def submit_and_die_at(config: Path, fake: FakeSlurm, point: int) -> bool:
     """Submit in a process of its own that dies when it forces the nth file to disk; False: it was done before."""
-    child = os.fork()
-    if child == 0:
-        calls = 0
-        real = os.fsync
-
-        def fsync(fd: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-            real(fd)
-
-        os.fsync = fsync
-        code = 1
-        try:
-            code = submit(load(config), as_json=True)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+    done = forked.run(["tests.support.dying_submit", str(config), str(point)], env=fake.environ)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
+    return done.returncode != 0
 
 
 def test_killed_at_every_write_of_submit(fake: FakeSlurm, config: Path) -> None:
     import shutil
 
     point = 1
-    while submit_and_die_at(config, point):
+    while submit_and_die_at(config, fake, point):
         had = len(fake.jobs())
         assert submit_again(config) == 0
         (job,) = fake.jobs()
