@@ -103,6 +103,7 @@ class ForkingPopen(subprocess.Popen):
         errread, errwrite, _signals, _gid, _gids, _uid, _umask, new_session, _group = rest[11:]
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.collect()  # what is unreachable now stays so in the fork (`begin_anew`)
         self.pid = os.fork()
         if self.pid == 0:
             _become(command, env, cwd, new_session, ties[0] if ties else None, (p2cread, c2pwrite, errwrite), pass_fds)
@@ -194,7 +195,12 @@ def _become(
 
 
 def begin_anew() -> None:
-    """In a fork: forget what is to be done at the parent's end."""
+    """In a fork: forget what is to be done at the parent's end.
+
+    Nor are unreachable objects of the parent's ever collected: an open file among them would close its number, which is
+    another file's by then.
+    """
+    gc.freeze()
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]

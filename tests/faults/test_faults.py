@@ -3,17 +3,12 @@
 In a process of its own: the harness replaces `subprocess.Popen` and forks.
 """
 
-import atexit
 import json
-import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
-
-from tests.faults import fork
 
 ROOT = Path(__file__).resolve().parents[2]
 HOWS = "kill,kill-all,stop,twins,ENOSPC"
@@ -60,15 +55,10 @@ def test_a_run_broken_in_every_way_loses_nothing(profile: str, tmp_path: Path) -
     assert figures["never_reached"] <= 2
 
 
-def test_a_fork_does_what_it_is_to_do_at_its_end_and_nothing_of_its_parents(tmp_path: Path) -> None:
-    class Kept:
-        """Something of the parent's."""
-
-    kept = Kept()
-    finalizer = weakref.finalize(kept, (tmp_path / "parents").touch)
-    if (pid := os.fork()) == 0:
-        fork.begin_anew()
-        atexit.register((tmp_path / "own").touch)
-        fork.leave(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert [path.name for path in tmp_path.iterdir()] == ["own"] and finalizer.alive
+def test_a_fork_has_its_own_files_and_its_own_end_and_nothing_of_its_parents(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.forking_parent", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 7, done.stderr[-3000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["at-its-end", "own", "parents"]
+    assert (tmp_path / "own").read_text() == "whole"

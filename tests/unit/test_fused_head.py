@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 TOP = Path(__file__).resolve().parents[2]
 PROGRAM = """
+import faulthandler
 import json
+faulthandler.dump_traceback_later(200, exit=True)  # five seconds of work: where it hangs
 import torch
 from prime_hpc.trainer.ops import fused_head, logprobs
 
