@@ -23,6 +23,7 @@ from functools import partial
 
 from prime_hpc import __version__
 from prime_hpc.cli.verb_table import VERBS
+from prime_hpc.runtime.process_memory import collect_seldom
 
 OK, FAILED, USAGE, UNREADABLE, INTERRUPTED = 0, 1, 2, 74, 130
 _OF_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
@@ -59,6 +60,7 @@ def _keep_bytes(error: UnicodeError) -> tuple[str | bytes, int]:
 
 def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
+    collect_seldom()
     codecs.register_error(_AS_IT_CAME, _keep_bytes)
     for stream in (sys.stdout, sys.stderr):
         # a locale without UTF-8 (C without PYTHONUTF8 has `surrogateescape`): curves, names in other scripts

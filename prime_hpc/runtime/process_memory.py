@@ -18,6 +18,11 @@ def freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
+    collect_seldom()
+
+
+def collect_seldom() -> None:
+    """Look for garbage less often: else a tenth of the CPU time of a command that imports, prints and ends."""
     gc.set_threshold(YOUNGEST, 10, 10)
 
 
