@@ -15,6 +15,7 @@ from prime_hpc.observe.bench import read_report
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.leases import min_floor
 from tests.support.orchestrator_world import World, make_experiment, read_samples, varied_reply
+from tests.support.runs import free_port
 from tests.support.sampled import sampled
 from tests.support.scripted_server import AdminServer, SleepingServer
 
@@ -300,7 +301,7 @@ def test_a_server_that_dies_comes_back_with_the_right_version(
     tmp_path: Path, tokenizer_dir: Path, tokenizer: Any
 ) -> None:
     exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 8})
-    first = AdminServer(tokenizer, varied_reply(1))
+    first = AdminServer(tokenizer, varied_reply(1), port=free_port())
     first.__enter__()
     with World(tmp_path / "run", exp, [first]) as world:
         world.start()

@@ -183,7 +183,7 @@ class World:
         self.trainer.start()
         self.process = start_orchestrator(self.paths.root, env, self.log, in_shell, module)
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 240.0) -> int:
         """The orchestrator's exit code."""
         assert self.process is not None
         return self.process.wait(timeout_s)
