@@ -319,7 +319,7 @@ def test_interrupt_ends_everything(run_dir: Path) -> None:
     with (run_dir / "said.txt").open("w") as said:
         process, marker = start_apart(run_dir, said.fileno())
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=90) == 130
+    assert process.wait(timeout=200) == 130
     assert gone(marker, 30)
     text = (run_dir / "said.txt").read_text()
     assert "interrupted by SIGINT" in text and "ERROR" not in text, text
@@ -330,7 +330,7 @@ def test_a_terminal_that_is_closed_ends_everything_and_is_named(run_dir: Path) -
     process, marker = start_apart(run_dir, theirs)
     os.close(theirs)
     os.close(ours)
-    assert process.wait(timeout=90) == 128 + signal.SIGHUP
+    assert process.wait(timeout=200) == 128 + signal.SIGHUP
     assert gone(marker, 30)
     row = read_attempts(run_dir / "attempts.jsonl")[-1]
     assert (row["outcome"], row["cause"]) == ("interrupted", "interrupted by SIGHUP")

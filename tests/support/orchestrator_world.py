@@ -151,7 +151,7 @@ class World:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(60)
+            self.process.wait(200)
         if self.trainer is not None:
             self.trainer.stop()
         self.hub.close()
@@ -200,7 +200,7 @@ class World:
         """SIGKILL the orchestrator, stop the trainer."""
         assert self.process is not None and self.trainer is not None
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(200)
         self.trainer.stop()
 
     def rewind(self, step: int) -> None:

@@ -27,7 +27,7 @@ from prime_hpc.supervisor.alarms.actions import TELL, ActionError, call_webhook,
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
 from prime_hpc.supervisor.alarms.rules import BUILT_IN, Alarm, Watcher, figures_of, rules_of
 
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 ALARM = Alarm(AlarmRule(metric="trainer.entropy", below=0.1), 0.05, 7, "trainer.entropy is 0.05 at step 7, below 0.1")
 
 

@@ -459,7 +459,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     exit_code, heard, orphan = eval(done.stdout)
     assert (exit_code, heard) == (7, False), done.stderr
-    wait_until(lambda: not is_alive(orphan), 60, "the child ends with its parent")
+    wait_until(lambda: not is_alive(orphan), 200, "the child ends with its parent")
 
 
 def test_code_that_ships_with_the_weights_runs_only_where_it_is_asked_for() -> None:

@@ -26,7 +26,7 @@ from prime_hpc.orchestrator.setup import _teacher_client, make_clients, make_poo
 from prime_hpc.store.io.private import NotPrivateError, check_way, make_private_dir
 from prime_hpc.supervisor.main import _keys
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 KEY = "the-right-key"
 OF_A_PROXY = {"/policy_version": "<html>log in first</html>", "/v1/models": "[1]"}
 

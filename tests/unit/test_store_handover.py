@@ -20,7 +20,7 @@ from prime_hpc.store.run_paths import RunPaths
 from tests.support.runs import free_port
 from tests.unit.test_store_batches import assert_equal, make_rank
 
-WAIT_S = 20.0
+WAIT_S = 200.0
 
 
 class Pair:

@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=threading.Event().wait)
 said = []
 thread = threading.Thread(target=lambda: said.append(run_slurm(["sh", "-c", "echo 12"], dies_with_us=True)))
 thread.start()
-thread.join(60)
+thread.join(200)
 print(said, flush=True)
 os._exit(0)
 """

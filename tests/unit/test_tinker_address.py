@@ -75,9 +75,9 @@ def test_the_engines_are_where_the_supervisor_says_that_they_are(tmp_path: Path)
         assert engines.expected and engines.known() == urls
         hub.publish("server", role="teacher", index=0, state="lost")
         hub.publish("server", role="inference", index=0, state="lost", url="http://n2:1/v1")
-        wait_until(lambda: engines.known() == ["http://n3:1/v1"], 20, "one is lost")
+        wait_until(lambda: engines.known() == ["http://n3:1/v1"], 200, "one is lost")
         hub.publish("server", role="inference", index=0, state="starting", url="http://n4:7/v1")
-        wait_until(lambda: engines.known() == ["http://n4:7/v1", "http://n3:1/v1"], 20, "it is back elsewhere")
+        wait_until(lambda: engines.known() == ["http://n4:7/v1", "http://n3:1/v1"], 200, "it is back elsewhere")
     finally:
         if bus is not None:
             bus.close()

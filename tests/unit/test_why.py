@@ -19,7 +19,7 @@ from prime_hpc.runtime.look import look, probe, words_here
 from prime_hpc.supervisor.stalls.stacks import parse_dump
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 SCRIPT = """
 import asyncio, ctypes, os, sys, time
 from prime_hpc.runtime import activity
