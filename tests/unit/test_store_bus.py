@@ -145,7 +145,7 @@ def test_wait_sees_a_message_that_was_followed_at_once(hub, bus):
     found = []
     thread = threading.Thread(target=lambda: found.append(two.wait("batch", lambda m: m["step"] == 17, WAIT_S)))
     thread.start()
-    time.sleep(0.05)
+    until(lambda: two.connected and two._changed._waiters)  # the thread waits
     for step in range(40):
         one.publish("batch", step=step)
     thread.join()
@@ -158,7 +158,7 @@ def test_wait_ends_by_its_deadline_or_when_closed(hub, bus):
     results = []
     thread = threading.Thread(target=lambda: results.append(one.wait("batch", lambda m: True, 60)))
     thread.start()
-    time.sleep(0.05)
+    until(lambda: one._changed._waiters)
     one.close()
     thread.join(WAIT_S)
     assert results == [None]
