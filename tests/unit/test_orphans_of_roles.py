@@ -80,7 +80,7 @@ other.reap()
 
 def test_a_dead_servers_engine_is_ended_before_the_next_start(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SUPERVISOR, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.stdout.split() == ["False", "True"], done.stderr
 

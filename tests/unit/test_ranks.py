@@ -98,7 +98,7 @@ def test_led_ranks_are_ended_by_what_they_heed_when_one_fails(tmp_path: Path) ->
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun", "--nproc-per-node", "2", "--max-restarts", "0"]
     command += ["--signals-to-handle", "SIGINT", str(tmp_path / "rank.py"), str(tmp_path)]
     environment = os.environ | {LED: "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert ended.returncode == 1, ended.stderr
     assert (tmp_path / "SIGINT").exists() and not (tmp_path / "SIGTERM").exists()
 

@@ -216,7 +216,7 @@ def test_really_full_disk(tmp_path):
     mount.mkdir()
     command = f"mount -t tmpfs -o size=2m none {mount} && exec {sys.executable} {script} {mount}"
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, check=False
+        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
