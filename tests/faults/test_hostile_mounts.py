@@ -27,7 +27,7 @@ from tests.unit.test_store_batches import assert_equal, make_rank
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"hostile mounts: {why_not()}")
 NAMES_S, MISSES_S = 1.0, 2.0
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 def names(directory: Path) -> list[str]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from prime_hpc.runtime.process_tree import family, send
@@ -19,6 +18,7 @@ from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, LaunchOrder
+from tests.support.processes import is_alive
 
 LABEL = "trainer"
 WAIT_S = 120.0
@@ -95,7 +95,7 @@ def pids(lead: Lead, marker: Path) -> list[int]:
 
 
 def gone(numbers: list[int]) -> bool:
-    return not any(psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE for n in numbers)
+    return not any(map(is_alive, numbers))
 
 
 def test_it_runs_what_it_is_told_and_says_how_it_ended(lead: Lead, tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ def test_engines_of_two_machines_answer_at_one_address(machines: tuple[Machine, 
         assert len(found["texts"]) == 1, found  # the same weights, greedy
         assert set(found["tokens"]) == {"0", "1"} and min(found["tokens"].values()) > 0, found
         os.kill(head.pid, signal.SIGTERM)
-        assert head.wait(60) in (0, -signal.SIGTERM)
+        assert head.wait(200) in (0, -signal.SIGTERM)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(200)

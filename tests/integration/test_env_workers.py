@@ -24,7 +24,7 @@ from tests.support.scripted_server import Reply
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 @pytest.fixture(autouse=True)

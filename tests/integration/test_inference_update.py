@@ -366,7 +366,7 @@ def test_a_taken_port_is_named_at_once(tmp_path: Path) -> None:
         port = holder.getsockname()[1]
         server = ServerProcess(tmp_path / "run", tmp_path, port=port)
         try:
-            assert server.process.wait(20) == 1
+            assert server.process.wait(200) == 1
             assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in server.log.read_text()
             assert "Traceback" not in server.log.read_text()
         finally:

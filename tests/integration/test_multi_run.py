@@ -102,12 +102,12 @@ def test_a_killed_trainer_goes_on_exactly_and_a_deleted_run_is_left_out(tmp_path
         assert run_trainer(whole) == 0, log_of(whole)
     with Feeder(cut, seeds, last={"run_a": 5, "run_c": 2}) as feeder:
         process = start_trainer(cut, PRIMEHPC_INCARNATION="1")
-        wait_until(lambda: len(versions(RunPaths(cut / "run_c"))) == 2, 120, "run_c took two steps")
-        wait_until(partial(is_deleted, cut / "run_c"), 20, "run_c is deleted")
-        wait_until(lambda: "run_c: removed" in log_of(cut), 60, "that it is gone was noticed")
-        wait_until(lambda: len(versions(RunPaths(cut / "run_a"))) >= 3, 120, "run_a took three steps")
+        wait_until(lambda: len(versions(RunPaths(cut / "run_c"))) == 2, 200, "run_c took two steps")
+        wait_until(partial(is_deleted, cut / "run_c"), 200, "run_c is deleted")
+        wait_until(lambda: "run_c: removed" in log_of(cut), 200, "that it is gone was noticed")
+        wait_until(lambda: len(versions(RunPaths(cut / "run_a"))) >= 3, 200, "run_a took three steps")
         process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.wait(200)
         feeder.release("run_a")
         assert run_trainer(cut, PRIMEHPC_INCARNATION="2", PRIMEHPC_ATTEMPT="2") == 0, log_of(cut)
     rows = [json.loads(line) for line in (whole / "metrics" / "trainer.jsonl").read_text().splitlines()]

@@ -19,7 +19,7 @@ from tests.support.orchestrator_world import ScriptedTrainer, World, make_experi
 from tests.support.scripted_server import AdminServer
 
 pytestmark = pytest.mark.slow
-WAIT_S = 90.0
+WAIT_S = 200.0
 SECRET = "one secret of both hubs"
 
 

@@ -11,7 +11,7 @@ from tests.support.scripted_server import AdminServer
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 def test_two_lives_with_workers_that_die_use_every_prompt_once(

@@ -51,7 +51,7 @@ def nothing_done(ended: Ended, num: int) -> None:
 
 
 async def _gone(namespace: str) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while members(namespace, living=True):
             await asyncio.sleep(0.02)
 
@@ -71,12 +71,15 @@ def test_a_fork_bomb_stays_within_its_number_and_is_gone_afterwards() -> None:
         most = 0
         async with sandbox(processes=20) as box:
             namespace = namespace_of(box)
-            running = asyncio.create_task(box.run(program=bomb, wall_s=1.5))
-            while not running.done():
-                most = max(most, len(members(namespace)))
-                await asyncio.sleep(0.02)
-            ended = await running
-            assert ended.ended_by in ("wall", "cpu", "processes") and not ended.verdict
+            for wall_s in (1.5, 30.0):  # a busy machine may be long to begin
+                running = asyncio.create_task(box.run(program=bomb, wall_s=wall_s))
+                while not running.done():
+                    most = max(most, len(members(namespace)))
+                    await asyncio.sleep(0.02)
+                ended = await running
+                assert ended.ended_by in ("wall", "cpu", "processes") and not ended.verdict
+                if most > 10:
+                    break
             assert 10 < most <= 21, most
             assert len(members(namespace)) == 1
             after = await box.run(program="print('fine')")
@@ -340,9 +343,13 @@ def test_floods_of_output_and_of_files_are_cut() -> None:
         "try:\n    while True: fds.append(os.open('/dev/null', os.O_RDONLY))\n"
         "except OSError as error: print(len(fds) <= 64, error.errno)"
     )
-    cut, stopped, files, after = play(
-        flood, endless, exhaust, "print('fine')", output_kib=16, open_files=64, command_s=2
-    )
+
+    async def run() -> list[Ended]:
+        async with sandbox(output_kib=16, open_files=64) as box:
+            first = [await box.run(program=flood), await box.run(program=endless, wall_s=2.0)]
+            return [*first, await box.run(program=exhaust), await box.run(program="print('fine')")]
+
+    cut, stopped, files, after = asyncio.run(run())
     assert (len(cut.stdout), len(cut.stderr)) == (16 << 10, 16_000) and cut.verdict == "passed"
     assert cut.dropped == (16 << 20) - (16 << 10)
     assert stopped.ended_by in ("cpu", "wall") and len(stopped.stderr) == 16 << 10
@@ -412,7 +419,7 @@ def test_a_killed_host_leaves_nothing_behind(host: Path) -> None:
         namespace = process.stdout.readline().strip()
 
         async def end() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(200):
                 while len(members(namespace)) < 3:
                     await asyncio.sleep(0.02)
             hold(members(namespace)[0])

@@ -96,13 +96,13 @@ class TestInImage:
             async with sandbox(command_s=600) as box:
                 namespace = namespace_of(box)
                 running = asyncio.create_task(box.run(["sleep", "600"]))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(200):
                     while len(members(namespace)) < 2:
                         await asyncio.sleep(0.02)
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(200):
                     while members(namespace) or box.is_alive():
                         await asyncio.sleep(0.02)
 
@@ -113,12 +113,12 @@ class TestInImage:
             async with sandbox(command_s=600) as box:
                 namespace = namespace_of(box)
                 running = asyncio.create_task(box.run(["sleep", "600"]))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(200):
                     while len(members(namespace)) < 2:
                         await asyncio.sleep(0.02)
                 os.kill(box.pid, signal.SIGKILL)
                 assert (await running).ended_by == "gone"
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(200):
                     while members(namespace):
                         await asyncio.sleep(0.02)
 

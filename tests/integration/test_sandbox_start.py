@@ -44,7 +44,7 @@ def pretend(folder: Path, script: str) -> None:
 
 
 async def until(condition: "object") -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.01)
 
@@ -202,7 +202,7 @@ def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(
 
     async def warn(box: Sandbox, *, us: bool) -> None:
         namespace = namespace_of(box)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(members(namespace)) < 2:
                 await asyncio.sleep(0.01)
         ours = {process.pid for process in psutil.Process().children(recursive=True)} - others

@@ -26,7 +26,7 @@ def test_every_due_version_is_evaluated_by_itself_and_kept_until_then(
     exp = make_experiment(folder, tmp_path / "run", top=top, env=[], eval=evaluation)
     with World(tmp_path / "run", exp, [server]) as world:
         world.start(last=0)
-        wait_until(lambda: min_floor(world.paths) is not None, 60, "the evaluator says what it needs")
+        wait_until(lambda: min_floor(world.paths) is not None, 200, "the evaluator says what it needs")
         assert world.trainer is not None
         for version in (2, 4, 5):  # faster than the evaluations: each waits for its turn
             world.trainer.publish(version)

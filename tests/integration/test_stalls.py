@@ -17,7 +17,7 @@ from prime_hpc.store.attempts import read_attempts
 from tests.support.forked import so_far
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 90.0
+WAIT_S = 200.0
 FENCE_S = 5.0
 STALL_S = 2 * FENCE_S
 LINES = 40
@@ -64,7 +64,7 @@ class Run:
         self.now.unlink(missing_ok=True)
         members = self.all()
         send(members, signal.SIGKILL)
-        self.process.wait(60)
+        self.process.wait(200)
         self.log.close()
 
     def assert_it_went_on(self) -> None:

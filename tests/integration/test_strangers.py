@@ -77,9 +77,9 @@ def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> Non
         )
         found = visit("127.0.0.1", sorted(ports))
         after = len(steps(run_dir))
-        wait_until(lambda: process.poll() is not None or len(steps(run_dir)) >= after + 3, 120, "the run goes on")
+        wait_until(lambda: process.poll() is not None or len(steps(run_dir)) >= after + 3, 200, "the run goes on")
         (run_dir / "STOP").touch()
-        assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+        assert process.wait(timeout=200) == 0, log.read_text()[-3000:]
     for one in found:
         print(f"{ports[one['port']]}:{one['port']}: {one}")
     print(

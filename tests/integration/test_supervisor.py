@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from loguru import logger
 
@@ -21,6 +20,7 @@ from prime_hpc.supervisor.roles import at_crash
 from prime_hpc.supervisor.roles.process import one_after_another
 from prime_hpc.supervisor.roles.spec import RoleSpec
 from prime_hpc.supervisor.supervisor import RolePlan, Supervisor
+from tests.support.processes import with_word
 from tests.support.runs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,14 +52,6 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-def strays(marker: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if marker in (process.info["cmdline"] or []) and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
-
-
 def test_run_ends_when_the_workers_are_done_and_servers_are_ended(run_dir: Path) -> None:
     port = free_port()
     server = role(
@@ -72,7 +64,7 @@ def test_run_ends_when_the_workers_are_done_and_servers_are_ended(run_dir: Path)
     ]
     code, attempt = supervise(run_dir, specs)
     assert (code, attempt["outcome"]) == (0, "completed")
-    assert not strays(str(run_dir))
+    assert not with_word(str(run_dir))
 
 
 def test_a_service_is_told_with_its_address_and_key(run_dir: Path) -> None:
@@ -217,7 +209,7 @@ def test_a_supervisor_that_a_newer_life_has_replaced_ends_and_writes_nothing(run
     code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", f"child:{run_dir}", "sleep:300")])
     assert code == 1
     assert attempt["ended"] is None  # its end is the newer attempt's to write
-    assert not (run_dir / "status.json").exists() and not strays(str(run_dir))
+    assert not (run_dir / "status.json").exists() and not with_word(str(run_dir))
 
 
 def test_silent_role_is_found(run_dir: Path) -> None:
@@ -310,24 +302,24 @@ def start_apart(run_dir: Path, terminal: int | None = None) -> tuple[subprocess.
     standard: dict[str, Any] = {} if terminal is None else dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, **standard)
     deadline = time.monotonic() + 120
-    while not strays(marker) and time.monotonic() < deadline:
+    while not with_word(marker) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert strays(marker), "the role's child never started"
+    assert with_word(marker), "the role's child never started"
     return process, marker
 
 
 def gone(marker: str, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
-    while strays(marker) and time.monotonic() < deadline:
+    while with_word(marker) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not strays(marker)
+    return not with_word(marker)
 
 
 def test_interrupt_ends_everything(run_dir: Path) -> None:
     with (run_dir / "said.txt").open("w") as said:
         process, marker = start_apart(run_dir, said.fileno())
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=90) == 130
+    assert process.wait(timeout=200) == 130
     assert gone(marker, 30)
     text = (run_dir / "said.txt").read_text()
     assert "interrupted by SIGINT" in text and "ERROR" not in text, text
@@ -338,7 +330,7 @@ def test_a_terminal_that_is_closed_ends_everything_and_is_named(run_dir: Path) -
     process, marker = start_apart(run_dir, theirs)
     os.close(theirs)
     os.close(ours)
-    assert process.wait(timeout=90) == 128 + signal.SIGHUP
+    assert process.wait(timeout=200) == 128 + signal.SIGHUP
     assert gone(marker, 30)
     row = read_attempts(run_dir / "attempts.jsonl")[-1]
     assert (row["outcome"], row["cause"]) == ("interrupted", "interrupted by SIGHUP")

@@ -74,7 +74,7 @@ def test_interrupt_ends_what_runs_and_resume_takes_the_rest(folder: Path) -> Non
     path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000, ckpt.interval: 1000000}\n")
     run_dir = folder / "out" / "long" / "seed0"
     with background("prime-hpc", "sweep", "submit", path, log=folder / "long.log") as process:
-        wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 120, "the point trains")
+        wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 200, "the point trains")
         supervisor = psutil.Process(attempts(run_dir)[0]["pid"])
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=280) == 130, (folder / "long.log").read_text()
@@ -93,10 +93,10 @@ def test_cancel_from_another_shell_saves_and_starts_no_other(folder: Path) -> No
     path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000, ckpt.interval: 1000000}\n")
     run_dir = folder / "out" / "stop" / "seed0"
     with background("prime-hpc", "sweep", "submit", path, log=folder / "stop.log") as process:
-        wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 120, "the point trains")
+        wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 200, "the point trains")
         done = command("prime-hpc", "sweep", "cancel", path)
         assert done.returncode == 0, done.stderr
         assert "1 saved and ended" in done.stdout
-        process.wait(timeout=120)
+        process.wait(timeout=200)
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
     assert states(path) == {"seed0": "stopped", "seed1": "stopped"}

@@ -126,7 +126,7 @@ def test_a_service_says_that_it_waits_for_clients(world: TinkerWorld) -> None:
         words = [one["word"] for one in look(str(world.directory.absolute())) if one["word"]]
         return [word["awaits"] for word in words if word["role"] == "trainer"]
 
-    wait_until(lambda: awaited() == [activity.CLIENTS], 60, "`prime-hpc why` is told")
+    wait_until(lambda: awaited() == [activity.CLIENTS], 200, "`prime-hpc why` is told")
 
 
 def test_saves_outlive_a_service_that_is_killed(tmp_path: Path, model: Path) -> None:
@@ -141,7 +141,7 @@ def test_saves_outlive_a_service_that_is_killed(tmp_path: Path, model: Path) -> 
     big = [datum(np.random.default_rng(i).integers(0, 300, 60).tolist(), weights=np.ones(59)) for i in range(512)]
     begun = adapter._turn_counter
     lost = [adapter.forward_backward(big, "cross_entropy") for _ in range(4)][-1]
-    wait_until(lambda: adapter._turn_counter == begun + 4, 60, "the passes were taken in")
+    wait_until(lambda: adapter._turn_counter == begun + 4, 200, "the passes were taken in")
     world.kill()
     world.start()
     with pytest.raises(ValueError, match="started again since"):
@@ -261,10 +261,10 @@ def test_saves_are_listed_described_and_expire(world: TinkerWorld, model: Path) 
     def paths() -> list[str]:
         return [row.tinker_path for row in rest.list_checkpoints(adapter.model_id).result().checkpoints]
 
-    wait_until(lambda: paths() == [brief], 30, "two saves have expired")
+    wait_until(lambda: paths() == [brief], 200, "two saves have expired")
     assert "has expired" in refusal(client.create_training_client_from_state(kept))
     assert adapter.save_state("kept", ttl_seconds=1).result().path == kept  # its name is free again
-    wait_until(lambda: paths() == [brief], 30, "it has expired as well")
+    wait_until(lambda: paths() == [brief], 200, "it has expired as well")
     page = rest.list_user_checkpoints(limit=1).result()
     assert page.checkpoints[0].tinker_path == brief and page.cursor is not None and page.cursor.total_count >= 1
     first = rest.list_training_runs(limit=1).result()

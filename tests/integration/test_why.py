@@ -119,7 +119,7 @@ def mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subp
     yield folder, process
     process.send_signal(signal.SIGCONT)
     process.terminate()
-    process.wait(30)
+    process.wait(200)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-WAIT_S = 20
+WAIT_S = 200
 
 
 def until(condition: Callable[[], object]) -> None:

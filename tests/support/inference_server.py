@@ -158,5 +158,5 @@ class ServerProcess:
         """End whatever still lives and remove the temporary folder."""
         for process in self.members():
             process.kill()
-        self.process.wait(60)
+        self.process.wait(200)
         shutil.rmtree(self.temporary, ignore_errors=True)

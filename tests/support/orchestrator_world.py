@@ -151,7 +151,7 @@ class World:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(60)
+            self.process.wait(200)
         if self.trainer is not None:
             self.trainer.stop()
         self.hub.close()
@@ -183,7 +183,7 @@ class World:
         self.trainer.start()
         self.process = start_orchestrator(self.paths.root, env, self.log, in_shell, module)
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 240.0) -> int:
         """The orchestrator's exit code."""
         assert self.process is not None
         return self.process.wait(timeout_s)
@@ -200,7 +200,7 @@ class World:
         """SIGKILL the orchestrator, stop the trainer."""
         assert self.process is not None and self.trainer is not None
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(200)
         self.trainer.stop()
 
     def rewind(self, step: int) -> None:

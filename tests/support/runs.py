@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from prime_hpc.store.messaging import sockets
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -27,11 +30,24 @@ for name in [n for n in ENVIRONMENT if n.startswith(("PRIME_", "PRIMEHPC_"))]:
     del ENVIRONMENT[name]
 
 
+_PORTS = range(32_001, 32_768)
+"""Below the ephemeral ones, which any connection on this machine takes, and above those that runs choose themselves."""
+_promised: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody listens on now, and that no other test on this machine gets while this process lives."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0prime-hpc-test-port-{port}")
+        except OSError:
+            name.close()
+            continue
+        _promised.append(name)
+        if sockets.is_free(port, sockets.ALL):
+            return port
+    raise AssertionError(f"no port of {_PORTS} is free")
 
 
 def command(program: str, *arguments: object, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:

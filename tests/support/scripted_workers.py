@@ -56,6 +56,8 @@ class Peer:
 
     async def run(self, behave: "Callable[[Peer], Awaitable[None]]") -> None:
         await behave(self)
+        await self.hear("stop")
+        self.end(0)
 
     async def hear(self, op: str) -> dict[str, Any]:
         """The next message of this kind; ends the worker where it is told to stop."""
@@ -114,7 +116,7 @@ async def with_fleet(
         load_s=load_s,
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             await fleet.start()
             await use(fleet)
     finally:

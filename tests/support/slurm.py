@@ -157,7 +157,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=timeout * slowness(),
         )
         if done.returncode != 0:
             raise ClusterError(f"devcluster {name} {' '.join(args)}: {done.stderr}", done.returncode)

@@ -60,8 +60,8 @@ class TinkerWorld:
         if self.process is not None:
             ranks = process_tree.family(self.process.pid)[1:]
             self.process.kill()
-            self.process.wait(60)
-            wait_until(lambda: not process_tree.alive(ranks), 60, "the ranks are gone")
+            self.process.wait(200)
+            wait_until(lambda: not process_tree.alive(ranks), 200, "the ranks are gone")
 
     def close(self) -> None:
         """End the service, and its clients' threads, which would ask for it as long as this process lives."""

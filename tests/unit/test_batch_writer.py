@@ -131,6 +131,6 @@ def test_a_batch_that_cannot_be_written_again_is_an_error_and_holds_nothing_up(
         with pytest.raises(FencedError):  # a newer one than it was told of
             await writer.go_on(2, 0)
         with pytest.raises(FencedError):
-            await asyncio.wait_for(writer.write(content(2)), 30)
+            await asyncio.wait_for(writer.write(content(2)), 200)
 
     asyncio.run(play())

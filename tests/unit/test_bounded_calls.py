@@ -24,6 +24,7 @@ from prime_hpc.envs.patches import reasoning_scorers
 from prime_hpc.envs.patches.reasoning_scorers import readable
 from prime_hpc.envs.tasksets.math_questions import MathQuestions
 from prime_hpc.envs.tasksets.reasoning_gym import ReasoningGymConfig, ReasoningGymTaskset
+from tests.support.ranks import spawn
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def test_a_child_that_somebody_ends_is_replaced(one_child: None) -> None:
 
 def test_a_child_that_says_nothing_is_no_answer_s_fault(one_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
     before = call("os:getpid")
-    monkeypatch.setattr(calls, "WALL_S", 0.2)
-    with pytest.raises(CallBroken, match=r"nothing was heard of time:sleep for 0\.2 s"):
+    with monkeypatch.context() as patch, pytest.raises(CallBroken, match=r"nothing was heard of time:sleep for 0\.2 s"):
+        patch.setattr(calls, "WALL_S", 0.2)
         call("time:sleep", 300)
     assert call("os:getpid") != before
 
@@ -93,7 +94,7 @@ print(said(lambda: asyncio.run(open_comparison())))
 def test_no_answer_is_wrong_because_math_verify_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('half of it is missing')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=280, check=True)
     *broken, opened = done.stdout.splitlines()
     assert len(broken) == 2 and opened.startswith("EnvError: answers cannot be compared")
     for line in broken:
@@ -159,12 +160,16 @@ def test_what_compares_is_there_before_the_first_answer(one_child: None) -> None
     assert asyncio.run(same_answer("0.5", "\\frac{1}{2}")) and {c._process.pid for c in calls._children} == {before}
 
 
-def test_a_copy_of_the_process_has_children_of_its_own(one_child: None) -> None:
+def copy_that_calls(_: int) -> None:
     before = call("os:getpid")
     own = os.fork()
     if not own:
         os._exit(0 if call("os:getpid") != before else 1)
     assert os.waitpid(own, 0)[1] == 0 and call("os:getpid") == before
+
+
+def test_a_copy_of_the_process_has_children_of_its_own() -> None:
+    spawn(copy_that_calls, (), 1)
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", "100000000!"])

@@ -89,7 +89,7 @@ def test_roles_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec = RoleSpec("trainer", [sys.executable, "-c", code], 10, environment={"NUMBA_CACHE_DIR": "/role"})
     role = Role(spec, tmp_path / "logs", environment, {})
     role.start()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 200
     while not (out.exists() and out.read_text().endswith("}")) and time.monotonic() < end:
         time.sleep(0.02)
     seen = json.loads(out.read_text())

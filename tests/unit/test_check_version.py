@@ -77,7 +77,7 @@ def test_a_model_that_is_not_on_the_node_is_named(tmp_path: Path) -> None:
     made = Experiment.model_validate(tree)
     write_snapshot(made, made.run_dir, ["test"])
     command = [sys.executable, "-m", "prime_hpc.inference.main", str(made.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert f"NodeError: the model {tmp_path}/model: no such directory on " in done.stderr
 

@@ -222,7 +222,7 @@ class Server:
     async def asked(self, times: int) -> None:
         """Until it was asked so many times more, and what it said was heard."""
         wanted = self.num_asked + times
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while self.num_asked < wanted:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)

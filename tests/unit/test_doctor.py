@@ -48,7 +48,7 @@ def test_this_machine_is_examined_and_every_line_has_a_remedy_where_it_needs_one
 
 def test_nothing_heavy_is_imported() -> None:
     code = "from prime_hpc.launch.doctor.doctor import examine; examine(); import sys; print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True)
     assert not {"torch", "vllm", "transformers", "wandb"} & set(eval(done.stdout))
 
 

@@ -44,7 +44,7 @@ def test_how_a_worker_ended_is_known_though_it_did_at_once(monkeypatch: pytest.M
 
     async def main() -> None:
         host = AtOnce()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             made = await host.connect("x", 0, {})
             assert await made.receive() == []
             assert (await made.ending()).code == -9

@@ -155,7 +155,7 @@ def test_choices_have_an_order_of_their_own(data: Path) -> None:
 def test_code_is_run_only_where_that_is_allowed(data: Path) -> None:
     with pytest.raises(EnvError, match="allow_code_execution: true"):
         source("humaneval")
-    (task,) = tasks_of(source("humaneval", allow_code_execution=True, time_limit_s=2))
+    (task,) = tasks_of(source("humaneval", allow_code_execution=True, time_limit_s=60))
     whole = "Here:\n```python\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```\nDone."
     replies = {
         whole: 1.0,
@@ -269,11 +269,11 @@ def test_math_verify_works_on_a_thread_and_within_its_deadline(monkeypatch: pyte
     monkeypatch.setattr(math_deadlines, "PATIENCE", 1000)
     thread = threading.Thread(target=bounded, args=(spin,), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(200)
     monkeypatch.setattr(math_deadlines, "PATIENCE", 2)
     thread = threading.Thread(target=bounded, args=(wait,), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(200)
     assert len(found) == 3 and found[1] >= 1.0 > found[2]  # of a core; and what waits for ever ends, too
 
 

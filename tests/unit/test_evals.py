@@ -137,7 +137,7 @@ def test_episodes_of_a_lost_node_are_played_elsewhere_and_the_next_version_waits
             await asyncio.sleep(0)
         assert (clients[0].version, clients[0].base_url) == (7, "elsewhere")
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 200))
     assert [log.records[key].state for key in keys[:3]] == [COMPLETED] * 3
 
 
@@ -159,7 +159,7 @@ def test_a_server_that_is_lost_while_a_version_is_loaded_is_waited_for_no_longer
             await asyncio.sleep(0)
         assert clients[0].version == 7
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 200))
 
 
 def test_a_version_that_its_run_removes_meanwhile_is_left_out(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_version_that_its_run_removes_meanwhile_is_left_out(tmp_path: Path) ->
         with pytest.raises(EvalError, match="none of 1 versions is there any more"):
             await servers.load_first(versions[:1])
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 200))
 
 
 def test_half_a_last_line_is_cut_off_and_its_episode_played_again(paths: RunPaths) -> None:

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from tests.support.processes import is_alive
+from tests.support.runs import wait_until
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -43,11 +44,7 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(
     try:
         outcome = runner.in_child(check, setting, 3.0, command(code))
         assert outcome.verdict == "fail" and "not done within 3 s" in outcome.summary
-        deadline = time.monotonic() + 10
-        while psutil.pid_exists(int(started.read_text())) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        gone = not psutil.pid_exists(int(started.read_text()))
-        assert gone or psutil.Process(int(started.read_text())).status() == psutil.STATUS_ZOMBIE
+        wait_until(lambda: not is_alive(int(started.read_text())), 200, "what it started is gone")
         assert other.poll() is None
     finally:
         other.kill()

@@ -1,7 +1,6 @@
 """The HTTP client against real sockets: keys, deadlines, servers that are not there."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,11 +11,7 @@ from aiohttp import TCPConnector, web
 
 from prime_hpc.client import http
 from prime_hpc.client.http import Answer, HttpClient, NoAnswerError, ask
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+from tests.support.runs import free_port
 
 
 def talk(handler: Callable[[web.Request], Awaitable[web.Response]], key: str | None, **options: float) -> Answer:

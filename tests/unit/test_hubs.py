@@ -7,7 +7,7 @@ from typing import Any
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.supervisor.hub import Hubs
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 def wait(holds: Callable[[], Any]) -> None:

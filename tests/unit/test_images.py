@@ -29,7 +29,7 @@ def section(recipe: Path, name: str) -> str:
 @pytest.mark.parametrize("recipe", IMAGES, ids=lambda path: path.name)
 def test_shell_of_a_recipe_is_whole_and_setup_knows_its_words(recipe: Path) -> None:
     for name in ("setup", "post", "test") if recipe.suffix == ".def" else ("",):
-        done = subprocess.run(["bash", "-n"], input=section(recipe, name), text=True, capture_output=True, timeout=60)
+        done = subprocess.run(["bash", "-n"], input=section(recipe, name), text=True, capture_output=True, timeout=280)
         assert done.returncode == 0, done.stderr
     builds = re.findall(r"tools/setup (\w+)", section(recipe, "post"))
     usage = (ROOT / "tools" / "setup").read_text().splitlines()[1]
@@ -40,7 +40,7 @@ def test_shell_of_a_recipe_is_whole_and_setup_knows_its_words(recipe: Path) -> N
 def test_an_image_has_what_git_knows_of_a_checkout_and_nothing_else() -> None:
     """No environment of gigabytes of another machine's, no outputs, no keys of git's settings; each file counts, for a
     run records what of its checkout was changed or gone."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, timeout=60)
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, timeout=280)
     if listed.returncode:
         pytest.skip("no git checkout")
     tracked = {name.partition("/")[0] for name in listed.stdout.split()}
@@ -67,7 +67,7 @@ def test_the_commit_goes_in_and_keys_of_git_do_not(recipe: Path, tmp_path: Path)
         image = tmp_path / "image" / checkout.name
         environ = {"PATH": os.environ["PATH"], "APPTAINER_ROOTFS": str(image)}
         words = ["sh", "-ex", "-c", section(recipe, "setup")]
-        done = subprocess.run(words, cwd=checkout, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=checkout, env=environ, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "image" / "plain" / "opt" / "prime-hpc").iterdir())
     inside = tmp_path / "image" / "cloned" / "opt" / "prime-hpc"

@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from prime_hpc.config import ConfigError, load_experiment
@@ -31,6 +29,8 @@ from prime_hpc.inference.vllm.arguments import (
     VALUES,
 )
 from prime_hpc.store.io import scratch
+from tests.support.processes import is_alive
+from tests.support.runs import wait_until
 
 
 def experiment(inference: dict[str, Any] | None = None, **tree: Any) -> Experiment:
@@ -459,10 +459,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     exit_code, heard, orphan = eval(done.stdout)
     assert (exit_code, heard) == (7, False), done.stderr
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the child outlived its parent"
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(orphan), 200, "the child ends with its parent")
 
 
 def test_code_that_ships_with_the_weights_runs_only_where_it_is_asked_for() -> None:

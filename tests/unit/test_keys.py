@@ -26,7 +26,7 @@ from prime_hpc.orchestrator.setup import _teacher_client, make_clients, make_poo
 from prime_hpc.store.io.private import NotPrivateError, check_way, make_private_dir
 from prime_hpc.supervisor.main import _keys
 
-WAIT_S = 20.0
+WAIT_S = 200.0
 KEY = "the-right-key"
 OF_A_PROXY = {"/policy_version": "<html>log in first</html>", "/v1/models": "[1]"}
 
@@ -34,8 +34,6 @@ OF_A_PROXY = {"/policy_version": "<html>log in first</html>", "/v1/models": "[1]
 async def _app(scope: Any, receive: Any, send: Any) -> None:
     """Answers everything with its path."""
     if scope["type"] == "http":
-        if scope["path"] == "/stand-still":
-            time.sleep(1.0)
         body = OF_A_PROXY.get(scope["path"], f'{{"data": "{scope["path"]}"}}')
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": body.encode()})
@@ -44,10 +42,10 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 class Guarded:
     """A guarded HTTP server on a thread."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, app: Any = _app) -> None:
         self.visitors = PendingConnections()
-        app = KeyGuard(_app, key, self.visitors)
-        config = uvicorn.Config(app, http=self.visitors.protocol(), lifespan="off", log_level="error")
+        options: Any = {"http": self.visitors.protocol(), "loop": "asyncio", "lifespan": "off", "log_level": "error"}
+        config = uvicorn.Config(KeyGuard(app, key, self.visitors), **options)
         self.server = uvicorn.Server(config)
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.address = self.sock.getsockname()
@@ -110,8 +108,20 @@ def test_who_sends_no_key_is_let_go_and_who_sent_it_stays(guarded):
     assert len(guarded.visitors) == 0
 
 
-def test_a_request_that_came_while_the_server_stood_still_is_answered(guarded, monkeypatch):
-    monkeypatch.setattr("prime_hpc.inference.guard.UNKNOWN_S", 0.5)
+def test_a_request_that_came_while_the_server_stood_still_is_answered(monkeypatch):
+    monkeypatch.setattr("prime_hpc.inference.guard.UNKNOWN_S", 600.0)
+    stands, goes_on = threading.Event(), threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/stand-still":
+            stands.set()
+            assert goes_on.wait(WAIT_S)
+            loop = asyncio.get_running_loop()
+            time_of_loop = loop.time
+            monkeypatch.setattr(loop, "time", lambda: time_of_loop() + 1000.0)  # so long it has been
+        await _app(scope, receive, send)
+
+    guarded = Guarded(KEY, app)
     request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode()
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=WAIT_S) as known:
         known.get(guarded.url + "/v1/models")
@@ -120,12 +130,14 @@ def test_a_request_that_came_while_the_server_stood_still_is_answered(guarded, m
         while not len(guarded.visitors):
             time.sleep(0.01)
         pause.start()
-        time.sleep(0.2)
+        assert stands.wait(WAIT_S)
         late.sendall(request)
+        goes_on.set()
         late.settimeout(WAIT_S)
         assert late.recv(100).startswith(b"HTTP/1.1 200")
         pause.join()
         late.close()
+    guarded.close()
 
 
 def test_the_oldest_stranger_goes_where_there_are_too_many(guarded, monkeypatch):

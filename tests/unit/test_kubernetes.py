@@ -285,7 +285,7 @@ def test_a_newer_attempt_ends_the_older_ones_agents_and_over_ends_the_pod(served
     with reach(host) as end:
         connection.say(end, {"what": "over"})
         assert next(connection.messages(end)) == {"over": True}
-    assert served.wait(timeout=20) == 0
+    assert served.wait(timeout=280) == 0
 
 
 def test_a_start_whose_environment_comes_after_a_newer_attempt_starts_nothing(

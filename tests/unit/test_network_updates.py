@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,8 +121,8 @@ def test_a_server_that_cannot_join_is_not_paused_for_it_and_gets_whole_versions(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a run stands still for ever: no server has a version that lies in no files, and no batch for a next one."""
+    joins, join_s = Worker.policy_join, network_group.JOIN_S
     monkeypatch.setattr(network_group, "JOIN_S", 0.5)
-    joins = Worker.policy_join
 
     async def go() -> None:
         await world.service.start()
@@ -132,6 +132,7 @@ def test_a_server_that_cannot_join_is_not_paused_for_it_and_gets_whole_versions(
             assert (await world.update(version))["version"] == version and world.serves(expected)
         assert world.engine.said[2:8] == ["policy_join", "policy_open", "pause", "policy_apply", "label 1", "resume"]
         monkeypatch.setattr(Worker, "policy_join", joins)
+        monkeypatch.setattr(network_group, "JOIN_S", join_s)
         for version in (3, 4):
             expected = world.publish(version)
             assert (await world.update(version))["version"] == version and world.serves(expected)
@@ -145,9 +146,9 @@ def test_engines_that_compute_together_stand_still_while_they_join(
     can_join: bool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a mixture of experts: one would wait for another's join, which waits in a step for the first one."""
-    monkeypatch.setattr(network_group, "JOIN_S", 0.5)
     world.engine.model_config.is_moe = True
     if not can_join:
+        monkeypatch.setattr(network_group, "JOIN_S", 0.5)
         monkeypatch.setattr(Worker, "policy_join", lambda worker, said: {"rank": "1", "error": "no way"})
 
     async def go() -> None:
@@ -163,14 +164,16 @@ def test_engines_that_compute_together_stand_still_while_they_join(
 def test_a_join_that_never_ends_ends_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL may wait for ever for a way that a firewall closes, and the engines with it, as if they were paused."""
     monkeypatch.setattr(network_group, "JOIN_S", 0.5)
+    over = threading.Event()
 
     async def go() -> None:
         await world.service.start()
         world.publish(1)
         monkeypatch.setattr(weight_updates, "PHASE_TIMEOUT_S", 0.2)
-        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: time.sleep(0.6))
+        monkeypatch.setattr(Worker, "policy_join", lambda worker, said: over.wait())
         with pytest.raises(PolicyFailedError, match="joining the trainer took longer than"):
             await world.update(1)
+        over.set()
         assert len(world.failures) == 1 and "pause" not in world.engine.said
 
     asyncio.run(go())

@@ -350,5 +350,5 @@ console.close()
         while part := os.read(reader, 65536):
             shown += part
     os.close(reader)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=280) == 0
     assert b"starts (loads the model" in shown and b"A" * 150 in shown

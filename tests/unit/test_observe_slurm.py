@@ -382,13 +382,13 @@ def test_a_command_that_dies_with_its_caller(tmp_path: Path) -> None:
     caller = subprocess.Popen([sys.executable, "-c", code])
     began = time.monotonic()
     while not (tmp_path / "pid").exists():
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 280
         time.sleep(0.02)
     caller.kill()
-    caller.wait(timeout=10)
+    caller.wait(timeout=280)
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     while status.exists() and ") Z " not in status.read_text():
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 280
         time.sleep(0.02)
 
 

@@ -98,7 +98,7 @@ def test_led_ranks_are_ended_by_what_they_heed_when_one_fails(tmp_path: Path) ->
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun", "--nproc-per-node", "2", "--max-restarts", "0"]
     command += ["--signals-to-handle", "SIGINT", str(tmp_path / "rank.py"), str(tmp_path)]
     environment = os.environ | {LED: "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert ended.returncode == 1, ended.stderr
     assert (tmp_path / "SIGINT").exists() and not (tmp_path / "SIGTERM").exists()
 
@@ -143,17 +143,22 @@ def test_the_meeting_place_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
         ranks.file_store(1)
 
 
+def leave_a_meeting_place(_: int, folder: str, is_agent: bool) -> None:
+    """End as an agent does that was killed, or a task of srun."""
+    ranks._NODE_LOCAL, ranks.stay_on_loopback = Path(folder), lambda **_: None
+    meeting: Any = ranks.meeting_file()
+    meeting.__enter__() if is_agent else ranks.file_store(1)
+    os._exit(0)
+
+
 def test_a_meeting_place_whose_processes_were_killed_goes_when_the_next_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "_NODE_LOCAL", tmp_path)
     monkeypatch.setenv("PRIMEHPC_RANKS_FILE", str(tmp_path / "prime-hpc-ranks-own" / "store"))
     monkeypatch.setattr(ranks, "stay_on_loopback", lambda **_: None)
-    for begin in (ranks.meeting_file().__enter__, lambda: ranks.file_store(1)):  # an agent, a task of srun
-        if (pid := os.fork()) == 0:
-            begin()
-            os._exit(0)
-        os.waitpid(pid, 0)
+    for is_agent in (True, False):
+        spawn(leave_a_meeting_place, (str(tmp_path), is_agent), 1)
         assert len(list(tmp_path.iterdir())) == 1
         with ranks.meeting_file() as path:
             assert list(tmp_path.iterdir()) == [path.parent]

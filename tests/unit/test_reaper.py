@@ -55,4 +55,4 @@ def test_one_that_does_not_end_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> 
     reaper = Reaper()
     os.kill(reaper.pid, signal.SIGSTOP)
     reaper.close()
-    assert reaper._process.wait(60) == -signal.SIGKILL
+    assert reaper._process.wait(200) == -signal.SIGKILL

@@ -53,13 +53,15 @@ async def sample(http: httpx.AsyncClient, prompt: list[int]) -> Sample:
     return Sample(ids, mask, logprobs, versions.astype(np.int32), 1, 0.0, routed=routed)
 
 
-async def roll(app: Any, policy: BatchPolicy, version: Path, step: int) -> list[Sample]:
+async def roll(app: Any, engine: Engine, policy: BatchPolicy, version: Path, step: int) -> list[Sample]:
     """All replies of a step; the next version comes while they are under way."""
     rng = np.random.default_rng(step)
     prompts = [rng.integers(3, 256, 5 + 2 * (i % 8)).tolist() for i in range(PROMPTS)]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=120) as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=280) as http:
+        before = engine.num_sampled
         calls = [asyncio.create_task(sample(http, prompt)) for prompt in prompts]
-        await asyncio.sleep(0.2)
+        while engine.num_sampled == before:
+            await asyncio.sleep(0.002)
         await policy.update(str(version), step, "policy")
         return list(await asyncio.gather(*calls))
 
@@ -92,7 +94,7 @@ def test_updates_in_flight_and_steps_keep_the_engines_probabilities(group: None,
     )  # fmt: skip
     seen: set[int] = set()
     for step, version in enumerate(versions, 1):
-        samples = asyncio.run(roll(app, served, version, step))
+        samples = asyncio.run(roll(app, engine, served, version, step))
         seen |= {int(v) for s in samples for v in s.versions[s.loss_mask]}
         metrics = train.run(step, batch_of(samples), partial(rl_loss, LossConfig()))
         assert metrics["num_targets"] == PROMPTS * REPLY and metrics["grad_norm"] > 1e-3

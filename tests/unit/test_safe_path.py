@@ -41,5 +41,5 @@ def test_a_module_in_the_submit_directory_is_not_executed(tmp_path: Path) -> Non
     (tmp_path / "loguru.py").write_text("print('STRANGER CODE', flush=True)\nraise SystemExit(0)\n")
     specs, _ = place(Experiment.model_validate(TREE), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     command = next(spec.command for spec in specs if spec.name == "orchestrator")[:-1]
-    done = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert "STRANGER CODE" not in done.stdout

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 from functools import partial
 from pathlib import Path
 
@@ -103,8 +104,11 @@ def test_a_bench_is_gated_as_a_run_whose_trainer_takes_no_time(level: int) -> No
 def test_the_dispatcher_counts_its_seats() -> None:
     class Runner:
         async def run_episode(self, source_index: int, task_index: int, url_index: int) -> EpisodeResult:
-            await asyncio.sleep(0.3 if task_index == 0 else 0.0)
+            if task_index == 0:
+                await over.wait()
             return make_result([0])
+
+    over = asyncio.Event()
 
     async def scenario() -> None:
         table = ServerTable(["http://one"], 0.0)
@@ -119,7 +123,12 @@ def test_the_dispatcher_counts_its_seats() -> None:
 
         for task in sorted(left):
             dispatcher.add(Job(Runner(), 0, task, Lane(), partial(take, task)))
+        began = time.monotonic()
         dispatcher.pump()
+        while left != {0}:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(3 * (time.monotonic() - began))  # three seats are empty for three quarters of the time
+        over.set()
         while left:
             await asyncio.sleep(0.005)
         row = dispatcher.drain_load()

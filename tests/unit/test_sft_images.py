@@ -291,7 +291,7 @@ def test_ranks_get_the_images_of_their_samples_whoever_read_them(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     for step, batch in enumerate(alone):
         assert shown([found[rank][step] for rank in range(3)]) == shown([batch])
     assert sum(len(images) for *_, images in shown(alone)) == 2 * 7

@@ -107,7 +107,7 @@ def steps(count: int, num_ranks: int, shape: BatchShape = SHAPE, start: Position
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(200)
     assert all(len(batches) == count for batches in made)
     by_step = list(zip(*made, strict=True))
     assert all(len({b.ranked.num_micro_batches for b in ranks}) == 1 for ranks in by_step)
@@ -246,7 +246,7 @@ def test_lengths_of_a_data_set_are_counted_by_all_ranks_and_kept(tmp_path: Path)
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(200)
         return found.pop(0), found.pop(1)
 
     first, other = on_both()

@@ -38,7 +38,7 @@ for prefix in ((), slurm_warning.DEAF):
 
 
 def test_a_role_goes_on_and_what_it_starts_ends_by_it_but_for_what_is_deaf() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout.split() == ["-15", "-15", "3"], done.stderr
     assert DEAF[0] == "sh"
 
@@ -56,7 +56,7 @@ print(subprocess.run([*slurm_warning.DEAF, "sh", "-c", "kill -USR1 $$; echo deaf
 
 
 def test_what_a_role_starts_may_use_sigusr1_itself() -> None:
-    done = subprocess.run([sys.executable, "-c", OF_PROGRAMS], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", OF_PROGRAMS], capture_output=True, text=True, timeout=280, check=False)
     assert sorted(done.stdout.split()) == ["b'deaf\\n'", "caught"], done.stderr
 
 

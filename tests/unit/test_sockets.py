@@ -282,7 +282,7 @@ for host in (sockets.loopback(), sockets.ALL):
 def test_a_machine_with_ipv6_alone() -> None:
     script = 'ip link set lo up && ip address del 127.0.0.1/8 dev lo && exec "$0" -c "$1"'
     words = ["unshare", "-n", "sh", "-c", script, sys.executable, IPV6_ALONE]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     if "unshare" in done.stderr:
         pytest.skip(f"no namespace of its own here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from prime_hpc.supervisor.roles.spec import RoleSpec
 from prime_hpc.supervisor.stalls import watch
 from tests.support.runs import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 200.0
 
 
 class Raw:
@@ -222,7 +222,7 @@ def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:
         began, answer = event_loops.loop_time(), loop.create_future()
         loop.call_soon_threadsafe(lambda: raw.__setattr__("skipped", 600.0))  # SIGSTOP, SIGCONT, or a file that hangs
         loop.call_later(0.2, answer.set_result, "in time")
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(200):
             words = await answer
         assert event_loops.loop_time() - began < 60.0
         return words
@@ -270,7 +270,7 @@ def test_a_trainer_that_nobody_asks_for_a_step_does_not_stand_still(
     def pass_by(seconds: float) -> None:
         clock.seconds += seconds
         looks = clock.looks
-        wait_until(lambda: clock.looks > looks + 3, 30, "it looked")
+        wait_until(lambda: clock.looks > looks + 3, 200, "it looked")
 
     try:
         pass_by(0)

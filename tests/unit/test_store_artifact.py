@@ -37,6 +37,7 @@ from prime_hpc.store.artifact import (
 from prime_hpc.store.io import files
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation, list_steps
+from tests.support.ranks import spawn
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_nothing_visible_before_the_end_nor_after_an_exception(paths):
 
 
 def _in_child(work):
-    """Run `work` in a forked process; how it ended, as from os.waitpid."""
+    """Run `work` in a fork of this process, which has no other threads; how it ended, as from os.waitpid."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -118,7 +119,8 @@ def _in_child(work):
     return os.waitpid(pid, 0)[1]
 
 
-def test_killed_at_every_operation(paths):
+def _kill_at_every_operation(_, root):
+    paths = RunPaths(Path(root))
     final = paths.weights_step(1)
     files.make_dir(paths.weights)
     killed = 0
@@ -149,6 +151,10 @@ def test_killed_at_every_operation(paths):
             assert os.WEXITSTATUS(status) == 0
             break
     assert killed >= 10
+
+
+def test_killed_at_every_operation(paths):
+    spawn(_kill_at_every_operation, (str(paths.root),), 1)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -216,7 +222,7 @@ def test_really_full_disk(tmp_path):
     mount.mkdir()
     command = f"mount -t tmpfs -o size=2m none {mount} && exec {sys.executable} {script} {mount}"
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, check=False
+        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -269,15 +275,16 @@ def test_manifest_of_a_newer_format_and_names_that_lead_out(tmp_path):
         Manifest("test", None, None, "pytest", 0, {}, {"x": object()}).to_bytes()
 
 
-def test_files_are_readable_for_others_as_the_umask_allows(paths):
-    def work(umask, version):
-        os.umask(umask)
-        with ArtifactWriter(paths.weights_step(version), kind="weights", writer="pytest") as w:
-            save_file({}, w.path / "model.safetensors")  # creates it with mode 0600
-            w.write("direct.bin", [b"x"])
+def _write_with_umask(_, root, umask, version):
+    os.umask(umask)
+    with ArtifactWriter(RunPaths(Path(root)).weights_step(version), kind="weights", writer="pytest") as w:
+        save_file({}, w.path / "model.safetensors")  # creates it with mode 0600
+        w.write("direct.bin", [b"x"])
 
+
+def test_files_are_readable_for_others_as_the_umask_allows(paths):
     for version, (umask, mode) in enumerate([(0o022, 0o644), (0o077, 0o600), (0o000, 0o644)], start=1):
-        assert _in_child(lambda umask=umask, version=version: work(umask, version)) == 0
+        spawn(_write_with_umask, (str(paths.root), umask, version), 1)
         for name in ("model.safetensors", "direct.bin", MANIFEST):
             assert (paths.weights_step(version) / name).stat().st_mode & 0o777 == mode, name
 

@@ -18,6 +18,7 @@ from prime_hpc.store.messaging.run_bus import RunBusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
 from tests.support.buses import WAIT_S, until
+from tests.support.runs import free_port
 
 
 def test_everybody_hears_also_the_one_who_spoke(hub, bus):
@@ -144,7 +145,7 @@ def test_wait_sees_a_message_that_was_followed_at_once(hub, bus):
     found = []
     thread = threading.Thread(target=lambda: found.append(two.wait("batch", lambda m: m["step"] == 17, WAIT_S)))
     thread.start()
-    time.sleep(0.05)
+    until(lambda: two.connected and two._changed._waiters)  # the thread waits
     for step in range(40):
         one.publish("batch", step=step)
     thread.join()
@@ -157,7 +158,7 @@ def test_wait_ends_by_its_deadline_or_when_closed(hub, bus):
     results = []
     thread = threading.Thread(target=lambda: results.append(one.wait("batch", lambda m: True, 60)))
     thread.start()
-    time.sleep(0.05)
+    until(lambda: one._changed._waiters)
     one.close()
     thread.join(WAIT_S)
     assert results == [None]
@@ -166,9 +167,7 @@ def test_wait_ends_by_its_deadline_or_when_closed(hub, bus):
 
 
 def test_messages_before_the_hub_is_there_arrive(bus):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     one = bus(f"s3cret@127.0.0.1:{port}")
     one.publish("batch", step=1)
     time.sleep(0.1)
@@ -180,8 +179,8 @@ def test_messages_before_the_hub_is_there_arrive(bus):
 
 
 def test_client_outlives_its_hub_and_finds_the_next(bus):
-    hub = BusServer()
-    port = int(hub.address.rpartition(":")[2])
+    port = free_port()
+    hub = BusServer(port=port)
     one = bus(hub.address)
     hub.publish("batch", step=1)
     assert one.wait("batch", lambda m: True, WAIT_S)

@@ -17,9 +17,10 @@ from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths
+from tests.support.runs import free_port
 from tests.unit.test_store_batches import assert_equal, make_rank
 
-WAIT_S = 20.0
+WAIT_S = 200.0
 
 
 class Pair:
@@ -115,8 +116,7 @@ def test_what_is_wrong_is_noticed_and_the_files_are_read(pair, damage):
 
 
 def test_a_source_that_cannot_be_reached_is_left_alone_for_a_while(pair, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        closed = taken.getsockname()[1]
+    closed = free_port()
     pair.write(1, source=f"127.0.0.1:{closed}")
     tried = []
     connect = file_transfer._connect

@@ -28,7 +28,7 @@ from tests.unit.test_store_batches import make_rank
 
 NUM_RANKS = 32
 SOURCE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-WAIT_S = 30.0
+WAIT_S = 200.0
 
 
 class Roles:

@@ -41,7 +41,7 @@ def assert_same(paths: RunPaths, step: int, ranks) -> None:
 def finish(packer: RolloutArchiver) -> None:
     """`close` ends it after the batch that it is at."""
     assert packer._thread is not None
-    packer._thread.join(60)
+    packer._thread.join(200)
     packer.close()
 
 
@@ -149,7 +149,7 @@ def warnings_of(packer: RolloutArchiver, *steps: int) -> list[str]:
         for step in steps:
             packer.up_to(step)
             assert packer._thread is not None
-            packer._thread.join(60)
+            packer._thread.join(200)
     finally:
         logger.remove(sink)
     return said

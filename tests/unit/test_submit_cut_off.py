@@ -14,6 +14,7 @@ import pytest
 from prime_hpc.config import ConfigError
 from prime_hpc.launch import submission
 from prime_hpc.launch.submission import submit
+from prime_hpc.runtime.process_tree import alive, family
 from prime_hpc.slurm import sbatch_errors, submission_record
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
@@ -107,13 +108,11 @@ def test_the_killed_clients_sbatch_dies_with_it(fake: FakeSlurm, config: Path) -
     fake.behave("sbatch", hang="before")
     client = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch"))
-    import psutil
-
-    children = psutil.Process(client.pid).children(recursive=True)
+    children = family(client.pid)[1:]
     assert children
     client.send_signal(signal.SIGKILL)
     client.communicate(timeout=280)
-    wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
+    wait_for(lambda: not alive(children))
 
 
 def test_interrupted_while_sbatch_is_asked(fake: FakeSlurm, config: Path) -> None:

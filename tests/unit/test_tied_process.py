@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from prime_hpc.runtime.tied_process import split, tied
+from tests.support.processes import is_alive
 
 STATUS = ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"]
 
@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=threading.Event().wait)
 said = []
 thread = threading.Thread(target=lambda: said.append(run_slurm(["sh", "-c", "echo 12"], dies_with_us=True)))
 thread.start()
-thread.join(60)
+thread.join(200)
 print(said, flush=True)
 os._exit(0)
 """
@@ -79,7 +79,7 @@ os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "kill" else os._exit(0)
 """
     number = int(run(code, how).stdout)
     began = time.monotonic()
-    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+    while is_alive(number):
         assert time.monotonic() - began < 280
         time.sleep(0.02)
 

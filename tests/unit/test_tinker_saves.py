@@ -243,7 +243,7 @@ def test_sessions_are_watched_on_after_a_look_that_failed(service: Service, monk
 
     async def watch() -> None:
         watching = asyncio.create_task(service.watch())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while len(looks) < 3 and not watching.done():
                 await asyncio.sleep(0.001)
         assert not watching.done()

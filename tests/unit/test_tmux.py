@@ -37,7 +37,7 @@ class Tmux:
 
     def _run(self, command: list[str], code: int, env: dict[str, str]) -> str:
         result = subprocess.run(
-            command, env=self.env | env, cwd=self.folder, capture_output=True, text=True, timeout=90, check=False
+            command, env=self.env | env, cwd=self.folder, capture_output=True, text=True, timeout=280, check=False
         )
         assert result.returncode == code, result.stdout + result.stderr
         return result.stdout + result.stderr

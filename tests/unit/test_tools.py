@@ -212,7 +212,7 @@ def test_a_bare_machine_ends_with_the_command_that_made_it(tmp_path: Path, how: 
         assert process.stdout is not None
         assert "it is up\n" in iter(process.stdout.readline, "")
         process.send_signal(how)
-        process.communicate(timeout=200)
+        process.communicate(timeout=280)
         assert process.returncode == (143 if how is signal.SIGTERM else -how)
     shutil.rmtree(tmp_path / "prime-hpc")  # who is killed leaves it
 

@@ -17,9 +17,10 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.look import look, probe, words_here
 from prime_hpc.supervisor.stalls.stacks import parse_dump
+from tests.support.ranks import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 SCRIPT = """
 import asyncio, ctypes, os, sys, time
 from prime_hpc.runtime import activity
@@ -155,21 +156,21 @@ def test_who_tells_nothing_is_not_signalled(tmp_path: Path) -> None:
         silent.wait()
 
 
+def tell(rank: int, run_dir: str) -> None:
+    activity.introduce("trainer", rank, run_dir)
+    activity.doing("wait", awaits="x")
+    since = activity.now_doing()["since"]
+    activity.doing("wait", awaits="x", step=3)
+    assert activity.now_doing()["since"] == since
+    activity.doing("optim")
+    assert activity.now_doing()["phase"] == "optim"
+    activity.doing("wait", awaits="\N{SNOWMAN}" * 5000)  # a word has its room: its end was cut off
+    [word] = [word for word in words_here(run_dir) if word["pid"] == os.getpid()]
+    assert word["phase"] == "wait" and word["awaits"].startswith("\N{SNOWMAN}" * 9)
+
+
 def test_a_word_is_told_only_where_it_changes(tmp_path: Path) -> None:
-    pid = os.fork()
-    if pid == 0:  # the test's own process tells nothing
-        activity.introduce("trainer", 0, tmp_path)
-        activity.doing("wait", awaits="x")
-        since = activity.now_doing()["since"]
-        activity.doing("wait", awaits="x", step=3)
-        same = activity.now_doing()["since"] == since
-        activity.doing("optim")
-        is_told = activity.now_doing()["phase"] == "optim"
-        activity.doing("wait", awaits="\N{SNOWMAN}" * 5000)  # a word has its room: its end was cut off
-        [word] = [word for word in words_here(str(tmp_path)) if word["pid"] == os.getpid()]
-        is_told = is_told and word["phase"] == "wait" and word["awaits"].startswith("\N{SNOWMAN}" * 9)
-        os._exit(0 if same and is_told else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+    spawn(tell, (str(tmp_path),), 1)  # the test's own process tells nothing
 
 
 def test_probe(tmp_path: Path) -> None:
