@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
 
 from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE
-from prime_hpc.store.attempts import read_attempts
-from tests.support.runs import BIN, ROOT, command, rows, used_prompts
+from tests.support.runs import BIN, rows, starter_tree, used_prompts
 from tests.support.slurm import Cluster
+from tests.support.small_jobs import attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
@@ -23,30 +22,20 @@ def experiment(cluster: Cluster) -> Path:
     """Reverse-text with a starter model: one trainer node, two servers of one engine each."""
     folder = Path(cluster.shared) / "rl"
     folder.mkdir()
-    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
-    assert made.returncode == 0, made.stderr
-    tree = {
-        "output_dir": str(folder / "out"),
-        "seq_len": 128,
-        "model": {"name": str(folder / "starter" / "model"), "dtype": "float32"},
-        "ckpt": {"interval": 5},
-        "trainer": {"threads_per_rank": 1, "micro_batch_tokens": 1024, "optim": {"lr": 1e-4}},
-        "orchestrator": {
-            "batch_size": 16,
-            "rollouts_per_example": 4,
-            "max_concurrent": 16,
-            "sampling": {"max_tokens": 16},
-            "env": [{"id": "reverse-text"}],
-        },
-        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
-        "slurm": {
+    tree = starter_tree(
+        folder,
+        output_dir=str(folder / "out"),
+        ckpt={"interval": 5},
+        trainer={"optim": {"lr": 1e-4}},
+        inference={"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
+        slurm={
             "site": "devcluster",
             "gpus_per_node": 1,
             "cpus_per_task": 2,
             "inference": {"nodes": 2},
             "restart": {"node_timeout_s": 12, "fence_s": 20, "replica_retry_s": 5},
         },
-    }
+    )
     path = folder / "exp.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -62,10 +51,6 @@ def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tup
 def last_step(run_dir: Path) -> int:
     path = run_dir / "metrics" / "trainer.jsonl"
     return max((row["step"] for row in rows(run_dir, "trainer")), default=0) if path.exists() else 0
-
-
-def attempts(run_dir: Path) -> list[dict[str, Any]]:
-    return [dict(row) for row in read_attempts(run_dir / "attempts.jsonl")]
 
 
 def processes_of(run_dir: Path, *words: str) -> dict[int, psutil.Process]:
