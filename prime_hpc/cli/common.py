@@ -6,13 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.verb_table import VERBS
-from prime_hpc.config.errors import ConfigError, whole_number
+from prime_hpc.config.errors import ConfigError, Problem, whole_number
 
 if TYPE_CHECKING:
     from prime_hpc.config import Loaded
@@ -149,3 +149,16 @@ def load(argv: list[str], verb: str, program: str) -> "Loaded":
     for warning in loaded.warnings:
         print(f"{program}: warning: {warning}", file=sys.stderr)
     return loaded
+
+
+def with_own_flags(error: ConfigError, verb: str) -> ConfigError:
+    """Return the error with the verb's own flags where these were meant by what is no key (`--dryrun`)."""
+    flags = [name for flag in VERBS[verb].flags for name in flag.names]
+    return ConfigError(_with_flag(problem, flags) for problem in error.problems)
+
+
+def _with_flag(problem: Problem, flags: list[str]) -> Problem:
+    if problem.origin is None or not problem.message.startswith("unknown key"):
+        return problem
+    near = get_close_matches(problem.origin.where, flags, 1, 0.8)
+    return replace(problem, message=f"unknown key; did you mean {near[0]}?") if near else problem

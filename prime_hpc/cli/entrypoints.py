@@ -29,6 +29,7 @@ OK, FAILED, USAGE, UNREADABLE, INTERRUPTED = 0, 1, 2, 74, 130
 _OF_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 """Errors of a file or a disk, and of no program."""
 
+HELP = ("-h", "--help", "help")
 ROLES = ("trainer", "orchestrator", "inference")
 
 
@@ -83,7 +84,9 @@ def _dispatch(argv: list[str]) -> int:
     if not argv:
         print(_overview(), end="", file=sys.stderr)
         return USAGE
-    if argv[0] in ("-h", "--help", "help"):
+    if argv[0] in HELP:
+        if argv[1:] and argv[1] not in HELP:
+            return _dispatch([argv[1], "--help"])
         print(_overview(), end="")
         return OK
     if argv[0] in ("-V", "--version"):
@@ -127,7 +130,12 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
             return int(import_module(f"prime_hpc.cli.verbs.{module}").run(argv, program))
         return _launch(verb, argv, program)
     except ConfigError as error:
-        print(f"{program}: {error.render()}", file=sys.stderr)
+        from prime_hpc.cli.common import with_own_flags
+
+        text = with_own_flags(error, verb).render()
+        if not argv and "usage: " not in text:
+            text += f"; usage: {program} {VERBS[verb].usage}"
+        print(f"{program}: {text}", file=sys.stderr)
         return error.exit_code
     except (RuntimeError, UnicodeEncodeError, OSError) as error:
         from prime_hpc.store.errors import StoreError, Unreadable

@@ -114,7 +114,7 @@ def check_complete(
     if experiment.kind == "rl" and entrypoint in ("rl", "submit", "plan", "orchestrator"):
         brings_none = experiment.trainer.max_concurrent_runs > 1 and entrypoint != "orchestrator"  # its runs do
         if not experiment.orchestrator.env and not brings_none:
-            message = 'no environment: state at least one, such as `[[orchestrator.env]]` with `id = "reverse-text"`'
+            message = "no environment: state at least one, such as `orchestrator: {env: [{id: reverse-text}]}`"
             raise ConfigError(Problem(message, "orchestrator.env", origin_of(("orchestrator", "env"), provenance)))
     elif not experiment.trains and entrypoint in (experiment.kind, "submit", "plan"):
         if not experiment.episodes.environments:

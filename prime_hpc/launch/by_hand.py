@@ -9,6 +9,7 @@ from typing import NoReturn
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.errors import whole_number
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.fetch.fetch import require_model
 from prime_hpc.supervisor.roles.caches import node_caches
 from prime_hpc.supervisor.roles.spec import role_gpus, trainer_spec, usable_gpus
 
@@ -71,6 +72,7 @@ def run_trainer(loaded: Loaded, nodes: Nodes) -> NoReturn:
     Raises ConfigError: the experiment cannot run here, or its ranks do not divide among the machines."""
     experiment = loaded.experiment
     check(loaded, "trainer")
+    require_model(loaded)
     ranks = experiment.trainer.num_ranks
     if ranks % nodes.count:
         message = f"is {ranks}, which does not divide among {nodes.count} machines: state --nproc-per-node"

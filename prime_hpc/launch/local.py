@@ -20,6 +20,7 @@ from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import GENERIC, load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.fetch.fetch import require_model
 from prime_hpc.launch.fetch.presence import absent_models
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
@@ -242,6 +243,8 @@ def run_role(loaded: Loaded, role: str) -> int:
     """
     experiment = loaded.experiment
     check(loaded, role, is_here=True)
+    if role != "orchestrator":
+        require_model(loaded)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
     gpus = [] if role == "orchestrator" else role_gpus(experiment, role, usable_gpus(experiment, os.environ))

@@ -28,10 +28,10 @@ up() { # [N] [OPTIONS]
     [[ $running == no ]] || say "was up with $N nodes in $DIR; started again: ${begun[*]}"
     deadline=$((SECONDS + 60))
     until [[ -z $(on_head sinfo -h -p all -t unknown,down,no_respond -o %N 2>&1) ]]; do
-        ((SECONDS < deadline)) || die "not every node answers after a minute: see \`slurm/devcluster status\`, $DIR/log"
+        ((SECONDS < deadline)) || die "not every node answers after a minute: see \`$AGAIN status\`, $DIR/log"
         sleep 0.1
     done
-    [[ $running == yes ]] || say "up: $N nodes in $DIR. Next: slurm/devcluster x sbatch --wrap hostname"
+    [[ $running == yes ]] || say "up: $N nodes in $DIR. Next: $AGAIN x sbatch --wrap hostname"
 }
 start_all() { # all daemons that do not run; their names go to `begun`
     local node
@@ -139,7 +139,7 @@ status() {
         id=${id%.id}
         if alive "$id"; then echo "$id: runs, pid $ID_PID"; else echo "$id: does not run"; fi
     done
-    alive slurmctld || die 3 "slurmctld does not run: \`slurm/devcluster start-controller\`"
+    alive slurmctld || die 3 "slurmctld does not run: \`$AGAIN start-controller\`"
     on_head timeout 15 sinfo -N -p all -o '%6N %14T %4c %8m %10G %20E' || die 3 "slurmctld does not answer"
     on_head timeout 15 squeue -o '%10i %11P %16j %8u %11T %10M %5D %R'
 }

@@ -338,6 +338,12 @@ def test_folders_in_which_slurm_cannot_live_are_refused(cluster: Cluster, name: 
     assert (cluster.shared / "mine").exists()
 
 
+def test_a_command_in_a_message_names_the_folder_that_was_named(tmp_path: Path) -> None:
+    for words in (["--dir", str(tmp_path)], [f"--dir={tmp_path}"]):
+        done = devcluster(*words, "status")
+        assert (done.returncode, f"`slurm/devcluster {' '.join(words)} up`" in done.stderr) == (3, True), done.stderr
+
+
 def test_help_names_every_command_and_option() -> None:
     done = devcluster("--help")
     assert done.returncode == 0

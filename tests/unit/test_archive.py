@@ -215,6 +215,7 @@ def test_a_damaged_archive_is_refused(run_dir: Path, tmp_path: Path, capsys: pyt
         members.addfile(tarfile.TarInfo("../outside"))
     assert "no archive of a run does" in ask(capsys, "--restore", evil, back, code=1)
     assert "is no archive" in ask(capsys, "--restore", run_dir / "run.yaml", back, code=1)
+    assert "there is no such file" in ask(capsys, "--restore", tmp_path / "none.tar.gz", back, code=1)
     assert "is there already" in ask(capsys, "--restore", path, run_dir.parent, code=1)
     assert "is there already" in ask(capsys, "--restore", path, run_dir, code=1), "in no other run"
 

@@ -69,6 +69,46 @@ def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are submit, plan" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["submit", *ENV, "--dryrun"], "--dry-run"),
+        (["sweep", "submit", "s.yaml", "--dryrun"], "--dry-run"),
+        (["sft", "--nnode", "2"], "--nnodes"),
+        (["plan", *ENV, "--max-step=3"], "--max-steps"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_the_verbs_own(
+    words: list[str], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("e.yaml").write_text("orchestrator: {env: [{id: x}]}\n")
+    Path("s.yaml").write_text("experiment: e.yaml\naxes: {list: [{seed: 1}]}\n")
+    assert cli.main(words) == 2
+    assert f"unknown key; did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_lint_answers_a_mistyped_flag_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", *ENV, "--strikt"]) == 2
+    assert "did you mean --strict?" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["submit", "plan", "rl", "sft", "eval", "logs"])
+def test_a_verb_without_anything_says_its_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb]) == 2
+    assert f"; usage: prime-hpc {verb} " in capsys.readouterr().err
+
+
+def test_help_of_a_verb_is_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [cli.main(words) for words in (["status", "--help"], ["help", "status"], ["--help", "status"])] == [0, 0, 0]
+    first, *rest = [
+        f"usage: prime-hpc status{page}" for page in capsys.readouterr().out.split("usage: prime-hpc status")[1:]
+    ]
+    assert rest == [first, first]
+    assert cli.main(["help", "sumbit"]) == 2
+    assert cli.main(["help", "help"]) == 0
+
+
 def test_a_usage_names_every_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["serve"], ["eval", "--compare", "a"]):
         assert cli.main(words) == 2

@@ -45,6 +45,19 @@ def test_an_orchestrator_by_hand_goes_on_where_its_trainer_does(
 
 
 @pytest.mark.parametrize(
+    "words", [["trainer"], ["trainer", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "h:1"], ["inference"]]
+)
+def test_a_role_by_hand_says_before_it_starts_that_its_model_is_out_of_reach(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(os, "environ", os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words, "--model.name", "nobody/model"]) == 2
+    assert "(--model.name): model.name: nobody/model is not on this disk, and HF_HUB_OFFLINE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("role", "module"), [("trainer", "prime_hpc.trainer.torchrun"), ("orchestrator", "prime_hpc.orchestrator.main")]
 )
 def test_a_role_by_hand_becomes_its_process(

@@ -1,5 +1,6 @@
 """tools/quickstart and tools/setup with GPUs and on login nodes: the scripts themselves, in a made-up world."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -121,6 +122,43 @@ def test_setup_on_a_login_node_of_a_cluster_with_gpus_wants_to_be_told_the_build
         done = setup(tmp_path, "gpu:h100:8")
         assert done.returncode == code, done.stderr
     assert f"made as {made} and then moved or copied" in done.stderr and "rm -r env" in done.stderr
+
+
+def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    for name in ("tools/setup", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    # a word that only a setup that has waited comes to: no Python to be found
+    environ = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    (tmp_path / "bin").mkdir()
+    for name in ("dirname", "flock"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "")
+    command = ["/bin/bash", "tools/setup", "cpu"]
+    second = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert second.stdout is not None
+    assert b"another tools/setup is at work" in second.stdout.readline()
+    os.close(held)
+    assert b"no Python 3.11 to 3.13" in second.communicate(timeout=60)[0]
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--out", "--task", "--backend"])
+def test_the_quickstart_misses_a_flags_value(flag: str) -> None:
+    done = subprocess.run(["bash", ROOT / "tools" / "quickstart", flag], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"quickstart: {flag} needs a value (see --help)\n")
+
+
+def test_fault_pairs_says_how_it_is_used_without_the_tests_packages(tmp_path: Path) -> None:
+    python, tool = "/usr/bin/env python3", tmp_path / "tools" / "fault-pairs"
+    tool.parent.mkdir()
+    shutil.copy(ROOT / "tools" / "fault-pairs", tool)
+    said = [
+        subprocess.run([*python.split(), "-S", tool, *words], capture_output=True, text=True)
+        for words in (["--help"], [])
+    ]
+    assert said[0].returncode == 0 and "usage: tools/fault-pairs" in said[0].stdout
+    assert said[1].returncode == 4 and "tools/setup --dev" in said[1].stderr
 
 
 def test_the_hooks_before_a_commit_are_what_is_tested() -> None:

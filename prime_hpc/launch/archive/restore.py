@@ -50,7 +50,9 @@ def restore(archive: Path, folder: Path) -> Restored:
     Raises:
         StoreError: the archive is damaged, not whole, or of another version; the disk is full; something is in the way.
     """
-    if not archive.exists() or (archive.is_file() and not archive.name.endswith(SUFFIXES)):
+    if not archive.exists():
+        raise StoreError(f"{archive}: there is no such file or folder")
+    if archive.is_file() and not archive.name.endswith(SUFFIXES):
         raise StoreError(f"{archive}: is no archive of a run (one ends in {', '.join(SUFFIXES)}, or is a folder)")
     parent = folder if folder.is_dir() else folder.parent
     part = parent / f".restore-{archive.name}.part"

@@ -123,6 +123,7 @@ def newest_report(run_dir: Path) -> dict[str, Any]:
     found = [data for data in read if data is not None and "verdicts" in data]
     if not found:
         raise ConfigError(
-            f"{run_dir} holds no preflight report: no attempt came so far, or slurm.preflight.enabled is off"
+            f"{run_dir} holds no preflight report: jobs of Slurm alone have one, once an attempt came that far, "
+            "unless slurm.preflight.enabled is off"
         )
     return max(found, key=lambda data: data.get("time", 0.0))

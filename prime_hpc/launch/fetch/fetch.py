@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.fetch.needs import Need, needs_of
-from prime_hpc.launch.fetch.presence import Presence, benchmark_file, datasets_cache, job_environ, look
+from prime_hpc.launch.fetch.presence import Presence, absent_models, benchmark_file, datasets_cache, job_environ, look
 from prime_hpc.launch.for_slurm import is_for_slurm
-from prime_hpc.store.model.config import hub_cache, hub_snapshot
+from prime_hpc.store.model.config import hub_cache, hub_snapshot, is_on
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 """Variables that keep the hub's clients off the network."""
@@ -53,6 +53,16 @@ class Fetched:
             for one in self.found
         ]
         return {"complete": self.is_complete, "needs": rows, "notes": self.notes}
+
+
+def require_model(loaded: Loaded) -> None:
+    """Raise a ConfigError where a role that starts here at once would not find its model: nothing of it is on disk, and
+    the environment keeps it off the hub."""
+    said = next((name for name in OFFLINE[:2] if is_on(os.environ, name)), None)
+    if said and "model.name" in absent_models(loaded.experiment, os.environ):
+        message = f"{loaded.experiment.model.name} is not on this disk, and {said} keeps it from the hub"
+        remedy = f"`prime-hpc fetch FILE`, or unset {said}"
+        raise ConfigError(Problem(f"{message}; {remedy}", "model.name", loaded.provenance.get("model.name")))
 
 
 def fetch_all(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.cli.common import load, parse, print_json
+from prime_hpc.cli.common import load, parse, print_json, with_own_flags
 from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def _lint_one(file: str, overrides: list[str], program: str) -> dict[str, Any]:
         origins = loaded.provenance
         lines = [f.line(str(origins[f.key]) if f.key in origins else None) for f in found]
         name = site.name
-    except ConfigError as error:
+    except ConfigError as raised:
+        error = with_own_flags(raised, "lint")
         found = [Finding("PH000", "error", p.key, p.message, "") for p in error.problems]
         lines = [f.line(str(p.origin) if p.origin else None) for f, p in zip(found, error.problems, strict=True)]
         name = None
