@@ -68,12 +68,13 @@ class SlurmError(RuntimeError):
 
     @property
     def is_unreachable(self) -> bool:
-        """True if nobody can tell what Slurm would have said: no command, no answer, not a word, no controller.
+        """True if nobody can tell what Slurm would have said: no command, no answer or one that cannot be read, not a
+        word, no controller.
 
         Slurm's commands die by SIGPIPE when the controller closes the connection that they are writing into.
         """
         return (
-            self.code is None
+            not self.code
             or bool(self._killed_by)
             or self.is_missing
             or not self.stderr

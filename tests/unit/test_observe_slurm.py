@@ -345,6 +345,7 @@ def test_a_failure_without_a_word_is_no_refusal() -> None:
     """A site's wrapper that was killed, say: a requeue is tried again, a submit looks for its job."""
     error = SlurmError(["scontrol"], 1, "\n")
     assert error.is_unreachable and not error.is_missing
+    assert SlurmError(["scontrol"], 0, "its answer is of a form that is not known here: ''").is_unreachable
 
 
 def test_a_machine_without_processes_left(monkeypatch: pytest.MonkeyPatch) -> None:
