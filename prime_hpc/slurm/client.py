@@ -55,7 +55,7 @@ class SlurmError(RuntimeError):
         self.argv = list(argv)
         self.code = code
         self.stderr = stderr.strip()
-        failed = "" if code is None else f" failed with exit status {code}"
+        failed = f" failed with exit status {code}" if code else ""
         if self._killed_by:
             failed = f" was ended by signal {self._killed_by}"
         advice = f"; {self.advice}" if self.advice else ""
@@ -280,10 +280,10 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
         raise
     # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
     records = re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(fields)}}}", text)
-    if text.strip() and not records:
-        raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
     if text.count(SEPARATOR) > len(records) * len(fields):
         raise SlurmError(["squeue"], 0, f"its answer breaks off after {len(records)} jobs")
+    if text.strip() and not records:
+        raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
     cells = ([value.strip() for value in record.split(SEPARATOR)] for record in records)
     # a site's wrapper may say something first, on lines of its own
     return [dict(zip(fields, (first.rpartition("\n")[2], *rest), strict=False)) for first, *rest in cells]
