@@ -127,9 +127,13 @@ class _Cancel:
             return self._running_job(running[0].job_id)
         ids = {info.job_id for info in waiting}
         try:
-            began = [info for info in jobs_of(self.run_dir) if info.job_id in ids and info.nodes]
+            there = [info for info in jobs_of(self.run_dir) if info.job_id in ids]
+            left = next((info.job_id for info in there if info.is_pending), None)
+            if left is not None and not self._wait_for_job(left):  # scancel said nothing, and did nothing
+                return self._not_gone(left)
         except (SlurmError, OSError) as error:
             return self._not_gone(waiting[-1].job_id, error)
+        began = [info for info in there if info.nodes]
         if began:  # before scancel came: it is ended like one that ran
             return replace(self, now=True)._running_job(began[0].job_id)
         return self._ended("pending", "it was waiting; taken out of the queue", waiting[-1].job_id)

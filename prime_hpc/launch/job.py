@@ -42,11 +42,13 @@ def slurm_job(arguments: list[str]) -> int:
         Unreadable: the run directory cannot be read until the deadline.
     """
     from prime_hpc.config.errors import ConfigError
+    from prime_hpc.slurm.allocation import forget_surrounding_job
     from prime_hpc.store.io.retry_reads import Patience
     from prime_hpc.supervisor.attempt.early_end import LOAD_S, await_run_dir, tell_unreadable_apart
 
-    patience = Patience(LOAD_S)
-    if len(arguments) == 3 and arguments[0] == "--point":
+    patience, is_of_array = Patience(LOAD_S), arguments[:1] == ["--point"]
+    forget_surrounding_job(os.environ, is_of_array=is_of_array)
+    if len(arguments) == 3 and is_of_array:
         from prime_hpc.launch.sweep.state import point_run_dir
 
         sweep_dir, index = Path(arguments[1]), int(arguments[2])

@@ -7,7 +7,8 @@ under `SLURM_JOB_NODELIST_HET_GROUP_<i>`, a homogeneous one its only list under 
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from loguru import logger
@@ -64,6 +65,24 @@ def job_argument(environ: Mapping[str, str] = os.environ) -> str | None:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     is_het = int(environ.get("SLURM_HET_SIZE", "1")) > 1
     return environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id) if is_het else job_id
+
+
+def forget_surrounding_job(environ: MutableMapping[str, str], *, is_of_array: bool) -> None:
+    """Remove what an sbatch by hand inside another job has handed on to this one, a job's batch process.
+
+    Slurm sets the variables of arrays, het jobs and later lives for those alone, and clears them for no other: this job
+    would take the other's id, or nodes, for its own, and requeue or cancel that.
+    """
+    is_het = environ.get("SLURM_JOB_ID_HET_GROUP_0") == environ.get("SLURM_JOB_ID")
+    for name in list(environ):
+        of_het = name.startswith(("SLURM_HET_", "SLURM_PACK_")) or re.search("_(HET|PACK)_GROUP_", name)
+        if (of_het and not is_het) or (name.startswith("SLURM_ARRAY_") and not is_of_array):
+            del environ[name]
+    if "SLURM_RESTART_COUNT" in environ and (job_id := job_argument(environ)):
+        with suppress(SlurmError):
+            # not above what is said here: Slurm may be about to start it once more
+            known = min(int(environ["SLURM_RESTART_COUNT"]), show_job(job_id, END_TIMEOUT_S)[0].restarts)
+            environ["SLURM_RESTART_COUNT"] = str(known)
 
 
 def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:

@@ -55,7 +55,7 @@ class SlurmError(RuntimeError):
         self.argv = list(argv)
         self.code = code
         self.stderr = stderr.strip()
-        failed = "" if code is None else f" failed with exit status {code}"
+        failed = f" failed with exit status {code}" if code else ""
         if self._killed_by:
             failed = f" was ended by signal {self._killed_by}"
         advice = f"; {self.advice}" if self.advice else ""
@@ -63,18 +63,21 @@ class SlurmError(RuntimeError):
 
     @property
     def is_missing(self) -> bool:
-        """True if the command is not installed here."""
-        return self.code is None and self.stderr.startswith(f"{self.argv[0]} is not found on PATH")
+        """True if the command is not installed here, or (as a shell or the loader says of it) cannot be run."""
+        return self.code in (126, 127) or (self.code is None and self.stderr.startswith(f"{self.argv[0]} is not found"))
 
     @property
     def is_unreachable(self) -> bool:
-        """True if nobody can tell what Slurm would have said: no command, no answer, no controller.
+        """True if nobody can tell what Slurm would have said: no command, no answer or one that cannot be read, not a
+        word, no controller.
 
         Slurm's commands die by SIGPIPE when the controller closes the connection that they are writing into.
         """
         return (
-            self.code is None
+            not self.code
             or bool(self._killed_by)
+            or self.is_missing
+            or not self.stderr
             or any(re.search(pattern, self.stderr, re.I) for pattern, _ in _UNREACHABLE)
         )
 
@@ -99,6 +102,8 @@ class SlurmError(RuntimeError):
         """Advice on what to do about it; empty where Slurm's own words say it."""
         if self.is_missing:
             return "load the site's Slurm module, or start the run on this machine with --launch local"
+        if self.code is None and _NOT_STARTED in self.stderr:
+            return _NO_RESOURCES
         if self.code is None:
             return "the controller may be overloaded or down; try again later (`scontrol ping` asks it)"
         if self._killed_by:
@@ -106,6 +111,8 @@ class SlurmError(RuntimeError):
         return next((advice for pattern, advice in _UNREACHABLE if re.search(pattern, self.stderr, re.I)), "")
 
 
+_NOT_STARTED = "could not be started here"
+_NO_RESOURCES = "this machine has no memory or no processes left for you; end some, or try again later"
 _CONTROLLER = "the controller is down or cannot be reached from here; try again later (`scontrol ping` asks it)"
 _UNREACHABLE = (
     (r"unable to contact slurm controller|connection refused|connect failure|controller not responding", _CONTROLLER),
@@ -115,6 +122,7 @@ _UNREACHABLE = (
     (r"unable to (resolve|establish control machine address)", _CONTROLLER),  # then any word: of an errno left over
     (r"standby mode", "the backup controller is about to take over; try again in some minutes"),
     (r"rate limit exceeded|altered now, try again|job record, try again", "the controller is busy; try again later"),
+    (r"fork: .*resource temporarily unavailable|cannot allocate memory", _NO_RESOURCES),
     (r"munge|authentication", "munge does not answer on this host; tell the site's staff, or try another login node"),
     (
         r"could not establish a configuration source|unable to process configuration|slurm\.conf",
@@ -235,6 +243,8 @@ def _run_once(
         raise SlurmError(argv, None, f"{argv[0]} is not found on PATH") from error
     except PermissionError as error:
         raise SlurmError(argv, None, f"{argv[0]} is not found on PATH as a program that may be run") from error
+    except OSError as error:  # a login node on which a user may have no more processes
+        raise SlurmError(argv, None, f"{argv[0]} {_NOT_STARTED}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         said = (error.stderr or b"").decode(errors="replace").partition("\n")[0].strip()
         words = f" ({said})" if said else ""  # at a full queue sbatch tries again and again
@@ -270,10 +280,13 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
         raise
     # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
     records = re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(fields)}}}", text)
+    if text.count(SEPARATOR) > len(records) * len(fields):
+        raise SlurmError(["squeue"], 0, f"its answer breaks off after {len(records)} jobs")
     if text.strip() and not records:
         raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
     cells = ([value.strip() for value in record.split(SEPARATOR)] for record in records)
-    return [dict(zip(fields, values, strict=False)) for values in cells]
+    # a site's wrapper may say something first, on lines of its own
+    return [dict(zip(fields, (first.rpartition("\n")[2], *rest), strict=False)) for first, *rest in cells]
 
 
 def sacct_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]] | None:

@@ -125,8 +125,9 @@ def silent_nodes(hosts: str) -> list[str]:
     except SlurmError as error:
         logger.warning(f"which of {hosts} are silent is unknown: {error}")
         return []
-    rows = [line.split() for line in table.splitlines() if line.strip()]
-    return list(dict.fromkeys(name for name, state in rows if state.startswith("down") or state.endswith("*")))
+    return list(
+        dict.fromkeys(name for name, state in _rows(table, 2) if state.startswith("down") or state.endswith("*"))
+    )
 
 
 @dataclass(frozen=True)
@@ -152,5 +153,10 @@ class _Node:
 def _nodes_of(partition: str) -> dict[str, _Node]:
     """Return the nodes of partitions by name. Raises SlurmError where Slurm does not say."""
     table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t %f", "-p", partition], SCONTROL_TIMEOUT_S)
-    rows = [line.split() for line in table.splitlines() if line.strip()]
-    return {name: _Node(state, frozenset(",".join(features).split(","))) for name, state, *features in rows}
+    return {name: _Node(state, frozenset(features.split(","))) for name, state, features in _rows(table, 3)}
+
+
+def _rows(table: str, num_fields: int) -> list[list[str]]:
+    """Split sinfo's answer into words, without what a site's wrapper says around it."""
+    rows = [line.split() for line in table.splitlines()]
+    return [row for row in rows if len(row) == num_fields]

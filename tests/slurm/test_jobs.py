@@ -117,7 +117,10 @@ def test_the_rendered_script_does_the_same_by_hand(cluster: Cluster, experiment:
     assert done.returncode == 0, done.stderr
     run_dir = experiment.parent / "out" / "by hand"
     (run_dir / "logs").mkdir(parents=True)
-    job = cluster.sbatch(done.stdout)
+    # from a shell in another job, whose variables sbatch hands on
+    array = {"SLURM_ARRAY_JOB_ID": "900", "SLURM_ARRAY_TASK_ID": "3"}
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "900", "SLURM_JOB_NODELIST_HET_GROUP_0": "n5"}
+    job = cluster.x(["sbatch", "--parsable"], input=done.stdout, env=array | het).stdout.strip()
     (life,) = assert_finished(cluster, job, run_dir, undisturbed)
     assert life["job_id"] == job
 

@@ -14,7 +14,7 @@ from loguru import logger
 
 from prime_hpc.slurm import client, probe_site, sbatch_errors, termination
 from prime_hpc.slurm import jobs as slurm_jobs
-from prime_hpc.slurm.allocation import read_allocation
+from prime_hpc.slurm.allocation import forget_surrounding_job, job_argument, read_allocation
 from prime_hpc.slurm.client import field, first_end, parse_shown
 from prime_hpc.slurm.executors import RunExecutor
 from prime_hpc.slurm.queue_facts import job_scripts
@@ -215,6 +215,29 @@ def test_the_batch_steps_variables(answers: dict[str, dict[str, Any]], monkeypat
     job = read_allocation(environ("variables of a het job"))
     assert job is not None and job.is_het and job.hosts[1] == ("n1", "n2")
     assert job.component_ids == (job.job_id, str(int(job.job_id) + 1))
+
+
+def test_a_script_that_is_sent_by_hand_inside_another_job(
+    answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch hands the other's variables on, and Slurm clears none of them."""
+    own, het = (
+        dict(line.split("=", 1) for line in answers[name]["stdout"].splitlines())
+        for name in ("variables", "variables of a het job")
+    )
+    array = {"SLURM_ARRAY_JOB_ID": "90", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1"}
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "job plain"))
+    inside = {**het, **array, "SLURM_RESTART_COUNT": "2", **own}
+    forget_surrounding_job(inside, is_of_array=False)
+    assert job_argument(inside) == own["SLURM_JOB_ID"] and inside["SLURM_RESTART_COUNT"] == "0"
+    assert not [name for name in inside if name not in own and ("HET" in name or "PACK" in name or "ARRAY" in name)]
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "job het"))
+    inside = {**array, **het}
+    forget_surrounding_job(inside, is_of_array=False)
+    assert inside == het
+    inside = {**own, **array}
+    forget_surrounding_job(inside, is_of_array=True)
+    assert inside == {**own, **array}
 
 
 # ---- nodes, settings, refusals

@@ -37,6 +37,18 @@ def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path
     assert not (run_dir(config) / "STOP").exists()
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_a_scancel_that_does_nothing_has_ended_nothing(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, once: bool
+) -> None:
+    monkeypatch.setattr(cancel_module, "GONE_TIMEOUT_S", 60.0 if once else 0.1)
+    submit(load(config))
+    fake.behave("scancel", code=0, only_once=once)
+    result = cancel(config)
+    assert (result.ended, result.outcome) == ((True, "pending") if once else (False, "unknown")), result.note
+    assert fake.jobs()[0]["state"] == ("CANCELLED" if once else "PENDING")
+
+
 def test_cancel_of_a_job_that_begins_before_scancel_comes(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm import client
 from prime_hpc.slurm import jobs as slurm_jobs
-from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
+from prime_hpc.slurm.client import SEPARATOR, SlurmError, clean_environment, run_slurm, squeue_rows
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, fold, fold_states, history, job, jobs, token_of
 from prime_hpc.slurm.queue_facts import job_scripts
@@ -118,6 +118,7 @@ def test_arrays_are_a_job_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_line_break_in_somebodys_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say(tmp_path, [row(Comment="a\nb"), row(JobArrayID="13", JobID="13")], monkeypatch)
+    monkeypatch.setattr(job_scripts, "squeue_rows", lambda *_: [])
     found = jobs(["12", "13"])
     assert found["12"].comment == "a\nb" and found["13"].token == "abc"
 
@@ -160,6 +161,7 @@ def test_pauses_grow_and_differ() -> None:
 def test_odd_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = row(State="PENDING", NodeList="", StartTime="N/A", EndTime="N/A", TimeLeft="UNLIMITED", Comment="(null)")
     say(tmp_path, [odd], monkeypatch)
+    monkeypatch.setattr(job_scripts, "squeue_rows", lambda *_: [])
     info = job("12")
     assert info is not None and info.is_pending
     assert (info.start, info.end, info.time_left_s, info.comment, info.token) == (None, None, None, "", None)
@@ -313,6 +315,7 @@ def test_a_job_that_is_gone_when_scancel_is_sent_again_was_ended(
         ("Job can not be altered now, try again later", True, "controller is busy"),
         ("error: If munged is up, restart with --num-threads=10\nMunge encode failed", True, "munge does not answer"),
         ("fatal: Could not establish a configuration source", True, "SLURM_CONF"),
+        ("/opt/site/bin/squeue: fork: retry: Resource temporarily unavailable", True, "no processes left"),
         ("Invalid partition name specified", False, ""),
     ],
 )
@@ -330,6 +333,43 @@ def test_a_command_whose_connection_the_controller_closes(
     with pytest.raises(SlurmError, match="was ended by signal 13: it said nothing; the controller is down") as caught:
         jobs(["1"])
     assert caught.value.is_unreachable and not caught.value.is_missing
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_a_site_wrapper_whose_command_cannot_be_run(code: int) -> None:
+    error = SlurmError(["sbatch"], code, "sbatch: error while loading shared libraries: libslurm.so: cannot open it")
+    assert error.is_missing and error.is_unreachable and "load the site's Slurm module" in str(error)
+
+
+def test_a_failure_without_a_word_is_no_refusal() -> None:
+    """A site's wrapper that was killed, say: a requeue is tried again, a submit looks for its job."""
+    error = SlurmError(["scontrol"], 1, "\n")
+    assert error.is_unreachable and not error.is_missing
+    assert SlurmError(["scontrol"], 0, "its answer is of a form that is not known here: ''").is_unreachable
+
+
+def test_a_machine_without_processes_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("prime_hpc.slurm.client.subprocess.run", run)
+    with pytest.raises(
+        SlurmError, match="could not be started here: Resource temporarily .*no processes left"
+    ) as caught:
+        jobs(["1"])
+    assert caught.value.is_unreachable and not caught.value.is_missing
+
+
+def test_what_a_site_says_around_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job after the banner is known by its id all the same."""
+    fields = ("JobArrayID", "Comment")
+    answer = "Welcome to Foo, Slurm 23.11\n\n12|a\ncomment|\n13||\nbye\n".replace("|", SEPARATOR)
+    (tmp_path / "answer").write_text(answer)
+    program(tmp_path, "squeue", f"cat '{tmp_path}/answer'", monkeypatch)
+    assert [row["JobArrayID"] for row in squeue_rows([], fields, 5.0)] == ["12", "13"]
+    (tmp_path / "answer").write_text(answer[: answer.index("13") + 3])
+    with pytest.raises(SlurmError, match="breaks off after 1 jobs"):  # whoever asks for 13 must not think it gone
+        squeue_rows([], fields, 5.0)
 
 
 def test_no_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,8 @@ class Slurm:
     def told(self, argv: list[str], timeout_s: float = 0) -> str:
         """What is asked and changed around a requeue: n2's cable is cut, Slurm has not yet set it down."""
         if argv[0] == "sinfo":
-            return "n1 down\nn2 alloc*\nn3 alloc\n" + ("n4 idle\nn5 idle\n" if "-p" in argv else "")
+            table = "n1 down\nn2 alloc*\nn3 alloc\n"
+            return f"{table}n4 idle\nn5 idle\n".replace("\n", " (null)\n") if "-p" in argv else table
         if argv[1] == "update":
             self.done.append(" ".join(argv[2:]))
         return WHOLE

@@ -134,7 +134,7 @@ def test_preflight_lives_without_the_hosts_temporary_directory(tmp_path: Path, m
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     one = FakeSlurm(tmp_path)
     one.use(monkeypatch)
-    one.behave("sinfo", say="\n".join(f"n{i} idle" for i in range(1, 10)))
+    one.behave("sinfo", say="\n".join(f"n{i} idle (null)" for i in range(1, 10)))
     return one
 
 
@@ -209,6 +209,15 @@ def test_nodes_that_the_job_cannot_get_do_not_count(monkeypatch: pytest.MonkeyPa
     ]
     assert left_out(monkeypatch, ["h1"], 2, job.format("h100|a100"), mixed=others) == ["JobId=12 ExcNodeList=h1"]
     assert left_out(monkeypatch, ["h1"], 2, job.format("[h100*1&a100*1]"), mixed=others) == [], "nobody can tell"
+
+
+def test_what_a_site_says_around_its_nodes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = "Maintenance!; Welcome to Foo, Slurm 23.11; ; h1 down* (null); h2 idle (null)"
+    job = "JobId=12 Partition=p NumNodes=2 Features=(null)"
+    assert left_out(monkeypatch, ["h1"], 2, job, p=table) == [], "one node alone is left"
+    words = "\n".join(line.removesuffix(" (null)") for line in table.split("; "))
+    monkeypatch.setattr(requeue, "run_slurm", lambda *_: words)
+    assert requeue.silent_nodes("h[1-2]") == ["h1"]
 
 
 # ---------------------------------------------------------------------------------------------------------- stand-ins
