@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from loguru import logger
 
-from prime_hpc.envs.samples import UNANSWERED
+from prime_hpc.envs.samples import UNANSWERED, UNSCORED
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 
@@ -80,9 +80,9 @@ class Record:
 
     @property
     def has_failed(self) -> bool:
-        """True if nobody knows what the model would have scored: also of a timeout before an API's first reply, which
-        is scored as any timeout, but counts in `max_failed_share`, and is played again."""
-        return not self.is_scored or self.error == UNANSWERED
+        """True if nobody knows what the model would have scored: also of a timeout before an API's first reply or while
+        the reward was computed: scored as any timeout, but it counts in `max_failed_share`, and is played again."""
+        return not self.is_scored or self.error in (UNANSWERED, UNSCORED)
 
 
 def results_file(run_dir: Path) -> Path:
