@@ -479,7 +479,7 @@ def _content(message: Any) -> str:
 
 
 def one_line(text: str, limit: int = 400) -> str:
-    """Return a reason for logs: without the config's secrets, white space folded to single blanks, cut to `limit`
-    characters."""
-    folded = " ".join(without_known(text).split())
+    """Return a reason for logs: without the config's secrets and half surrogate pairs, which no file of UTF-8 can hold,
+    white space folded to single blanks, cut to `limit` characters."""
+    folded = " ".join(without_known(text).split()).encode(errors="replace").decode()
     return folded if len(folded) <= limit else folded[: limit - 1] + "…"

@@ -15,13 +15,14 @@ from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.samples import UNANSWERED, UNSCORED, EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import UNANSWERED, UNSCORED, EpisodeResult, EpisodeState, one_line
 from prime_hpc.evals import summary
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.connect import _subscribe_to_servers
 from prime_hpc.evals.episodes import (
     COMPLETED,
     FAILED,
+    RESULTS,
     TIMEOUT,
     EpisodeLog,
     Key,
@@ -33,7 +34,15 @@ from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.play import Player, _judge
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
-from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
+from prime_hpc.evals.summary import (
+    SUMMARY,
+    draw,
+    summarize,
+    summarize_environment,
+    table,
+    too_many_failed,
+    write_summary,
+)
 from prime_hpc.evals.synthesis.sampled import SampledLog, sampled
 from prime_hpc.evals.versions import Version
 from prime_hpc.launch.checks import check
@@ -244,6 +253,18 @@ def test_an_episode_with_half_a_surrogate_pair_is_kept(paths: RunPaths) -> None:
     log.close()
     [record] = read_records(log.path)[0].values()
     assert record.reason == "unknown word ?"
+
+
+def test_nor_does_half_a_surrogate_pair_keep_the_summary_from_being_written(tmp_path: Path) -> None:
+    """It ended an evaluation that had played all."""
+    assert one_line("unknown word \ud83d") == "unknown word ?"
+    one = replace(episode(0), metrics={"half \ud83d": 1.0})
+    config = StandaloneEvalConfig(environment_ids=["e"], num_resamples=200)
+    found = summarize([(Version(0), [one.key])], {one.key: one}, config, {}, "model")
+    (tmp_path / RESULTS).mkdir()
+    write_summary(tmp_path, found, table(found))
+    [version] = json.loads((tmp_path / RESULTS / SUMMARY).read_text())["versions"]
+    assert version["environments"]["e"]["metrics"] == {"half ?": 1.0}
 
 
 def test_a_write_that_fails_leaves_no_half_line(paths: RunPaths) -> None:
