@@ -95,6 +95,7 @@ class ChatClient(ServerClient, Client):
         while True:
             sent = {self._renamed.get(name, name): value for name, value in body.items()}
             status, raw, wait = await self._post(sent, session_id)
+            did = f"answered {status}" if status else "gave no answer"
             if status == 200:
                 try:
                     answer = from_json(raw)
@@ -103,8 +104,9 @@ class ChatClient(ServerClient, Client):
                     if session_id in self._answered:
                         self._answered[session_id] = True
                     return response
-                except (ValueError, ValidationError, IndexError, KeyError, TypeError, AttributeError):
-                    status = 502  # cut in the middle, or an error page
+                except (ValueError, ValidationError, IndexError, KeyError, TypeError, AttributeError) as error:
+                    status, did = 502, f"{did}, but no completion ({_why(error)}),"  # cut in the middle, an error page
+            status = status or 503
             if self._heeds(status, raw, sent):
                 continue
             if not (status in PASSING or status >= 500):
@@ -113,7 +115,7 @@ class ChatClient(ServerClient, Client):
             if attempt >= self.options.max_retries or loop_time() + pause > give_up:
                 text = raw[:300].decode(errors="replace")
                 raise ProviderError(
-                    f"{self.base_url} answered {status} {attempt + 1} times{self._too_long(wait or 0.0)}: {text}",
+                    f"{self.base_url} {did} {attempt + 1} times{self._too_long(wait or 0.0)}: {text}",
                     status_code=status,
                 )
             await asyncio.sleep(pause)
@@ -121,14 +123,14 @@ class ChatClient(ServerClient, Client):
             self.num_retries += 1
 
     async def _post(self, body: dict[str, Any], session_id: str | None) -> tuple[int, bytes, float | None]:
-        """Status, body, and the pause that the server asks for; 503 where there is no whole answer."""
+        """Status, body, and the pause that the server asks for; 0 and why where there is no whole answer."""
         headers = {SESSION_ID_HEADER: session_id} if session_id else {}
         try:
             answer = await self._http.request(
                 "POST", "/chat/completions", to_json(body), timeout_s=self.options.timeout_s, headers=headers
             )
         except NoAnswerError as error:
-            return 503, str(error).encode(), None
+            return 0, str(error).encode(), None
         return answer.status, answer.body, _seconds(answer.headers.get("Retry-After"))
 
     def _too_long(self, pause: float) -> str:
@@ -156,6 +158,14 @@ class ChatClient(ServerClient, Client):
         if any(words in text.lower() for words in FULL):
             return ContextFullError(said, status_code=status)
         return RequestRefusedError(said, status_code=status)
+
+
+def _why(error: Exception) -> str:
+    """Return what is wrong with an answer, in a few words."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _seconds(text: str | None) -> float | None:

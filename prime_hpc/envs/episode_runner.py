@@ -30,7 +30,15 @@ from prime_hpc.envs.patches.lookups import patch_verifiers
 from prime_hpc.envs.patches.math_deadlines import use_on_threads
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of, episode_result
+from prime_hpc.envs.samples import (
+    UNANSWERED,
+    UNSCORED,
+    EpisodeResult,
+    EpisodeState,
+    conversations_of,
+    episode_result,
+    is_being_scored,
+)
 from prime_hpc.envs.sandbox.sandbox_runtime import open_pool, sandbox_box
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.envs.task_sources import EnvSource
@@ -125,7 +133,7 @@ class SourceRunner:
         """Free what `open` took."""
         await self._stack.aclose()
 
-    async def run(self, number: int, url_index: int, traces: list[str]) -> EpisodeResult:
+    async def run(self, number: int, url_index: int, traces: list[vf.Trace]) -> EpisodeResult:
         """Play one episode of a task, by its number in the whole split, and turn it into a result. Deadlines are the
         caller's, who sees its traces in `traces`."""
         started = time.monotonic()
@@ -135,17 +143,13 @@ class SourceRunner:
             if self._agents:
                 # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
                 async with sandbox_box(self._sandboxes) if self._sandboxes else LazyBox() as box:
-                    trace = await self._agents[url_index].run_once(
-                        task, box, self._shared, lambda trace: traces.append(trace.id)
-                    )
+                    trace = await self._agents[url_index].run_once(task, box, self._shared, traces.append)
                 episode: Any = _Solo([trace])
             else:
                 (slot,) = self.env.slots(task, 1)
-                episode = await self.env.run_slot(
-                    slot, self.contexts[url_index], on_trace=lambda trace: traces.append(trace.id)
-                )
+                episode = await self.env.run_slot(slot, self.contexts[url_index], on_trace=traces.append)
         finally:
-            turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
+            turns = [turn for trace in traces for turn in policy.take_turns(trace.id)]
         duration_s = time.monotonic() - started
         if self.settings.keep_samples and self.settings.chat is None:
             if self.settings.is_policy:
@@ -249,14 +253,18 @@ class EpisodeRunner:
         """Name of the environment that was begun to start last."""
         return self._opened[-1].source.name if self._opened else ""
 
-    async def run(self, source_index: int, number: int, url_index: int, traces: list[str]) -> EpisodeResult:
+    async def run(self, source_index: int, number: int, url_index: int, traces: list[vf.Trace]) -> EpisodeResult:
         """Play one episode; its traces are put into `traces` as they begin."""
         return await self._sources[source_index].run(number, url_index, traces)
 
-    def is_unanswered(self, url_index: int, traces: Sequence[str]) -> bool:
-        """Return whether an API owes an episode with these traces its first reply. From any thread."""
+    def overdue_in(self, url_index: int, traces: Sequence[vf.Trace]) -> tuple[str, str]:
+        """Return the class of an overdue episode's timeout, and words of what it waits for. From any thread."""
         policy = list(self._policies.values())[url_index]
-        return isinstance(policy, ChatClient) and policy.is_unanswered(traces)
+        if isinstance(policy, ChatClient) and policy.is_unanswered([trace.id for trace in traces]):
+            return UNANSWERED, ", and no reply of the API"
+        if is_being_scored(traces):
+            return UNSCORED, ", while its reward was computed"
+        return "Timeout", ""
 
     async def close(self) -> None:
         """Free everything, also after a failed `open`."""

@@ -289,9 +289,9 @@ class PolicyClient(ServerClient, Client):
                 answer = await self._http.request(
                     "POST", "/inference/v1/generate", data, timeout_s=None, headers=headers
                 )
-                raw, status = answer.body, answer.status
+                raw, status, did = answer.body, answer.status, f"answered {answer.status}"
             except NoAnswerError as error:
-                raw, status = str(error).encode(), 503
+                raw, status, did = str(error).encode(), 503, "gave no answer"
             if status == 200:
                 return _first_choice(raw)
             if status not in UNAVAILABLE or loop_time() >= give_up:
@@ -299,7 +299,7 @@ class PolicyClient(ServerClient, Client):
                 text = raw[:500].decode(errors="replace")
                 if status in REFUSED and "content_parts" in body and any(words in text.lower() for words in FULL):
                     kind = ContextFullError  # how many tokens its images are, the engine alone knows
-                raise kind(f"{self.base_url} answered {status}: {text}", status_code=status)
+                raise kind(f"{self.base_url} {did}: {text}", status_code=status)
             await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
             attempt += 1
 

@@ -27,7 +27,7 @@ from prime_hpc.envs.loop_thread import BEHIND_S, Job, LoopThread, ThreadLoad
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
-from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, one_line
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, one_line
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.workers.fingerprint import fingerprint
 from prime_hpc.envs.workers.fleet import Fleet
@@ -201,7 +201,7 @@ class EnvPool:
         worker, lost = self._worker, self._lost
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
-        runner, traces = self._runner, list[str]()
+        runner, traces = self._runner, list[Any]()
         job = worker.start(runner.run(source_index, number, url_index, traces), label)
         self._awaited.add(job)
         try:
@@ -215,8 +215,8 @@ class EnvPool:
             if lost.done():
                 return _unfinished(EpisodeState.FAILED, lost.result(), "BlockedLoop", started)
             self._look_after(worker)
-            kind = UNANSWERED if runner.is_unanswered(url_index, traces) else "Timeout"
-            reason = f"no end after {timeout_s:g} s{_overload(worker.load())}"
+            kind, phase = runner.overdue_in(url_index, traces)
+            reason = f"no end after {timeout_s:g} s{phase}{_overload(worker.load())}"
             return _unfinished(EpisodeState.TIMEOUT, reason, kind, started)
         finally:
             self._awaited.discard(job)

@@ -147,6 +147,8 @@ class Problem:
 
 UNANSWERED = "Unanswered"
 """Class of a timeout before an API's first reply: the model may be slow, or the API hang."""
+UNSCORED = "Unscored"
+"""Class of a timeout while the reward was computed: the model had played, and a judge hangs, say."""
 EMPTY = Problem(EpisodeState.FAILED, "no sampled tokens", "EmptyEpisode")
 
 
@@ -159,9 +161,9 @@ def find_problem(episode: Any) -> Problem | None:
     timed_out = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if timed_out:
         stops = [trace.stop_condition for trace in episode.traces if trace.is_timeout]
-        return Problem(
-            EpisodeState.TIMEOUT, f"deadline reached ({stops[0] if stops else 'episode_timeout'})", "Timeout"
-        )
+        stop = stops[0] if stops else "episode_timeout"
+        kind = UNSCORED if stop == "scoring_timeout" else "Timeout"
+        return Problem(EpisodeState.TIMEOUT, f"deadline reached ({stop})", kind)
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
         if not errors:
@@ -179,6 +181,12 @@ def find_problem(episode: Any) -> Problem | None:
             EpisodeState.FAILED, "the environment gave no reward (a @reward method must not be named `score`)"
         )
     return None
+
+
+def is_being_scored(traces: Sequence[Any]) -> bool:
+    """Return whether an episode that has not ended has been played, by all its agents, and waits for a reward alone."""
+    spans = [trace.timing for trace in traces]
+    return all(s.agent.end for s in spans) and any(s.scoring.start and not s.scoring.end for s in spans)
 
 
 def _find_trace_problem(trace: Any) -> Problem | None:
@@ -471,6 +479,7 @@ def _content(message: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a reason for logs: without the config's secrets, on one line, cut to 400 characters."""
-    folded = " ".join(without_known(text).split())
+    """Return a reason for logs: without the config's secrets and half surrogate pairs, which no file of UTF-8 can hold,
+    white space folded to single blanks, cut to 400 characters."""
+    folded = " ".join(without_known(text).split()).encode(errors="replace").decode()
     return folded if len(folded) <= 400 else folded[:399] + "…"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from loguru import logger
 
-from prime_hpc.envs.samples import UNANSWERED
+from prime_hpc.envs.samples import UNANSWERED, UNSCORED
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 
@@ -80,9 +80,9 @@ class Record:
 
     @property
     def has_failed(self) -> bool:
-        """True if nobody knows what the model would have scored: also of a timeout before an API's first reply, which
-        is scored as any timeout, but counts in `max_failed_share`, and is played again."""
-        return not self.is_scored or self.error == UNANSWERED
+        """True if nobody knows what the model would have scored: also of a timeout before an API's first reply or while
+        the reward was computed: scored as any timeout, but it counts in `max_failed_share`, and is played again."""
+        return not self.is_scored or self.error in (UNANSWERED, UNSCORED)
 
 
 def results_file(run_dir: Path) -> Path:
@@ -185,8 +185,7 @@ class EpisodeLog:
         self._next_sync = time.monotonic() + SYNC_S
 
     def add(self, record: Record) -> None:
-        """Append one episode. Raises StoreError: the disk is full (half a line is cut off again), or a newer attempt
-        has begun (FencedError)."""
+        """Append one episode. Raises StoreError: the disk is full (half a line is cut off again)."""
         if not replaces(record, self.records.get(record.key)):
             return
         text = json.dumps(vars(record), ensure_ascii=False, allow_nan=False)
@@ -201,15 +200,20 @@ class EpisodeLog:
                 raise
         self._index(record, self._size)
         self._size += len(line)
-        if time.monotonic() >= self._next_sync:
-            self.sync()
 
     def _index(self, record: Record, start: int) -> None:
         """Keep what is needed of an episode whose line begins at byte `start`."""
         self.records[record.key] = _without_texts(record)
 
+    @property
+    def is_sync_due(self) -> bool:
+        """True if lines may have waited for the disk for `SYNC_S`, and nobody syncs already."""
+        return time.monotonic() >= self._next_sync
+
     def sync(self) -> None:
-        """Have everything on the disk. Raises as `add`."""
+        """Have everything on the disk, which may take long: for a thread, beside others' `add`.
+        Raises as `add`, and FencedError: a newer attempt has begun."""
+        self._next_sync = math.inf
         check_incarnation(self._paths, self._incarnation)
         with disk_errors(self.path):
             os.fsync(self._descriptor)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import xxhash
 
 from prime_hpc.envs.held_out import as_json
-from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
@@ -79,7 +79,7 @@ class Player:
 
         Raises:
             EvalError: no further one can succeed (the API refuses us, no server answers).
-            StoreError: a result cannot be written.
+            StoreError: a result cannot be written, or a newer attempt has begun.
         """
         todo = iter(keys)
 
@@ -88,6 +88,8 @@ class Player:
                 record = await self._episode(version, key)
                 self._log.add(record)
                 self._on_end(record)
+                if self._log.is_sync_due:
+                    await asyncio.to_thread(self._log.sync)
 
         count = min(self._max_concurrent, len(keys))
         try:
@@ -127,8 +129,6 @@ class Player:
 
 def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, str]:
     """Class of the failure and its words; ("", "") of an episode that has a score."""
-    if result.error_type == UNANSWERED:
-        return UNANSWERED, f"{result.reason}, and no reply of the API"
     if result.state is not EpisodeState.COMPLETED:
         return result.error_type or result.state.value, result.reason
     if is_api or set(result.versions) <= {version.step}:  # none: the others ended it before the policy's turn

@@ -152,8 +152,9 @@ def _scores(env: Mapping[str, Any]) -> list[str]:
 def write_summary(run_dir: Path, summary: Mapping[str, Any], lines: Sequence[str]) -> None:
     """`summary.json`, and `table.txt` with these lines. Raises StoreError where they cannot be written."""
     folder = run_dir / RESULTS
-    write_atomic(folder / SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
-    write_atomic(folder / TABLE, "\n".join([*lines, ""]).encode())
+    text = json.dumps(summary, indent=1, ensure_ascii=False)
+    write_atomic(folder / SUMMARY, text.encode(errors="replace") + b"\n")  # a metric's name may be half a character
+    write_atomic(folder / TABLE, "\n".join([*lines, ""]).encode(errors="replace"))
 
 
 def draw(run_dir: Path, summary: Mapping[str, Any]) -> Path:

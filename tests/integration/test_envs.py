@@ -14,7 +14,7 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs import pool
 from prime_hpc.envs.pool_settings import ChatOptions
-from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.samples import UNANSWERED, UNSCORED, EpisodeResult, EpisodeState, Sample
 from tests.support.env_world import World
 from tests.support.scripted_api import Fault, ScriptedApi
 from tests.support.scripted_server import Reply, ScriptedServer, experts_of, logprob_of, reverse_last_user
@@ -356,18 +356,28 @@ def test_an_environment_that_never_returns_times_out_alone(world: World, kind: s
 def test_a_timeout_says_that_the_environments_thread_was_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BEHIND_S", 0.0)
     (result,) = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "blocks_in_python"}, timeout_s=1.5))
-    assert re.match("no end after 1.5 s; the one thread .* s late, busy for .*env_servers.workers", result.reason)
+    assert re.match(
+        "no end after 1.5 s, while its reward was computed; the one thread .* s late, busy for .*env_servers.workers",
+        result.reason,
+    )
 
 
-def test_only_an_api_that_never_answered_is_called_unanswered(world: World) -> None:
-    """A deadline that passes in the environment's own work, after a reply, is a timeout as any."""
-    bad = EnvConfig(id=MISBEHAVING, args={"kind": "sleeps"}, timeout_s=1.5)
-    for delay_s, expected in ((0.0, "Timeout"), (30.0, UNANSWERED)):
+def test_a_timeout_says_whether_the_api_never_answered_or_the_reward_was_not_computed(world: World) -> None:
+    """A judge that hung was taken for a model that rambles."""
+    hangs_scoring = EnvConfig(id=MISBEHAVING, args={"kind": "sleeps"}, timeout_s=1.5)
+    own_limit = hangs_scoring.model_copy(
+        update={"timeout_s": 60.0, "env_args": {"agent": {"timeout": {"scoring": 0.5}}}}
+    )
+    for delay_s, expected in ((0.0, UNSCORED), (30.0, UNANSWERED)):
         with ScriptedApi(delay_s=delay_s) as api:
-            (result,) = world.play(bad, urls=[api.url], chat=ChatOptions(600, 0), keep_samples=False)
+            (result,) = world.play(hangs_scoring, urls=[api.url], chat=ChatOptions(600, 0), keep_samples=False)
         assert (result.state, result.error_type) == (EpisodeState.TIMEOUT, expected)
-    (own,) = world.play(bad)
-    assert own.error_type == "Timeout"
+    for env, reason in ((hangs_scoring, "no end after 1.5 s, while its reward was computed"), (own_limit, "scoring_t")):
+        (own,) = world.play(env)
+        assert own.error_type == UNSCORED and reason in own.reason
+    world.script = lambda prompt, number: Reply("late", delay_s=30.0)
+    (slow,) = world.play(EnvConfig(id="reverse-text", timeout_s=1.5))
+    assert (slow.error_type, slow.reason) == ("Timeout", "no end after 1.5 s")
 
 
 def test_an_api_that_asks_for_a_longer_pause_than_the_deadline_bears_is_told(world: World) -> None:

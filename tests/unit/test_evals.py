@@ -15,13 +15,14 @@ from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.samples import UNANSWERED, EpisodeResult, EpisodeState
+from prime_hpc.envs.samples import UNANSWERED, UNSCORED, EpisodeResult, EpisodeState, one_line
 from prime_hpc.evals import summary
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.connect import _subscribe_to_servers
 from prime_hpc.evals.episodes import (
     COMPLETED,
     FAILED,
+    RESULTS,
     TIMEOUT,
     EpisodeLog,
     Key,
@@ -33,7 +34,15 @@ from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.play import Player, _judge
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
-from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
+from prime_hpc.evals.summary import (
+    SUMMARY,
+    draw,
+    summarize,
+    summarize_environment,
+    table,
+    too_many_failed,
+    write_summary,
+)
 from prime_hpc.evals.synthesis.sampled import SampledLog, sampled
 from prime_hpc.evals.versions import Version
 from prime_hpc.launch.checks import check
@@ -246,6 +255,18 @@ def test_an_episode_with_half_a_surrogate_pair_is_kept(paths: RunPaths) -> None:
     assert record.reason == "unknown word ?"
 
 
+def test_nor_does_half_a_surrogate_pair_keep_the_summary_from_being_written(tmp_path: Path) -> None:
+    """It ended an evaluation that had played all."""
+    assert one_line("unknown word \ud83d") == "unknown word ?"
+    one = replace(episode(0), metrics={"half \ud83d": 1.0})
+    config = StandaloneEvalConfig(environment_ids=["e"], num_resamples=200)
+    found = summarize([(Version(0), [one.key])], {one.key: one}, config, {}, "model")
+    (tmp_path / RESULTS).mkdir()
+    write_summary(tmp_path, found, table(found))
+    [version] = json.loads((tmp_path / RESULTS / SUMMARY).read_text())["versions"]
+    assert version["environments"]["e"]["metrics"] == {"half ?": 1.0}
+
+
 def test_a_write_that_fails_leaves_no_half_line(paths: RunPaths) -> None:
     log = EpisodeLog(paths, 1)
     log.add(episode(0))
@@ -305,10 +326,11 @@ def test_scores_leave_failed_episodes_out_and_count_timeouts_as_zero() -> None:
     assert found["pass"]["4"] == {"value": 1.0, "interval": [1.0, 1.0], "num_tasks": 1}  # of task 1 three are left
 
 
-def test_an_api_that_does_not_answer_in_time_counts_as_failed_and_is_asked_again(paths: RunPaths) -> None:
-    silent = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", UNANSWERED)
+@pytest.mark.parametrize("kind", [UNANSWERED, UNSCORED])
+def test_a_timeout_that_is_not_the_models_counts_as_failed_and_is_asked_again(paths: RunPaths, kind: str) -> None:
+    silent = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", kind)
     error, reason = _judge(silent, Version(0), is_api=True)
-    assert error == UNANSWERED and "no end after 9 s" in reason
+    assert error == kind and "no end after 9 s" in reason
     later = EpisodeResult(EpisodeState.TIMEOUT, False, "no end after 9 s", "Timeout")
     assert _judge(later, Version(0), is_api=True)[0] == "Timeout"  # it has answered, or an own engine was too slow
     records = [episode(task, 0, 0.0, TIMEOUT, error=error if task < 3 else "Timeout") for task in range(8)]
@@ -316,10 +338,10 @@ def test_an_api_that_does_not_answer_in_time_counts_as_failed_and_is_asked_again
     found = summarize([(Version(0), [r.key for r in records])], {r.key: r for r in records}, config, {}, "model")
     (env,) = (v["environments"]["e"] for v in found["versions"])
     assert (env["num_failed"], env["num_timeout"], env["avg"]["value"]) == (0, 8, 0.0)
-    assert found["too_many_failed"] == ["base, e: 3 of 8 (Unanswered x3)"]
+    assert found["too_many_failed"] == [f"base, e: 3 of 8 ({kind} x3)"]
     ended = [episode(8 + n, 0, None, FAILED, error="TaskError", reason=f"{n}: no x.png") for n in range(4)] + records
     found = summarize([(Version(0), [r.key for r in ended])], {r.key: r for r in ended}, config, {}, "model")
-    words = "base, e: 7 of 12 (TaskError x4, Unanswered x3), such as: 0: no x.png"
+    words = f"base, e: 7 of 12 (TaskError x4, {kind} x3), such as: 0: no x.png"
     assert found["too_many_failed"] == [words], "with the words of one"
     better, failed = episode(0, 0, 1.0), episode(0, 0, None, FAILED, error="ProviderError")
     assert replaces(better, records[0]) and replaces(records[0], failed) and replaces(better, failed)

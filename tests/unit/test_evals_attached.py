@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from loguru import logger
 from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import SamplingConfig
 
 from prime_hpc import launch
@@ -107,6 +108,26 @@ async def test_a_server_of_another_model_is_warned_of() -> None:
             assert await _shortest_context(experiment, [client]) == 64
     logger.remove(sink)
     assert len(said) == 1 and "serves other, not m" in said[0]
+
+
+@run
+async def test_an_answer_that_is_none_is_told_with_what_it_lacks() -> None:
+    """It was called an answer 502 of a server that had said 200, or 503 of one that had said nothing."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [{"index": 0}]}
+    sock, url = place()
+    said: list[str] = []
+    async with serving(sock, {"/v1/chat/completions": says(answer)}):
+        client = ChatClient(url, None, ChatOptions(10.0, 0), 10.0)
+        with pytest.raises(ProviderError, match="answered 200, but no completion") as unreadable:
+            await client.get_response(ChatDialect(), body, SamplingConfig())
+        said.append(str(unreadable.value))
+    with pytest.raises(ProviderError, match="gave no answer 1 times: ") as silent:
+        await client.get_response(ChatDialect(), body, SamplingConfig())
+    said.append(str(silent.value))
+    await client.close()
+    assert "(choices.0.finish_reason: Field required)" in said[0] and '"index": 0' in said[0], "and what it was"
+    assert not any("answered 50" in words for words in said)
 
 
 @run

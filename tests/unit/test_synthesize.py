@@ -20,7 +20,7 @@ from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, Key, Record
 from prime_hpc.evals.settings import record, refuse_others
 from prime_hpc.evals.synthesis.report import report, table, words
 from prime_hpc.evals.synthesis.rows import withdraw_rows, write_rows
-from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, is_parsed, sampled
+from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, digest, is_parsed, sampled
 from prime_hpc.evals.synthesis.select import REASONS, num_passing, select
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
@@ -109,6 +109,11 @@ def test_each_conversation_that_is_dropped_is_counted_once_under_its_first_reaso
 )
 def test_a_reply_is_parsed_where_it_says_something_or_calls_with_an_object(messages: list[Any], good: bool) -> None:
     assert is_parsed(messages) is good
+
+
+def test_a_message_may_hold_nothing() -> None:
+    """One whose list of parts was empty ended the run."""
+    assert digest({"messages": [{"role": "user", "content": []}]}) != digest({"messages": []})
 
 
 def test_conversations_hold_tools_reasoning_and_what_is_trained() -> None:

@@ -48,7 +48,8 @@ def digest(row: dict[str, Any]) -> str:
 
 
 def _without_ids(value: Any) -> Any:
-    return [call["function"] for call in value] if isinstance(value, list) and "function" in value[0] else value
+    are_calls = isinstance(value, list) and value and "function" in value[0]
+    return [call["function"] for call in value] if are_calls else value
 
 
 def is_parsed(messages: list[dict[str, Any]]) -> bool:
