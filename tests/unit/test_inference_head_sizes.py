@@ -141,6 +141,21 @@ def test_routers_that_vllm_would_take_for_others_are_refused(kind: str, tmp_path
     assert refused_vllm(tmp_path / "e", own | {"n_routed_experts": None}, {}, "cuda") == []
 
 
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [(["q_b_proj", "kv_b_proj"], 1), ([r".*layers\.1\..*_proj"], 1), (["q_b_proj", "kv_a_proj_with_mqa"], 0)],
+)
+def test_an_adapter_that_no_engine_would_use_is_refused(targets: list[str], expected: int, tmp_path: Path) -> None:
+    """A tiny DeepSeek V3 with an adapter of kv_b_proj alone sampled as without it, 5.7 nats off."""
+    tree = experiment(tmp_path / "a", 64, device="cuda")
+    tree = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig(target_modules=targets)})})
+    for config, count in ((LATENT, expected), (LATENT | {"model_type": "minicpm3"}, 0)):
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+        assert [r.key for r in load_backend("vllm").refusals(tree)] == ["model.lora.target_modules"] * count
+    alone = tree.model_copy(update={"inference": None, "kind": "sft"})
+    assert not [r for r in load_backend("vllm").refusals(alone) if r.key == "model.lora.target_modules"]
+
+
 def test_lint_refuses_latent_attention_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICE, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -10,10 +10,19 @@ from typing import Any
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.families import count_experts
 from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.lora import matches
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
-from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, build_env, is_eager, latent_size, not_passed_through
+from prime_hpc.inference.vllm.args import (
+    LATENT_FAMILIES,
+    PLAIN_SIZE,
+    build_argv,
+    build_env,
+    is_eager,
+    latent_size,
+    not_passed_through,
+)
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.store.model.config import read_config
@@ -27,7 +36,9 @@ OTHER_ON_CPU = frozenset(
 """model_type of those that vLLM 0.32's CPU engines compute otherwise than transformers (`tools/proofs
 served_families`)."""
 
-SIGMOID_ROUTERS = frozenset(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"))
+SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
+"""model_type of those with latent attention to chosen tokens, for which vLLM 0.32 has kernels on GPUs alone."""
+SIGMOID_ROUTERS = SPARSE_FAMILIES | {"deepseek_v3"}
 """model_type of mixtures that transformers routes by a sigmoid and a bias whatever their config says, and vLLM 0.32 by
 what it says."""
 STATED_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -86,6 +97,8 @@ class VllmBackend:
         config = read_config(experiment.model.name) or {}
         overrides = servers.vllm.get("hf_overrides") if servers is not None else None
         yield from _not_as_trained(experiment.model.name, config, overrides if isinstance(overrides, dict) else {})
+        if experiment.samples:
+            yield from _not_adapted(experiment, config)
         if experiment.device == "cpu":
             yield from _not_on_cpu(experiment, config)
 
@@ -179,6 +192,22 @@ def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str
             "one in all layers or in none",
             "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
             "config.json, and no layer_types there, is the same model",
+        )
+
+
+def _not_adapted(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield adapters that vLLM 0.32 loads and does not use."""
+    lora, text = experiment.model.lora, config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    if lora is None or own.get("model_type") not in LATENT_FAMILIES | SPARSE_FAMILIES or not own.get("kv_lora_rank"):
+        return
+    modules = [f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(int(own.get("num_hidden_layers") or 1))]
+    if any(matches(target, module) for target in lora.target_modules for module in modules):
+        yield Refusal(
+            "model.lora.target_modules",
+            f"{experiment.model.name} has latent attention, into which vLLM folds the base model's kv_b_proj as it "
+            "loads: an adapter of it would train, and no engine would sample with it",
+            "leave kv_b_proj out",
         )
 
 
