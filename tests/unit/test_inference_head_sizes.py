@@ -14,7 +14,13 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference.backend import check_backend, load_backend
 from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, cpu_options, latent_size
-from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, head_size, slides_in_part
+from prime_hpc.inference.vllm.backend import (
+    CPU_HEAD_SIZES,
+    SIGMOID_ROUTERS,
+    STATED_ROUTER,
+    head_size,
+    slides_in_part,
+)
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.runtime.device import DEVICE, Device
 
@@ -104,6 +110,50 @@ def test_an_engine_on_a_cpu_is_told_unless_the_config_says_otherwise(tmp_path: P
     (tmp_path / "b" / "config.json").write_text(json.dumps(LATENT))
     argv = build_argv(own, device="cpu", replica=0, port=1)
     assert argv[argv.index("--attention-backend") + 1] == "AMX_MLA" and argv.count("--attention-backend") == 1
+
+
+def refused_vllm(folder: Path, config: dict[str, Any], vllm: dict[str, Any], device: str) -> list[tuple[str, str]]:
+    tree = experiment(folder, 64, inference={"vllm": vllm}, device=device)
+    (folder / "config.json").write_text(json.dumps(config))
+    return [(refusal.key, refusal.reason) for refusal in load_backend("vllm").refusals(tree)]
+
+
+def test_kernels_that_take_no_new_version_are_refused(tmp_path: Path) -> None:
+    stated = {"attention-backend": "AMX_MLA"}
+    ((key, reason),) = refused_vllm(tmp_path / "a", LATENT, stated, "cpu")
+    assert key == "inference.vllm.attention-backend" and "no new version" in reason
+    assert refused_vllm(tmp_path / "b", LATENT, {"attention_backend": "CPU_MLA"}, "cpu") == []
+
+
+@pytest.mark.parametrize("kind", sorted(SIGMOID_ROUTERS))
+def test_routers_that_vllm_would_take_for_others_are_refused(kind: str, tmp_path: Path) -> None:
+    """`tools/proofs served_families` found 2.9 nats between softmax and sigmoid."""
+    own: dict[str, Any] = LATENT | {"model_type": kind, "n_routed_experts": 4}
+    saved = CONFIG_MAPPING[kind](**own).to_dict()
+    assert STATED_ROUTER.keys().isdisjoint(saved), "transformers says it itself: the rule is needed no more"
+    for number, device in enumerate(("cpu", "cuda")):
+        ((key, reason),) = refused_vllm(tmp_path / f"a{number}", saved, {}, device)
+        assert key == "model.name" and '"scoring_func": "sigmoid", "topk_method": "noaux_tc"' in reason
+    ((_, reason),) = refused_vllm(tmp_path / "b", saved | {"topk_method": "noaux_tc"}, {}, "cuda")
+    assert "topk_method" not in reason
+    assert refused_vllm(tmp_path / "c", saved | STATED_ROUTER, {}, "cuda") == []
+    assert refused_vllm(tmp_path / "d", saved, {"hf_overrides": dict(STATED_ROUTER)}, "cuda") == []
+    assert refused_vllm(tmp_path / "e", own | {"n_routed_experts": None}, {}, "cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [(["q_b_proj", "kv_b_proj"], 1), ([r".*layers\.1\..*_proj"], 1), (["q_b_proj", "kv_a_proj_with_mqa"], 0)],
+)
+def test_an_adapter_that_no_engine_would_use_is_refused(targets: list[str], expected: int, tmp_path: Path) -> None:
+    """A tiny DeepSeek V3 with an adapter of kv_b_proj alone sampled as without it, 5.7 nats off."""
+    tree = experiment(tmp_path / "a", 64, device="cuda")
+    tree = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig(target_modules=targets)})})
+    for config, count in ((LATENT, expected), (LATENT | {"model_type": "minicpm3"}, 0)):
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+        assert [r.key for r in load_backend("vllm").refusals(tree)] == ["model.lora.target_modules"] * count
+    alone = tree.model_copy(update={"inference": None, "kind": "sft"})
+    assert not [r for r in load_backend("vllm").refusals(alone) if r.key == "model.lora.target_modules"]
 
 
 def test_lint_refuses_latent_attention_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

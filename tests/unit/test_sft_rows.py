@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from prime_hpc.trainer.data.messages import Conversation, SFTDataError
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -107,6 +109,25 @@ def test_only_the_completion_is_trained(chat: ChatTokenizer, tokenizer: Any) -> 
     row = {"question": "my number", "answer": "higher"}
     same = sample(row, chat, columns={"prompt": "question", "completion": "answer"})
     assert same.token_ids.tolist() == one.token_ids.tolist()
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_completion_gets_no_space_of_the_tokenizers_own(scheme: str) -> None:
+    """SentencePiece's put one before whatever text they encode: "2+2=" was completed with " 4"."""
+    words = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    stages = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.decoder = decoders.Sequence(stages)
+    special = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    words.train_from_iterator(["2+2=4 or 3+1= 4"] * 9, trainer)
+    spaced = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    chat = ChatTokenizer(spaced, chat_template="none")
+    for prompt, completion in (("2+2=", "4"), ("2+2=", " 4"), ("2+2= ", "4"), ("2+2=", "\U0001f40d 4")):
+        one = sample({"prompt": prompt, "completion": completion}, chat)
+        assert spaced.decode(one.token_ids) == f"{prompt}{completion}</s>"
+    whole = sample({"text": "2+2=4"}, chat)
+    assert whole.token_ids.tolist() == [*spaced("2+2=4")["input_ids"], spaced.eos_token_id]
 
 
 def test_plain_text(tokenizer: Any, chat: ChatTokenizer) -> None:

@@ -1,5 +1,6 @@
 """vLLM as an inference backend: its engines and HTTP application with our routes in it (`server`)."""
 
+import json
 import os
 import re
 import tempfile
@@ -9,10 +10,19 @@ from typing import Any
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.families import count_experts
 from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.lora import matches
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
-from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, build_env, is_eager, latent_size, not_passed_through
+from prime_hpc.inference.vllm.args import (
+    LATENT_FAMILIES,
+    PLAIN_SIZE,
+    build_argv,
+    build_env,
+    is_eager,
+    latent_size,
+    not_passed_through,
+)
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
 from prime_hpc.store.model.config import read_config
@@ -25,6 +35,14 @@ OTHER_ON_CPU = frozenset(
 )
 """model_type of those that vLLM 0.32's CPU engines compute otherwise than transformers (`tools/proofs
 served_families`)."""
+
+SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
+"""model_type of those with latent attention to chosen tokens, for which vLLM 0.32 has kernels on GPUs alone."""
+SIGMOID_ROUTERS = SPARSE_FAMILIES | {"deepseek_v3"}
+"""model_type of mixtures that transformers routes by a sigmoid and a bias whatever their config says, and vLLM 0.32 by
+what it says."""
+STATED_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Fields of their config.json on the hub; transformers writes neither for a model that was made from its own config."""
 
 _ENGINE_FAILED = {
     re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
@@ -76,48 +94,13 @@ class VllmBackend:
             yield from _cannot_speculate(experiment)
         if experiment.replays_routers:
             yield from _records_no_experts(section(experiment))
-        name = experiment.model.name
-        config = read_config(name) or {}
+        config = read_config(experiment.model.name) or {}
         overrides = servers.vllm.get("hf_overrides") if servers is not None else None
-        kinds = overrides.get("layer_types") if isinstance(overrides, dict) else None
-        if slides_in_part({**config, "layer_types": kinds} if kinds else config):
-            yield Refusal(
-                "model.name",
-                f"{name} attends to a sliding window in some of its layers, and vLLM serves models of its kind with "
-                "one in all layers or in none",
-                "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
-                "config.json, and no layer_types there, is the same model",
-            )
-        adapted = experiment.model.lora is not None and experiment.samples
-        if experiment.device == "cpu" and adapted and count_experts(config):
-            yield Refusal(
-                "model.lora",
-                f"{name} is a mixture of experts, and on a CPU vLLM has no adapters for one: its kernels are Triton's",
-                "leave it out, or use GPUs",
-            )
-        if experiment.device == "cpu" and config.get("model_type") in OTHER_ON_CPU:
-            yield Refusal(
-                "model.name",
-                f"{name} ({config['model_type']}): on a CPU vLLM samples from another distribution than the model has "
-                "in transformers, by which it is trained",
-                "use inference.backend = transformers, GPUs, or another model",
-            )
-        latent = latent_size(config) if experiment.device == "cpu" and experiment.trains and not adapted else None
-        if latent is not None and latent != PLAIN_SIZE:
-            yield Refusal(
-                "model.name",
-                f"{name} has latent attention of size {latent} (kv_lora_rank + qk_rope_head_dim), and on a CPU vLLM "
-                f"takes new versions of models with {PLAIN_SIZE} only",
-                "use inference.backend = transformers, GPUs, or another model",
-            )
-        size = head_size(config) if experiment.device == "cpu" else None
-        if size is not None and size not in CPU_HEAD_SIZES:
-            yield Refusal(
-                "model.name",
-                f"{name} has heads of size {size}, and on a CPU vLLM has attention kernels for "
-                f"{', '.join(map(str, CPU_HEAD_SIZES))} only",
-                "use inference.backend = transformers, GPUs, or another model",
-            )
+        yield from _not_as_trained(experiment.model.name, config, overrides if isinstance(overrides, dict) else {})
+        if experiment.samples:
+            yield from _not_adapted(experiment, config)
+        if experiment.device == "cpu":
+            yield from _not_on_cpu(experiment, config)
 
     def node_options(self, dp_size: int, num_nodes: int, address: str, port: int) -> list[list[str]]:
         """Split the engines: the first node is the group's head, the others run theirs without HTTP."""
@@ -191,6 +174,85 @@ def speculates(extra: Mapping[str, Any]) -> bool:
     return not names.isdisjoint({"speculative_config", "spec_method", "spec_model"})
 
 
+def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield what vLLM 0.32 computes otherwise than transformers, or refuses.
+    `overrides`: what vLLM is told in the place of parts of `config`."""
+    if unstated := router_unstated({**config, **overrides}):
+        yield Refusal(
+            "model.name",
+            f"{name}: its config.json does not say {json.dumps(unstated)[1:-1]}, without which vLLM chooses experts by "
+            "softmax, or does not load their bias; the trainer's choose by sigmoid and bias whatever it says",
+            "write it into its config.json",
+        )
+    kinds = overrides.get("layer_types")
+    if slides_in_part({**config, "layer_types": kinds} if kinds else config):
+        yield Refusal(
+            "model.name",
+            f"{name} attends to a sliding window in some of its layers, and vLLM serves models of its kind with "
+            "one in all layers or in none",
+            "another model; where no sample is longer than its sliding_window, use_sliding_window: false in its "
+            "config.json, and no layer_types there, is the same model",
+        )
+
+
+def _not_adapted(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield adapters that vLLM 0.32 loads and does not use."""
+    lora, text = experiment.model.lora, config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    if lora is None or own.get("model_type") not in LATENT_FAMILIES | SPARSE_FAMILIES or not own.get("kv_lora_rank"):
+        return
+    modules = [f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(int(own.get("num_hidden_layers") or 1))]
+    if any(matches(target, module) for target in lora.target_modules for module in modules):
+        yield Refusal(
+            "model.lora.target_modules",
+            f"{experiment.model.name} has latent attention, into which vLLM folds the base model's kv_b_proj as it "
+            "loads: an adapter of it would train, and no engine would sample with it",
+            "leave kv_b_proj out",
+        )
+
+
+def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield models and keys for which vLLM 0.32 has no kernels on a CPU, or wrong ones."""
+    name, elsewhere = experiment.model.name, "use inference.backend = transformers, GPUs, or another model"
+    adapted = experiment.model.lora is not None and experiment.samples
+    if adapted and count_experts(config):
+        yield Refusal(
+            "model.lora",
+            f"{name} is a mixture of experts, and on a CPU vLLM has no adapters for one: its kernels are Triton's",
+            "leave it out, or use GPUs",
+        )
+    if config.get("model_type") in OTHER_ON_CPU:
+        yield Refusal(
+            "model.name",
+            f"{name} ({config['model_type']}): on a CPU vLLM samples from another distribution than the model has "
+            "in transformers, by which it is trained",
+            elsewhere,
+        )
+    latent = latent_size(config)
+    if latent is not None and experiment.trains and not adapted and latent != PLAIN_SIZE:
+        yield Refusal(
+            "model.name",
+            f"{name} has latent attention of size {latent} (kv_lora_rank + qk_rope_head_dim), and on a CPU vLLM "
+            f"takes new versions of models with {PLAIN_SIZE} only",
+            elsewhere,
+        )
+    for key, value in (experiment.inference.vllm if experiment.inference is not None else {}).items():
+        if latent is not None and key.replace("-", "_") == "attention_backend" and value == "AMX_MLA":
+            yield Refusal(
+                f"inference.vllm.{key}",
+                "AMX_MLA takes no new version of the weights, and its log-probabilities in bfloat16 are far off",
+                "leave it out",
+            )
+    size = head_size(config)
+    if size is not None and size not in CPU_HEAD_SIZES:
+        yield Refusal(
+            "model.name",
+            f"{name} has heads of size {size}, and on a CPU vLLM has attention kernels for "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} only",
+            elsewhere,
+        )
+
+
 def _cannot_follow(extra: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield what makes vLLM 0.32 put new weights where the old ones were at its start, and are not any more."""
     for key, value in extra.items():
@@ -247,6 +309,15 @@ def slides_in_part(config: Mapping[str, Any]) -> bool:
         return len(set(kinds)) > 1 and (is_mixture or first != layers)
     slides = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
     return slides and first > 0 and (is_mixture or first < layers)
+
+
+def router_unstated(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the config.json of a mixture must say for vLLM to route as transformers does, and does not."""
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    if own.get("model_type") not in SIGMOID_ROUTERS or not count_experts(own):
+        return {}
+    return {key: value for key, value in STATED_ROUTER.items() if own.get(key) != value}
 
 
 VLLM = VllmBackend()

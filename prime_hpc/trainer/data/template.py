@@ -22,6 +22,8 @@ from prime_hpc.trainer.data.sources import fingerprint_of
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
 _MARK_OF_CALL = "name_of_a_call_that_no_data_holds_{}_"
+_BEFORE = "\u263a"
+"""A character that takes part in no token with what follows it."""
 _SHOWN = 12
 """Tokens shown on either side of a break."""
 
@@ -52,6 +54,10 @@ class ChatTokenizer:
         self._added = set(tokenizer.get_added_vocab().values())
         first = tokenizer("a", verbose=False)["input_ids"][:1]
         self._begin = first if first == [tokenizer.bos_token_id] else []
+        before = self.encode(_BEFORE)
+        adds_space = self.encode(_BEFORE + "a") != before + self.encode("a")
+        self._before = before if adds_space else []
+        """Tokens to encode text behind, which is not to get the space that such a tokenizer puts before any text."""
         self._ends = {i for i in (tokenizer.eos_token_id, *tokenizer.all_special_ids) if i is not None}
 
     @property
@@ -169,12 +175,19 @@ class ChatTokenizer:
         """Prompt and completion as plain text: begun, untrained, by the token that the tokenizer itself puts before a
         text (the base model was trained with it), ended by the end-of-sequence token where there is one."""
         _check_text(text.prompt + text.completion)
-        head, tail = self.encode(text.prompt), self.encode(text.completion)
+        head = self.encode(text.prompt)
+        tail = self._going_on(text.completion) if text.prompt else self.encode(text.completion)
         if (head or tail)[:1] != self._begin:
             head = self._begin + head
         if self._tokenizer.eos_token_id is not None:
             tail = [*tail, self._tokenizer.eos_token_id]
         return np.array(head + tail, dtype=np.int32), np.arange(len(head) + len(tail)) >= len(head)
+
+    def _going_on(self, text: str) -> list[int]:
+        """Token ids of text that follows other text."""
+        ids = self.encode(_BEFORE + text) if self._before else []
+        cut = len(self._before)
+        return ids[cut:] if ids[:cut] == self._before and cut else self.encode(text)
 
     def _turn(self, tokens: "_Tokens", talk: Conversation, stop: int) -> tuple[int, int]:
         """Return the trained tokens (begin, end) of the last message of a piece."""
