@@ -19,13 +19,11 @@ from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.pool_settings import ChatOptions, PoolSettings
-from prime_hpc.envs.task_sources import Split
 from prime_hpc.evals.episodes import EpisodeLog
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.play import Player
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version, version_template
-from prime_hpc.evals.wanted import Asked, record_tasks, recorded_sources
 from prime_hpc.runtime.event_loops import in_loop
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
@@ -44,42 +42,13 @@ class Connected:
     urls: list[str]
     is_api: bool
     max_concurrent: int
+    kind: str
+    """Of the run: its section of the config."""
 
     def player(self, log: EpisodeLog, **more: Any) -> Player:
         """Return what plays episodes here, into `log`; `more`: as `Player` has it."""
-        return Player(self.pool, self.servers, log, max_concurrent=self.max_concurrent, is_api=self.is_api, **more)
-
-
-async def connect_to_play(
-    stack: AsyncExitStack,
-    experiment: Experiment,
-    context: RoleContext,
-    bus: BusClient,
-    versions: Sequence[Version],
-    log: EpisodeLog,
-    *,
-    split: Split = "eval",
-    keep_messages: bool = False,
-) -> tuple[Asked, Connected | None]:
-    """Return the episodes that are asked for, and the connection to what they need: None where all have been played.
-    Arguments and errors as of `connect`; StoreError: the directory cannot be written."""
-    config, found = experiment.episodes, None
-    known = await asyncio.to_thread(recorded_sources, context.run_dir, config)
-    asked = Asked.of(versions, known, config, log) if known is not None else None
-    if asked is None or asked.num_left:
-        first = [v for v in versions if asked is None or asked.todo[v]]
-        order = [*first, *(v for v in versions if v not in first)]
-        found = await connect(stack, experiment, context, bus, order, split=split, keep_messages=keep_messages)
-        record_tasks(context.run_dir, found.pool.sources, config)
-        asked = Asked.of(versions, found.pool.sources, config, log)
-    of = f" of {', '.join(version.label for version in versions)}" if experiment.kind == "eval" else ""
-    there = f", {asked.num - asked.num_left} of them there already" if asked.num_left < asked.num else ""
-    who = "nobody is asked"
-    if found is not None:
-        kind = "API" if found.is_api else "inference server(s)"
-        who = f"{len(found.urls)} {kind}: {', '.join(found.urls)}"
-    logger.info(f"{asked.num} episodes{of}{there}; {who}")
-    return asked, found
+        most, is_api, kind = self.max_concurrent, self.is_api, self.kind
+        return Player(self.pool, self.servers, log, max_concurrent=most, is_api=is_api, kind=kind, **more)
 
 
 async def connect(
@@ -88,9 +57,6 @@ async def connect(
     context: RoleContext,
     bus: BusClient,
     versions: Sequence[Version],
-    *,
-    split: Split = "eval",
-    keep_messages: bool = False,
 ) -> Connected:
     """Reach the servers, load the first version into them, open the environments.
 
@@ -123,11 +89,11 @@ async def connect(
     # verifiers takes seconds to import: meanwhile the servers start
     warm = asyncio.to_thread(importlib.import_module, "prime_hpc.envs.episode_runner")
     await asyncio.gather(servers.load_first(versions), warm)
-    made = await _make_pool(experiment, urls, key, clients, split, keep_messages, context.log_dir)
+    made = await _make_pool(experiment, urls, key, clients, context.log_dir)
     pool = await stack.enter_async_context(made)
     servers.on_move = pool.move_server
     _subscribe_to_servers(bus, servers)
-    return Connected(pool, servers, urls, is_api, experiment.episodes.max_concurrent)
+    return Connected(pool, servers, urls, is_api, config.max_concurrent, kind)
 
 
 def _key(experiment: Experiment) -> str | None:
@@ -204,8 +170,6 @@ async def _make_pool(
     urls: list[str],
     key: str | None,
     clients: Sequence[InferenceClient | None],
-    split: Split,
-    keep_messages: bool,
     log_dir: Path,
 ) -> EnvPool:
     """Return the environments."""
@@ -219,7 +183,7 @@ async def _make_pool(
     settings = PoolSettings(
         envs=config.environments,
         samplings=[config.sampling_of(env).parameters() for env in config.environments],
-        split=split,
+        split=experiment.synthesize.split if experiment.kind == "synthesize" else "eval",
         seed=experiment.seed,
         urls=urls,
         model_name=api_model if is_api else POLICY,
@@ -233,7 +197,7 @@ async def _make_pool(
         trust_remote_code=experiment.model.trust_remote_code,
         chat_template=version_template(experiment.eval) if experiment.kind == "eval" else None,
         vision=experiment.model.vision is not None,
-        keep_messages=keep_messages,
+        keep_messages=experiment.kind == "synthesize",
         keep_samples=False,
     )
     return EnvPool(settings, config.env_servers, log_dir)

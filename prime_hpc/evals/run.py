@@ -1,27 +1,19 @@
 """One attempt of an evaluation: servers, environments, one version after another, the summary after each."""
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.evals.connect import connect_to_play
+from prime_hpc.evals.attempt import open_attempt
 from prime_hpc.evals.episodes import EpisodeLog, Key
 from prime_hpc.evals.errors import EvalError
-from prime_hpc.evals.progress import Progress
-from prime_hpc.evals.settings import record as record_settings
-from prime_hpc.evals.settings import refuse_others
 from prime_hpc.evals.summary import draw, summarize, table, write_summary
-from prime_hpc.evals.versions import Version, find_versions
-from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.evals.versions import Version
 from prime_hpc.observe.role_status import RoleStatus
-from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.run_paths import RunPaths
 
 
 async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient, status: RoleStatus) -> None:
@@ -33,23 +25,11 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
         EnvError: an environment is not as configured.
         StoreError: the results cannot be written.
     """
-    config, paths = experiment.eval, RunPaths(context.run_dir)
-    await asyncio.to_thread(refuse_others, experiment, context.run_dir)  # rows may be many
-    versions = find_versions(config)
-    settings = await asyncio.to_thread(record_settings, experiment, context.run_dir)
-    async with AsyncExitStack() as stack:
-        log = EpisodeLog(paths, context.incarnation)
-        stack.callback(log.close)
-        metrics = MetricsWriter(paths.metrics("eval"))
-        stack.callback(metrics.close)
-        asked, found = await connect_to_play(stack, experiment, context, bus, versions, log)
-        status.ready(servers=found.urls if found is not None else [], versions=len(versions))
-        freeze_gc()  # environments and their packages are alive now, and stay
-        progress = Progress(metrics, asked.num, asked.num - asked.num_left)
+    async with open_attempt(experiment, context, bus, status, EpisodeLog) as attempt:
+        asked, found, log, progress = attempt.asked, attempt.found, attempt.log, attempt.progress
         done: list[tuple[Version, Sequence[Key]]] = []
         summary: dict[str, Any] = {}
-        for version in versions:
-            keys = asked.keys[version]
+        for version, keys in asked.keys.items():
             if found is not None and asked.todo[version]:
                 if not await found.servers.load_unless_gone(version):
                     continue
@@ -60,7 +40,7 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
             done.append((version, keys))
             log.sync()
             known = summary.get("versions", ())
-            summary = summarize(done, log.records, config, settings, experiment.model.name, known)
+            summary = summarize(done, log.records, experiment.eval, attempt.settings, experiment.model.name, known)
             write_summary(context.run_dir, summary, table(summary))
             status.beat(step=progress.done)
         if not done:

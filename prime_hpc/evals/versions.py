@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Problem
+from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.run_paths import list_steps, step_name
@@ -62,6 +62,11 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
         raise ConfigError(Problem(f"{root} holds {what} (step_000010, ...)", "eval.weights_dir"))
     base = [Version(0)] if config.eval_base else []
     return base + [Version(step, folders[step]) for step in steps]
+
+
+def versions_of(experiment: Experiment) -> list[Version]:
+    """Return the versions that a run without a trainer plays. Raises ConfigError: as of `find_versions`."""
+    return find_versions(experiment.eval) if experiment.kind == "eval" else [Version(0)]
 
 
 def _with_weights(folders: Mapping[int, Path]) -> list[int]:

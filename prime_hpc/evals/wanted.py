@@ -18,7 +18,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEnvConfig
 from prime_hpc.evals.episodes import RESULTS, EpisodeLog, Key, Record, read_lines, results_file
-from prime_hpc.evals.versions import Version, find_versions
+from prime_hpc.evals.versions import Version, versions_of
 from prime_hpc.store.io.files import write_atomic
 
 FILE = "tasks.json"
@@ -122,7 +122,7 @@ def is_all_played(experiment: Experiment, run_dir: Path) -> bool:
     if sources is None:
         return False
     try:
-        steps = [version.step for version in find_versions(experiment.eval)] if experiment.kind == "eval" else [0]
+        steps = [version.step for version in versions_of(experiment)]
     except ConfigError:
         return False  # whoever plays them says so
     wanted = {key for step in steps for key in wanted_keys(step, sources, config)}

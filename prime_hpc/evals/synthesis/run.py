@@ -1,31 +1,26 @@
 """One attempt of `synthesize`: servers, environments, the episodes that are missing, then filters and rows."""
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.evals.connect import Connected, connect_to_play
+from prime_hpc.evals.attempt import Attempt, open_attempt
 from prime_hpc.evals.episodes import Key, Record
 from prime_hpc.evals.errors import EvalError
-from prime_hpc.evals.progress import Progress
-from prime_hpc.evals.settings import record as record_settings
-from prime_hpc.evals.settings import refuse_others
 from prime_hpc.evals.summary import write_summary
 from prime_hpc.evals.synthesis.report import report, table, words
 from prime_hpc.evals.synthesis.rows import DATA, withdraw_rows, write_rows
 from prime_hpc.evals.synthesis.sampled import Sampled, SampledLog, sampled
 from prime_hpc.evals.synthesis.select import num_passing, select
 from prime_hpc.evals.versions import Version
-from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
-from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
+
+MODEL = Version(0)
+"""All is played by `model.name` as it is."""
 
 
 class NothingPassesError(EvalError):
@@ -41,42 +36,20 @@ async def synthesize(experiment: Experiment, context: RoleContext, bus: BusClien
         EnvError: an environment is not as configured.
         StoreError: the results cannot be written.
     """
-    config, paths = experiment.synthesize, RunPaths(context.run_dir)
-    await asyncio.to_thread(refuse_others, experiment, context.run_dir)  # prompts may be many
-    settings = await asyncio.to_thread(record_settings, experiment, context.run_dir)
-    async with AsyncExitStack() as stack:
-        log = SampledLog(paths, context.incarnation)
-        stack.callback(log.close)
-        metrics = MetricsWriter(paths.metrics("synthesize"))
-        stack.callback(metrics.close)
-        base = Version(0)
-        asked, found = await connect_to_play(
-            stack, experiment, context, bus, [base], log, split=config.split, keep_messages=True
-        )
-        status.ready(servers=found.urls if found is not None else [], versions=1)
-        keys = asked.keys[base]
-        freeze_gc()  # environments and their packages are alive now, and stay
-        progress = Progress(metrics, asked.num, asked.num - asked.num_left)
+    async with open_attempt(experiment, context, bus, status, SampledLog) as attempt:
         try:
-            await _play(experiment, found, log, asked.todo[base], keys, progress)
+            await _play(experiment, attempt)
         except NothingPassesError as error:
             logger.error(str(error))
-        log.sync()
-        status.beat(step=progress.done)
-    _conclude(experiment, context, log, _in_order(experiment, keys), settings)
+        attempt.log.sync()
+        status.beat(step=attempt.progress.done)
+    _conclude(experiment, context, attempt)
 
 
-async def _play(
-    experiment: Experiment,
-    found: Connected | None,
-    log: SampledLog,
-    todo: Sequence[Key],
-    keys: Sequence[Key],
-    progress: Progress,
-) -> None:
+async def _play(experiment: Experiment, attempt: Attempt[SampledLog]) -> None:
     """Play the missing episodes. Raises NothingPassesError: `synthesize.give_up_after` episodes, and no row."""
-    config = experiment.synthesize
-    there = _there(log, keys)
+    config, progress = experiment.synthesize, attempt.progress
+    there = _there(attempt.log, attempt.asked.keys[MODEL])
     progress.figures["passed"] = sum(num_passing(record, config) for record in there)
 
     def ended(record: Record) -> None:
@@ -94,9 +67,9 @@ async def _play(
             )
 
     progress.begin("synthesize", there)
-    if found is not None:
-        player = found.player(log, kind="synthesize", on_end=ended, make_record=sampled)
-        await player.play(Version(0), todo)
+    if attempt.found is not None:
+        player = attempt.found.player(attempt.log, on_end=ended, make_record=sampled)
+        await player.play(MODEL, attempt.asked.todo[MODEL])
     progress.ended_all()
 
 
@@ -110,12 +83,11 @@ def _in_order(experiment: Experiment, keys: Sequence[Key]) -> list[Key]:
     return sorted(keys, key=lambda key: (place[key.env], key.task, key.rollout))
 
 
-def _conclude(
-    experiment: Experiment, context: RoleContext, log: SampledLog, keys: Sequence[Key], settings: dict[str, Any]
-) -> None:
+def _conclude(experiment: Experiment, context: RoleContext, attempt: Attempt[SampledLog]) -> None:
     """Filter, write the rows and the report."""
     config, paths = experiment.synthesize, RunPaths(context.run_dir)
-    records = _there(log, keys)
+    log, settings = attempt.log, attempt.settings
+    records = _there(log, _in_order(experiment, attempt.asked.keys[MODEL]))
     found = select(records, config)
     summary = report(records, found, config, settings, experiment.model.name)
     if found.kept:
