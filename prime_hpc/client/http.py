@@ -119,6 +119,30 @@ class HttpClient:
             self._session = None
 
 
+class ServerClient:
+    """One server, whose address may change: what its clients have in common."""
+
+    _suffix = "/v1"
+    """Cut off an address that is given with it: paths say more."""
+
+    def __init__(self, base_url: str, key: str | None, *, proxied: bool = False) -> None:
+        """Make a client; opens no connection yet. Arguments as of `HttpClient`."""
+        self._http = HttpClient(base_url.rstrip("/").removesuffix(self._suffix), key, proxied=proxied)
+
+    @property
+    def base_url(self) -> str:
+        """The address that paths are appended to."""
+        return self._http.base_url
+
+    def move(self, base_url: str) -> None:
+        """Ask at another address from now on: the server was started again there. May be called from another thread."""
+        self._http.base_url = base_url.rstrip("/").removesuffix(self._suffix)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+
 def ask(url: str, *, timeout_s: float, key: str | None = None, method: str = "GET") -> bytes:
     """Return the answer to one request, without an event loop.
     Raises OSError: no answer in time, or a status that is no success."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import numpy as np
 
 from prime_hpc.client.figures import parse_figures
-from prime_hpc.client.http import Answer, HttpClient, NoAnswerError
+from prime_hpc.client.http import Answer, NoAnswerError, ServerClient
 from prime_hpc.client.versions import versions_from_spans
 from prime_hpc.runtime.event_loops import loop_time
 
@@ -122,8 +122,8 @@ def parse_scores(rows: Sequence[Mapping[str, Any] | None] | None, token_ids: Seq
     return scores
 
 
-class InferenceClient:
-    """One server. Safe to share between tasks of one event loop; end it with `aclose`."""
+class InferenceClient(ServerClient):
+    """One server. Safe to share between tasks of one event loop; end it with `close`."""
 
     def __init__(
         self, base_url: str, api_key: str | None = None, timeout_s: float = 120.0, update_timeout_s: float = 1800.0
@@ -136,27 +136,14 @@ class InferenceClient:
             timeout_s: deadline of one generation or small call.
             update_timeout_s: deadline of one weight update (reading the weights included).
         """
+        super().__init__(base_url, api_key)
         self._timeout_s, self._update_timeout_s = timeout_s, update_timeout_s
-        self._http = HttpClient(base_url.rstrip("/").removesuffix("/v1"), api_key)
-
-    @property
-    def base_url(self) -> str:
-        """`http://host:port` of the server."""
-        return self._http.base_url
 
     async def __aenter__(self) -> "InferenceClient":
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.close()
-
-    def move(self, base_url: str) -> None:
-        """Ask at another address from now on: the server was started again there."""
-        self._http.base_url = base_url.rstrip("/").removesuffix("/v1")
+        await self.close()
 
     async def health(self) -> bool:
         """Return whether the server answers and its engines live. Never raises."""

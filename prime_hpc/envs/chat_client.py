@@ -20,7 +20,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
-from prime_hpc.client.http import HttpClient, NoAnswerError
+from prime_hpc.client.http import NoAnswerError, ServerClient
 from prime_hpc.envs.model_client import FULL, ContextFullError, RequestRefusedError, SampledTurn
 from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.runtime.event_loops import loop_time
@@ -36,8 +36,10 @@ class EndpointRefusedError(ProviderError):
     """The API takes no request of this kind from us: the key, the model's name or the URL is wrong."""
 
 
-class ChatClient(Client):
+class ChatClient(ServerClient, Client):
     """One API. Lives on the event loop that first uses it; `close` ends its connections."""
+
+    _suffix = ""
 
     def __init__(self, base_url: str, api_key: str | None, options: ChatOptions, patience_s: float) -> None:
         """Make a client; opens no connection yet.
@@ -47,7 +49,7 @@ class ChatClient(Client):
             patience_s: for how long a request may be sent again: less than an episode's deadline, so that an API that
                 fails is not taken for a model that rambles.
         """
-        self._http = HttpClient(base_url.rstrip("/"), api_key, proxied=True)
+        super().__init__(base_url, api_key, proxied=True)
         self.options = options
         self.patience_s = patience_s
         self._renamed: dict[str, str] = {}
@@ -55,15 +57,6 @@ class ChatClient(Client):
         self._num_forbidden = FORBIDDEN_IN_A_ROW
         """Since the last reply. To one who may ask 403 is about a request: a filter has found something in it."""
         self._answered: dict[str, bool] = {}  # by conversation that goes on: whether there was a reply
-
-    @property
-    def base_url(self) -> str:
-        """Up to and with `/v1`."""
-        return self._http.base_url
-
-    def move(self, base_url: str) -> None:
-        """Ask at another address from now on: the server was started again there."""
-        self._http.base_url = base_url.rstrip("/")
 
     def take_turns(self, session_id: str) -> list[SampledTurn]:
         """None: an API does not say what its tokens were."""
@@ -74,10 +67,6 @@ class ChatClient(Client):
         """Return whether of these conversations something was asked, and nothing answered yet."""
         found = [self._answered[session] for session in session_ids if session in self._answered]
         return bool(found) and not any(found)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.close()
 
     async def get_response(
         self,

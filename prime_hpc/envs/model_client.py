@@ -24,7 +24,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
-from prime_hpc.client.http import HttpClient, NoAnswerError
+from prime_hpc.client.http import NoAnswerError, ServerClient
 from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice, read_tokens
 from prime_hpc.client.versions import VersionSpanError
 from prime_hpc.envs.images import image_urls, without_images
@@ -81,7 +81,7 @@ class _Reply:
     finish_reason: str | None
 
 
-class PolicyClient(Client):
+class PolicyClient(ServerClient, Client):
     """One inference server. Lives on the event loop that first uses it; `close` ends its connections."""
 
     def __init__(
@@ -103,21 +103,12 @@ class PolicyClient(Client):
             patience_s: how long an unreachable server (being restarted) is asked again before a turn fails.
             with_logprobs: ask for them: what trains needs them; a fifth of a small model's server is spent on them.
         """
-        self._http = HttpClient(base_url.rstrip("/").removesuffix("/v1"), api_key)
+        super().__init__(base_url, api_key)
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.patience_s = patience_s
         self._with_logprobs = with_logprobs
         self._turns: dict[str, list[SampledTurn]] = {}
-
-    @property
-    def base_url(self) -> str:
-        """`http://host:port` of the server."""
-        return self._http.base_url
-
-    def move(self, base_url: str) -> None:
-        """Ask at another address from now on: the server was started again there. May be called from another thread."""
-        self._http.base_url = base_url.rstrip("/").removesuffix("/v1")
 
     async def get_response(
         self,
@@ -201,10 +192,6 @@ class PolicyClient(Client):
     def take_turns(self, session_id: str) -> list[SampledTurn]:
         """Return the turns sampled for a trace; forgotten afterwards."""
         return self._turns.pop(session_id, [])
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.close()
 
     async def _prompt(self, messages: list[Message], tools: list[Tool], turn: PendingTurn | None) -> tuple[Any, bool]:
         """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens; one token

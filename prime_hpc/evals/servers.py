@@ -177,7 +177,7 @@ class Servers:
             if server.restoring is not None:
                 server.restoring.cancel()
             if server.client is not None:
-                await server.client.aclose()
+                await server.client.close()
 
     async def _restore(self, index: int) -> None:
         """Have one server serve the version, however long it takes to come back."""

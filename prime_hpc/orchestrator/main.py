@@ -73,7 +73,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
         paths = stack.enter_context(bench_paths(context.run_dir) if config.bench else nullcontext(real_paths))
         clients = make_clients(exp, urls)
         for client in clients:
-            stack.push_async_callback(client.aclose)
+            stack.push_async_callback(client.close)
         train_pool, eval_pool = await _open_pools(exp, context, urls, state, stack)
         teacher = make_teacher(exp, context, clients, train_pool, served_as) if train_pool is not None else None
         if teacher is not None:

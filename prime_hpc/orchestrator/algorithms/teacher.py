@@ -190,7 +190,7 @@ class Teacher:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.is_other:
             for client in self._clients:
-                await client.aclose()
+                await client.close()
 
     async def _score(self, prompt: Prompt, token_ids: NDArray[np.int32]) -> Score:
         before = np.asarray(self._prefix(prompt.source, prompt.task) if self._prefix else [], np.int32)

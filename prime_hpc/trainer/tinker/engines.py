@@ -148,7 +148,7 @@ class Engines:
     async def close(self) -> None:
         """End the connections."""
         for server in self._servers.values():
-            await server.client.aclose()
+            await server.client.close()
 
     async def sample(self, request: Sample, saved: Saved | None, vocab_size: int) -> bytes:
         """Return the client's answer to a request for samples.
