@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,12 +27,12 @@ _MAX_KEY = 4096
 _LISTENING = "0A"
 
 
-def key_file(environ: Mapping[str, str] = os.environ) -> Path:
+def key_file() -> Path:
     """Return the file in which servers that this user starts by hand on this machine leave their key."""
-    return user_cache(environ) / "keys" / f"{socket.gethostname()}.key"
+    return user_cache() / "keys" / f"{socket.gethostname()}.key"
 
 
-def server_key(stated: str | None, role: str, api_key_var: str, environ: Mapping[str, str] = os.environ) -> str:
+def server_key(stated: str | None, role: str, api_key_var: str) -> str:
     """Return the key of a server: the supervisor's for this attempt, else the config's; by hand the environment's, else
     one that the user's own clients on this machine find by themselves.
 
@@ -43,10 +42,10 @@ def server_key(stated: str | None, role: str, api_key_var: str, environ: Mapping
     Raises:
         ValueError: no key can be kept safely.
     """
-    given = environ.get(KEY_VARIABLES[role]) or stated or environ.get(api_key_var)
+    given = os.environ.get(KEY_VARIABLES[role]) or stated or os.environ.get(api_key_var)
     if given:
         return given
-    path = key_file(environ)
+    path = key_file()
     try:
         return take_key(path)
     except OSError as error:
@@ -78,13 +77,13 @@ def take_key(path: Path) -> str:
     return key
 
 
-def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
+def find_key(url: str) -> str | None:
     """For a client: the key of a server of this user on this machine; None for others'.
 
     The key is not given away: a port that another user listens on gets none.
     """
     parts = urlsplit(url)
-    path = _kept_key_file(environ) if parts.hostname in (*LOOPBACK, socket.gethostname()) else None
+    path = _kept_key_file() if parts.hostname in (*LOOPBACK, socket.gethostname()) else None
     if path is None:
         return None
     if not is_user_listener(parts.port or 80):
@@ -101,10 +100,10 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
         os.close(descriptor)
 
 
-def _kept_key_file(environ: Mapping[str, str]) -> Path | None:
+def _kept_key_file() -> Path | None:
     """Return the key's file where it is there; None too for a user without a home, or one that may not be searched."""
     try:
-        path = key_file(environ)
+        path = key_file()
         return path if path.is_file() else None
     except (OSError, RuntimeError):
         return None

@@ -156,10 +156,10 @@ def has_accounting(run_dir: Path) -> bool:
         return True
 
 
-def other_cluster(stated: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+def other_cluster(stated: str | None) -> str | None:
     """Return the cluster that a job is to be sent to with `-M`: as stated, else $SLURM_CLUSTERS'; None: this one."""
-    chosen = stated or environ.get("SLURM_CLUSTERS") or None
-    return None if chosen == cluster_name(environ) else chosen
+    chosen = stated or os.environ.get("SLURM_CLUSTERS") or None
+    return None if chosen == cluster_name() else chosen
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:

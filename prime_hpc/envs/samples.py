@@ -470,8 +470,7 @@ def _content(message: Any) -> str:
     return " ".join([*([content] if content else []), *calls])
 
 
-def one_line(text: str, limit: int = 400) -> str:
-    """Return a reason for logs: without the config's secrets, white space folded to single blanks, cut to `limit`
-    characters."""
+def one_line(text: str) -> str:
+    """Return a reason for logs: without the config's secrets, on one line, cut to 400 characters."""
     folded = " ".join(without_known(text).split())
-    return folded if len(folded) <= limit else folded[: limit - 1] + "…"
+    return folded if len(folded) <= 400 else folded[:399] + "…"

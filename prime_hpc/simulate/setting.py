@@ -141,11 +141,11 @@ def _engines(experiment: Experiment, shape: Mapping[str, int], words: str) -> An
     return own.model_copy(update=update)
 
 
-def other_shapes(setting: Setting, most: int = 5) -> list[dict[str, int]]:
+def other_shapes(setting: Setting) -> list[dict[str, int]]:
     """Return splits of the same number of GPUs that are worth a look."""
     if not setting.gpus_per_engine:
         return []
-    found = split_choices(setting.ranks, setting.inference, setting.gpus_per_engine, most)
+    found = split_choices(setting.ranks, setting.inference, setting.gpus_per_engine, 5)
     return [{"trainer": trainer, "inference": engines} for trainer, engines in found]
 
 

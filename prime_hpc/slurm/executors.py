@@ -49,8 +49,8 @@ def submitit_folder(directory: Path) -> Path:
 class RunWatcher(slurm.SlurmInfoWatcher):
     """States of all jobs of this process in one squeue call; never waits for a job that nobody knows any more."""
 
-    def __init__(self, delay_s: int = 30) -> None:
-        super().__init__(delay_s=delay_s)
+    def __init__(self) -> None:
+        super().__init__(delay_s=30)
         self.run_dirs: dict[str, Path] = {}
         """Where each job's `attempts.jsonl` is."""
 

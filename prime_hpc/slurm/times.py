@@ -31,15 +31,14 @@ def parse_duration(text: str) -> float | None:
     return float((hours * 60 + minutes) * 60 + seconds)
 
 
-def parse_time_s(text: str, key: str = "slurm.time") -> int | None:
+def parse_time_s(text: str) -> int | None:
     """Parse sbatch's `--time` to seconds; None: no limit. Raises ConfigError: not a time."""
     if text.strip().lower() in ("unlimited", "infinite", "-1"):
         return None
     seconds = parse_duration(text)
     if seconds is None:
-        raise ConfigError(
-            Problem(f"{text.strip()!r} is no time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS", key)
-        )
+        forms = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+        raise ConfigError(Problem(f"{text.strip()!r} is no time: {forms}", "slurm.time"))
     return int(seconds)
 
 

@@ -73,11 +73,11 @@ def check_python() -> Iterator[Finding]:
         yield Finding("python", "fail", text, f"install prime-hpc with a Python from {low} to {high}")
 
 
-def requirements(name: str = "prime-hpc") -> dict[str, list[str]]:
+def requirements() -> dict[str, list[str]]:
     """Return requirements of the installed product by extra; "" are those of the login node."""
     found: dict[str, list[str]] = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        for line in metadata.requires(name) or []:
+        for line in metadata.requires("prime-hpc") or []:
             requirement, _, marker = line.partition(";")
             extra = _EXTRA.search(marker)
             found.setdefault(extra[1] if extra else "", []).append(requirement.strip())

@@ -5,7 +5,6 @@ has its config.
 """
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +111,9 @@ class ModelFacts:
         return self.num_params - self.vision.num_params
 
 
-def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
+def read_model(name: str) -> ModelFacts | None:
     """Shape of a model; None where its config cannot be found or is of a kind that this file does not know."""
-    path, config = find_config(name, environ), read_config(name, environ)
+    path, config = find_config(name), read_config(name)
     return None if path is None or config is None else model_facts(config, stored_params(path.parent))
 
 

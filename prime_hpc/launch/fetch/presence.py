@@ -50,9 +50,10 @@ class Presence:
         return not self.lacks
 
 
-def job_environ(experiment: Experiment, site: SiteConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def job_environ(experiment: Experiment, site: SiteConfig) -> dict[str, str]:
     """Return the environment that the roles of a Slurm job will have, as far as it is known before."""
-    return {**environ, **{name: str(value) for name, value in revealed({**site.env, **experiment.slurm.env}).items()}}
+    stated = revealed({**site.env, **experiment.slurm.env})
+    return {**os.environ, **{name: str(value) for name, value in stated.items()}}
 
 
 def missing_of(experiment: Experiment, environ: Mapping[str, str]) -> list[Presence]:

@@ -100,9 +100,9 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def queued_parts(timeout_s: float = ASK_TIMEOUT_S) -> list[QueuedPart]:
+def queued_parts() -> list[QueuedPart]:
     """List what Slurm counts of this user's jobs. Raises SlurmError."""
-    rows = squeue_rows(["-u", str(os.getuid())], ("State", "Account", "QOS"), timeout_s)
+    rows = squeue_rows(["-u", str(os.getuid())], ("State", "Account", "QOS"), ASK_TIMEOUT_S)
     return [QueuedPart(row["Account"], row["QOS"]) for row in rows if row["State"] not in ENDED]
 
 

@@ -79,9 +79,9 @@ def refuse_empty(tokenizer: Any, name: str) -> None:
         raise ValueError(f"{name} holds no vocabulary: {SAVE_TOKENIZER}")
 
 
-def is_noted(name: str, *, trust_remote_code: bool = False, environ: Mapping[str, str] = os.environ) -> bool:
+def is_noted(name: str, *, trust_remote_code: bool) -> bool:
     """Return whether `load_tokenizer` will know the class without `AutoTokenizer`, as far as can be seen."""
-    note = _note_of(name, trust_remote_code, environ)
+    note = _note_of(name, trust_remote_code, os.environ)
     return note is not None and _read(note) is not None
 
 
