@@ -22,7 +22,7 @@ from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group, version_floor
 from prime_hpc.orchestrator.rollouts.prompts import Draw, Prompt, PromptStream, SourceInfo
 from tests.support.episodes import failed_episode, make_episode
-from tests.unit.test_prompts import ACTIONS, make_stream
+from tests.unit.test_prompts import ACTIONS, Life, last_life, make_stream
 from tests.unit.test_staleness import Run
 
 NAMES = ["a", "b", "c"]
@@ -287,26 +287,31 @@ def test_a_gate_that_rejects_every_group_of_one_is_refused() -> None:
 # ------------------------------------------------------------------------------------------- exactness over any kills
 
 
-class Life:
-    """One process of a run with pools: as in test_prompts, and every group that ends is observed."""
+class PooledLife(Life):
+    """With pools; every group that ends is observed."""
 
-    def __init__(self, saved: str | None) -> None:
+    def __init__(self, saved: str | None, drawn: dict[int, Prompt]) -> None:
+        """`drawn`: in all lives, by position."""
         self.curriculum = make_curriculum(sampler={**POOLS, "easy_probability": 0.2, "hard_probability": 0.3})
-        self.stream = PromptStream(SOURCES, 3, self.curriculum.choose)
-        self.used: list[Prompt] = []
-        self.dropped: list[Prompt] = []
-        self.open: list[Prompt] = []
+        self.drawn = drawn
+        super().__init__(saved)
+
+    def open_stream(self, saved: str | None) -> PromptStream:
+        stream = PromptStream(SOURCES, 3, self.curriculum.choose)
         if saved is not None:
             prompts, curriculum = json.loads(saved)
-            self.stream.load_state_dict(prompts)
+            stream.load_state_dict(prompts)
             self.curriculum.load_state_dict(curriculum)
+        return stream
 
-    def write_batch(self, size: int) -> str | None:
-        if len(self.open) < size:
-            return None
-        taken = [self.open.pop() for _ in range(size)]
-        self.used += taken
-        groups = [make_group(p, [reward_of(p)] * 2) for p in taken]
+    def draw(self) -> Prompt:
+        known, prompt = self.stream.cursor, self.stream.next()
+        assert prompt.position >= known or self.drawn[prompt.position] == prompt
+        self.drawn[prompt.position] = prompt
+        return prompt
+
+    def take(self, prompts: list[Prompt]) -> str:
+        groups = [make_group(p, [reward_of(p)] * 2) for p in prompts]
         curriculum = self.curriculum.batch_taken(groups)
         return json.dumps([self.stream.state_dict(self.open), curriculum])
 
@@ -319,30 +324,10 @@ def reward_of(prompt: Prompt) -> float:
 @settings(max_examples=200, deadline=None)
 @given(ACTIONS)
 def test_pools_lose_and_repeat_no_position_and_keep_each_ones_task(actions: list[tuple[str, int]]) -> None:
-    life = Life(None)
-    saves: list[tuple[str | None, list[Prompt], list[Prompt]]] = [(None, [], [])]
     drawn: dict[int, Prompt] = {}
-    for action, number in actions:
-        if action == "draw":
-            for _ in range(number):
-                known, prompt = life.stream.cursor, life.stream.next()
-                assert prompt.position >= known or drawn[prompt.position] == prompt
-                drawn[prompt.position] = prompt
-                life.open.append(prompt)
-        elif action == "drop" and number < len(life.open):
-            life.dropped.append(life.open.pop(number))
-        elif action == "send_back" and number < len(life.open):
-            life.stream.put_back(life.open.pop(number))
-        elif action == "batch":
-            saved = life.write_batch(number)
-            if saved is not None:
-                saves.append((saved, list(life.used), list(life.dropped)))
-        elif action == "kill":
-            saves = saves[: max(1, len(saves) - number)]
-            saved, used, dropped = saves[-1]
-            life = Life(saved)
-            life.used, life.dropped = list(used), list(dropped)
-    resumed = Life(json.dumps([life.stream.state_dict(life.open), life.curriculum.state_dict()]))
+    life = last_life(lambda saved: PooledLife(saved, drawn), actions)
+    saved = json.dumps([life.stream.state_dict(life.open), life.curriculum.state_dict()])
+    resumed = PooledLife(saved, drawn)
     rest = [life.stream.next() for _ in range(life.stream.num_pending)]
     everything = [*life.used, *life.dropped, *life.open, *rest]
     assert sorted(p.position for p in everything) == list(range(life.stream.cursor))

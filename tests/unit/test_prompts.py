@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -127,19 +129,57 @@ class Life:
     """One process of a run: draws, ends groups in any order, writes batches; may be killed anywhere."""
 
     def __init__(self, saved: str | None) -> None:
-        self.stream = make_stream()
         self.used: list[Prompt] = []
         self.dropped: list[Prompt] = []
         self.open: list[Prompt] = []
+        self.stream = self.open_stream(saved)
+
+    def open_stream(self, saved: str | None) -> PromptStream:
+        stream = make_stream()
         if saved is not None:
-            self.stream.load_state_dict(json.loads(saved))
+            stream.load_state_dict(json.loads(saved))
+        return stream
+
+    def draw(self) -> Prompt:
+        return self.stream.next()
+
+    def take(self, prompts: list[Prompt]) -> str:
+        """Write a batch of prompts; returns the state after it."""
+        return json.dumps(self.stream.state_dict(self.open))
 
     def write_batch(self, size: int) -> str | None:
         """Take `size` open prompts into a batch, newest first (any order must do); None if there are too few."""
         if len(self.open) < size:
             return None
-        self.used += [self.open.pop() for _ in range(size)]
-        return json.dumps(self.stream.state_dict(self.open))
+        taken = [self.open.pop() for _ in range(size)]
+        self.used += taken
+        return self.take(taken)
+
+
+L = TypeVar("L", bound=Life)
+
+
+def last_life(begin: Callable[[str | None], L], actions: list[tuple[str, int]]) -> L:
+    """Act, over any kills; returns the life that is left."""
+    life = begin(None)
+    saves: list[tuple[str | None, list[Prompt], list[Prompt]]] = [(None, [], [])]
+    for action, number in actions:
+        if action == "draw":
+            life.open += [life.draw() for _ in range(number)]
+        elif action == "drop" and number < len(life.open):
+            life.dropped.append(life.open.pop(number))
+        elif action == "send_back" and number < len(life.open):
+            life.stream.put_back(life.open.pop(number))
+        elif action == "batch":
+            saved = life.write_batch(number)
+            if saved is not None:
+                saves.append((saved, list(life.used), list(life.dropped)))
+        elif action == "kill":  # resume at one of the last batches; what came after it never happened
+            saves = saves[: max(1, len(saves) - number)]
+            saved, used, dropped = saves[-1]
+            life = begin(saved)
+            life.used, life.dropped = list(used), list(dropped)
+    return life
 
 
 ACTIONS = st.lists(
@@ -157,24 +197,7 @@ ACTIONS = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(ACTIONS)
 def test_every_prompt_is_in_exactly_one_place_over_any_kills(actions: list[tuple[str, int]]) -> None:
-    life = Life(None)
-    saves: list[tuple[str | None, list[Prompt], list[Prompt]]] = [(None, [], [])]
-    for action, number in actions:
-        if action == "draw":
-            life.open += [life.stream.next() for _ in range(number)]
-        elif action == "drop" and number < len(life.open):
-            life.dropped.append(life.open.pop(number))
-        elif action == "send_back" and number < len(life.open):
-            life.stream.put_back(life.open.pop(number))
-        elif action == "batch":
-            saved = life.write_batch(number)
-            if saved is not None:
-                saves.append((saved, list(life.used), list(life.dropped)))
-        elif action == "kill":  # resume at one of the last batches; what came after it never happened
-            saves = saves[: max(1, len(saves) - number)]
-            saved, used, dropped = saves[-1]
-            life = Life(saved)
-            life.used, life.dropped = list(used), list(dropped)
+    life = last_life(Life, actions)
     rest = []
     while life.stream.num_pending:
         rest.append(life.stream.next())

@@ -30,17 +30,6 @@ THINKING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def chat(tokenizer: Any) -> ChatTokenizer:
-    tokenizer.chat_template = CHATML
-    return ChatTokenizer(tokenizer)
-
-
 def test_assistant_content_and_end_of_turn_are_trained_and_nothing_else(chat: ChatTokenizer, tokenizer: Any) -> None:
     one = sample({"messages": CONVERSATION}, chat)
     assert trained_text(one, tokenizer) == ["number<|im_end|>", "add\nmultiply<|im_end|>"]

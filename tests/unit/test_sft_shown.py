@@ -4,24 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from prime_hpc.observe.report import left_out
 from prime_hpc.trainer.data.template import ChatTokenizer
 from tests.support.sft_samples import refusal, result, sample, trained_text
-from tests.support.tiny_model import CHATML, QWEN3
-from tests.support.tiny_tokenizer import make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def chat(tokenizer: Any) -> ChatTokenizer:
-    tokenizer.chat_template = CHATML
-    return ChatTokenizer(tokenizer)
+from tests.support.tiny_model import QWEN3
 
 
 def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:

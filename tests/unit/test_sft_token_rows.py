@@ -7,21 +7,8 @@ import pytest
 
 from prime_hpc.trainer.data.template import ChatTokenizer
 from tests.support.sft_samples import refusal, result, sample
-from tests.support.tiny_model import CHATML
-from tests.support.tiny_tokenizer import make_tokenizer
 
 TALK = [{"role": "user", "content": "what is the name"}, {"role": "assistant", "content": "number"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def chat(tokenizer: Any) -> ChatTokenizer:
-    tokenizer.chat_template = CHATML
-    return ChatTokenizer(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,10 @@ from prime_hpc.launch.sweep.report import Report
 from prime_hpc.launch.sweep.resolve import load_base
 from prime_hpc.launch.sweep.state import read_sweep
 from prime_hpc.launch.sweep.submit import submit_sweep
-from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit, num_free, queued_parts, submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = FakeSlurm(tmp_path)
-    fake.use(monkeypatch)
-    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.0)
-    return fake
 
 
 @pytest.fixture

@@ -18,21 +18,12 @@ from prime_hpc.launch.sweep.report import Report
 from prime_hpc.launch.sweep.resolve import load_base
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep
 from prime_hpc.launch.sweep.submit import submit_sweep
-from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.submission_record import check_in
 from prime_hpc.store.run_dirs import read_record
 from prime_hpc.supervisor import main
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = FakeSlurm(tmp_path)
-    fake.use(monkeypatch)
-    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.0)
-    return fake
 
 
 @pytest.fixture

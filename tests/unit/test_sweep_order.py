@@ -30,13 +30,6 @@ inference: {data_parallel_size: 1}
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = FakeSlurm(tmp_path)
-    fake.use(monkeypatch)
-    return fake
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_experiment(tmp_path)
 

@@ -25,7 +25,6 @@ from prime_hpc.launch.sweep.resolve import load_base, load_stored
 from prime_hpc.launch.sweep.state import POINTS, new_submit, point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import submit_sweep
 from prime_hpc.runtime import gpus
-from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.queue_facts import submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.submission_record import LOCK, check_in, write_record
@@ -35,14 +34,6 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
 
 AXES = "axes: {product: {trainer.optim.lr: [1e-5, 1e-4, 1e-3], seq_len: [32, 64]}}\n"
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = FakeSlurm(tmp_path)
-    fake.use(monkeypatch)
-    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.2)
-    return fake
 
 
 @pytest.fixture
