@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, FencedError, StoreError, Unreadable, WaitCancelled
 from prime_hpc.store.io import files
@@ -38,18 +38,31 @@ class ListingPace:
         self.last, self.pause = now, min(self.pause * 1.5, _CONNECTED_LISTING_PAUSE_S)
 
 
+class Announced(TypedDict, total=False):
+    """How an artifact is heard of, and when it counts as there."""
+
+    bus: "Bus | None"
+    """Announces; None or a silent one: listing only."""
+    topic: str
+    """Of the announcement; without one: listing only."""
+    key: Mapping[str, int]
+    """Fields of the announcement that must have at least these values, e.g. `{"step": 3}`."""
+    names: Collection[str] | None
+    """Files whose sizes are checked; None: all."""
+    handover: "Handover | None"
+    """The writer's socket; where it hands out the manifest, the file system is not asked at all."""
+    min_incarnation: int
+    """An artifact of an older attempt counts as not there (a late write of a fenced process); one that no attempt wrote
+    (0) was put there by hand, and counts."""
+
+
 def wait_for_artifact(
     directory: Path,
     *,
     deadline_s: float,
-    bus: "Bus | None" = None,
-    topic: str | None = None,
-    key: Mapping[str, int] | None = None,
-    names: Collection[str] | None = None,
-    handover: "Handover | None" = None,
-    min_incarnation: int = 0,
     cancelled: Callable[[], bool] | None = None,
     pace: ListingPace | None = None,
+    **announced: Unpack[Announced],
 ) -> Manifest:
     """Wait until an artifact is whole and visible here (sizes checked). One process waits, it tells the others.
 
@@ -60,15 +73,9 @@ def wait_for_artifact(
     Args:
         directory: the artifact's final name.
         deadline_s: seconds from now.
-        bus: announces; None or a silent one: listing only.
-        topic: topic of the announcement.
-        key: fields of the announcement that must have at least these values, e.g. `{"step": 3}`.
-        names: files whose sizes are checked; None: all.
-        handover: the writer's socket; where it hands out the manifest, the file system is not asked at all.
-        min_incarnation: an artifact of an older attempt counts as not there (a late write of a fenced process); one
-            that no attempt wrote (0) was put there by hand, and counts.
         cancelled: asked at least every 0.25 s.
         pace: of the listings, where this is not the first call for this artifact.
+        announced: see `Announced`.
 
     Raises:
         ArtifactTimeout: it never appeared; names what was awaited and for how long.
@@ -76,10 +83,8 @@ def wait_for_artifact(
         WaitCancelled: `cancelled()` became true.
         FencedError: a newer attempt than `min_incarnation` wrote it: this one is over.
     """
-    heard = bus if topic else None
-    wait = _Wait(directory, heard, topic or "", dict(key or {}), names, handover, min_incarnation)
-    start = time.monotonic()
-    end = start + deadline_s
+    wait = _Wait(directory, **announced)
+    end = time.monotonic() + deadline_s
     read_pause, pace = 0.01, pace or ListingPace()
     while True:
         if cancelled is not None and cancelled():
@@ -101,24 +106,10 @@ def wait_for_artifact(
 
 
 class ArtifactWatch:
-    """`wait_for_artifact` for somebody who waits for several: asked now and then, it never blocks.
+    """`wait_for_artifact` for somebody who waits for several: asked now and then, it never blocks."""
 
-    Args are those of `wait_for_artifact`.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        bus: "Bus | None" = None,
-        topic: str | None = None,
-        key: Mapping[str, int] | None = None,
-        names: Collection[str] | None = None,
-        handover: "Handover | None" = None,
-        min_incarnation: int = 0,
-    ) -> None:
-        heard = bus if topic else None
-        self._wait = _Wait(directory, heard, topic or "", dict(key or {}), names, handover, min_incarnation)
+    def __init__(self, directory: Path, **announced: Unpack[Announced]) -> None:
+        self._wait = _Wait(directory, **announced)
         self._pace = ListingPace()
         self._manifest: Manifest | None = None
         self.found_at: float | None = None
@@ -151,14 +142,17 @@ class _Wait:
     """The state of one `wait_for_artifact`."""
 
     directory: Path
-    bus: "Bus | None"
-    topic: str
-    key: dict[str, int]
-    names: Collection[str] | None
-    handover: "Handover | None"
-    min_incarnation: int
+    bus: "Bus | None" = None
+    topic: str = ""
+    key: Mapping[str, int] = field(default_factory=dict)
+    names: Collection[str] | None = None
+    handover: "Handover | None" = None
+    min_incarnation: int = 0
     listed: bool = False
     error: StoreError | None = None
+
+    def __post_init__(self) -> None:
+        self.bus = self.bus if self.topic else None
 
     @property
     def announcement(self) -> dict[str, Any] | None:
