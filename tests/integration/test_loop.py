@@ -15,7 +15,17 @@ import yaml
 
 from prime_hpc.observe.role_status import read_status
 from tests.support import forked
-from tests.support.runs import ENVIRONMENT, ROOT, background, command, free_port, rows, steps, used_prompts, wait_until
+from tests.support.runs import (
+    ENVIRONMENT,
+    background,
+    command,
+    free_port,
+    rows,
+    starter_tree,
+    steps,
+    used_prompts,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,23 +34,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A starter model and an experiment on it: 4 prompts x 4 rollouts a step, two trainer ranks."""
     folder = tmp_path_factory.mktemp("loop")
-    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
-    assert made.returncode == 0, made.stderr
-    experiment = {
-        "output_dir": str(folder),
-        "name": "base",
-        "seq_len": 128,
-        "max_steps": 4,
-        "model": {"name": str(folder / "starter" / "model"), "dtype": "float32"},
-        "trainer": {"num_ranks": 2, "threads_per_rank": 1, "micro_batch_tokens": 1024, "optim": {"lr": 1e-3}},
-        "orchestrator": {
-            "batch_size": 16,
-            "rollouts_per_example": 4,
-            "max_concurrent": 16,
-            "sampling": {"max_tokens": 16},
-            "env": [{"id": "reverse-text"}],
-        },
-    }
+    experiment = starter_tree(
+        folder,
+        output_dir=str(folder),
+        name="base",
+        max_steps=4,
+        trainer={"num_ranks": 2, "optim": {"lr": 1e-3}},
+    )
     (folder / "exp.yaml").write_text(yaml.safe_dump(experiment))
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.support.pods import Kubelet, can_unshare
-from tests.support.runs import command, rows, steps, used_prompts
+from tests.support.runs import command, rows, starter_tree, steps, used_prompts
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,27 +24,17 @@ NUM_STEPS = 6
 
 @pytest.fixture
 def kubelet(tmp_path: Path) -> Any:
-    made = command("python", Path("tools") / "make-starter", tmp_path / "starter")
-    assert made.returncode == 0, made.stderr
-    experiment = {
-        "name": "pods",
-        "seq_len": 128,
-        "max_steps": NUM_STEPS,
-        "model": {"name": str(tmp_path / "starter" / "model"), "dtype": "float32"},
-        "trainer": {"num_ranks": 2, "threads_per_rank": 1, "micro_batch_tokens": 1024, "optim": {"lr": 1e-3}},
-        "orchestrator": {
-            "batch_size": 16,
-            "rollouts_per_example": 4,
-            "max_concurrent": 16,
-            "sampling": {"max_tokens": 16},
-            "env": [{"id": "reverse-text"}],
-        },
-        "inference": {"backend": "transformers", "num_replicas": 2},
-        "ckpt": {"interval": 2},
-        "device": "cpu",
-        "slurm": {"gpus_per_node": 0, "trainer": {"nodes": 2}, "inference": {"nodes": 2}},
-        "kubernetes": {"image": "none", "grace_s": 120},
-    }
+    experiment = starter_tree(
+        tmp_path,
+        name="pods",
+        max_steps=NUM_STEPS,
+        trainer={"num_ranks": 2, "optim": {"lr": 1e-3}},
+        inference={"backend": "transformers", "num_replicas": 2},
+        ckpt={"interval": 2},
+        device="cpu",
+        slurm={"gpus_per_node": 0, "trainer": {"nodes": 2}, "inference": {"nodes": 2}},
+        kubernetes={"image": "none", "grace_s": 120},
+    )
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(experiment))
     made = command("prime-hpc", "render", tmp_path / "exp.yaml", "--target", "kubernetes")
     assert made.returncode == 0, made.stderr

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.support.runs import ROOT, background, command, steps, used_prompts, wait_until
+from tests.support.runs import ROOT, background, starter_tree, steps, used_prompts, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,25 +46,15 @@ def visit(host: str, ports: list[int]) -> list[dict[str, Any]]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.exhaustive
 def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> None:
-    made = command("python", ROOT / "tools" / "make-starter", tmp_path / "starter")
-    assert made.returncode == 0, made.stderr
-    tree = {
-        "output_dir": str(tmp_path),
-        "name": "run",
-        "seq_len": 128,
-        "max_steps": 100_000,
-        "model": {"name": str(tmp_path / "starter" / "model"), "dtype": "float32"},
-        "trainer": {"num_ranks": 2, "threads_per_rank": 1, "micro_batch_tokens": 1024},
-        "orchestrator": {
-            "batch_size": 16,
-            "rollouts_per_example": 4,
-            "max_concurrent": 16,
-            "sampling": {"max_tokens": 16},
-            "env": [{"id": "reverse-text"}],
-        },
-        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
-        "prometheus": {},
-    }
+    tree = starter_tree(
+        tmp_path,
+        output_dir=str(tmp_path),
+        name="run",
+        max_steps=100_000,
+        trainer={"num_ranks": 2},
+        inference={"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
+        prometheus={},
+    )
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(tree))
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with background("rl", "@", tmp_path / "exp.yaml", log=log) as process:

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from prime_hpc.store.attempts import read_attempts
 from tests.support.runs import BIN, rows
 from tests.support.slurm import Cluster
+from tests.support.small_jobs import attempts, wait_for_step
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -77,20 +77,6 @@ def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tup
 
 def prime_hpc(cluster: Cluster, *words: object) -> "subprocess.CompletedProcess[str]":
     return cluster.x([str(BIN / "prime-hpc"), *map(str, words)], timeout=60)
-
-
-def attempts(run_dir: Path) -> list[dict[str, Any]]:
-    return [dict(row) for row in read_attempts(run_dir / "attempts.jsonl")]
-
-
-def wait_for_step(cluster: Cluster, run_dir: Path, step: int) -> None:
-    """Until the run's newest attempt has done that step."""
-
-    def there() -> bool:
-        path = run_dir / "metrics" / "trainer.jsonl"
-        return path.exists() and max((row["step"] for row in rows(run_dir, "trainer")), default=0) >= step
-
-    cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=400)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

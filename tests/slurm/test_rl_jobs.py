@@ -10,7 +10,7 @@ import yaml
 
 from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE
 from prime_hpc.store.attempts import read_attempts
-from tests.support.runs import BIN, ROOT, command, rows, used_prompts
+from tests.support.runs import BIN, rows, starter_tree, used_prompts
 from tests.support.slurm import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
@@ -23,30 +23,20 @@ def experiment(cluster: Cluster) -> Path:
     """Reverse-text with a starter model: one trainer node, two servers of one engine each."""
     folder = Path(cluster.shared) / "rl"
     folder.mkdir()
-    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
-    assert made.returncode == 0, made.stderr
-    tree = {
-        "output_dir": str(folder / "out"),
-        "seq_len": 128,
-        "model": {"name": str(folder / "starter" / "model"), "dtype": "float32"},
-        "ckpt": {"interval": 5},
-        "trainer": {"threads_per_rank": 1, "micro_batch_tokens": 1024, "optim": {"lr": 1e-4}},
-        "orchestrator": {
-            "batch_size": 16,
-            "rollouts_per_example": 4,
-            "max_concurrent": 16,
-            "sampling": {"max_tokens": 16},
-            "env": [{"id": "reverse-text"}],
-        },
-        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
-        "slurm": {
+    tree = starter_tree(
+        folder,
+        output_dir=str(folder / "out"),
+        ckpt={"interval": 5},
+        trainer={"optim": {"lr": 1e-4}},
+        inference={"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
+        slurm={
             "site": "devcluster",
             "gpus_per_node": 1,
             "cpus_per_task": 2,
             "inference": {"nodes": 2},
             "restart": {"node_timeout_s": 12, "fence_s": 20, "replica_retry_s": 5},
         },
-    }
+    )
     path = folder / "exp.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from prime_hpc.store.attempts import read_attempts
-from tests.support.runs import BIN, ROOT, command, steps, used_prompts
+from tests.support.runs import BIN, ROOT, starter_tree, steps, used_prompts
 from tests.support.slurm import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.netns, pytest.mark.timeout(900)]
@@ -53,25 +53,15 @@ def visit(cluster: Cluster, start: str, host: str, ports: list[int], job: str | 
 def test_strangers_on_the_network_and_on_the_nodes_get_nothing(cluster: Cluster) -> None:
     folder = Path(cluster.shared) / "strangers"
     folder.mkdir()
-    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
-    assert made.returncode == 0, made.stderr
-    tree = {
-        "output_dir": str(folder / "out"),
-        "name": "run",
-        "seq_len": 128,
-        "max_steps": 100_000,
-        "model": {"name": str(folder / "starter" / "model"), "dtype": "float32"},
-        "ckpt": {"interval": 1000},
-        "trainer": {"num_ranks": 2, "threads_per_rank": 1, "micro_batch_tokens": 1024},
-        "orchestrator": {
-            "batch_size": 16,
-            "rollouts_per_example": 4,
-            "max_concurrent": 16,
-            "sampling": {"max_tokens": 16},
-            "env": [{"id": "reverse-text"}],
-        },
-        "inference": {"cpu_kv_cache_gib": 0.25, "server": {"port": 0}},
-        "slurm": {
+    tree = starter_tree(
+        folder,
+        output_dir=str(folder / "out"),
+        name="run",
+        max_steps=100_000,
+        ckpt={"interval": 1000},
+        trainer={"num_ranks": 2},
+        inference={"cpu_kv_cache_gib": 0.25, "server": {"port": 0}},
+        slurm={
             "site": "devcluster",
             "layout": "packed",
             "gpus_per_node": 2,
@@ -79,7 +69,7 @@ def test_strangers_on_the_network_and_on_the_nodes_get_nothing(cluster: Cluster)
             "inference": {"nodes": 1},
             "trainer": {"nodes": 1},
         },
-    }
+    )
     (folder / "exp.yaml").write_text(yaml.safe_dump(tree))
     done = cluster.x([str(BIN / "prime-hpc"), "submit", str(folder / "exp.yaml"), "--json"], timeout=100)
     assert done.returncode == 0, done.stderr

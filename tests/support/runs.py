@@ -46,6 +46,25 @@ def command(program: str, *arguments: object, timeout_s: float = 280) -> subproc
     )
 
 
+def starter_tree(folder: Path, **more: Any) -> dict[str, Any]:
+    """An experiment on a starter model, which is made in `folder`: a step is 4 rollouts of 4 texts to reverse."""
+    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
+    assert made.returncode == 0, made.stderr
+    return {
+        "seq_len": 128,
+        "model": {"name": str(folder / "starter" / "model"), "dtype": "float32"},
+        "orchestrator": {
+            "batch_size": 16,
+            "rollouts_per_example": 4,
+            "max_concurrent": 16,
+            "sampling": {"max_tokens": 16},
+            "env": [{"id": "reverse-text"}],
+        },
+        **more,
+        "trainer": {"threads_per_rank": 1, "micro_batch_tokens": 1024, **more.get("trainer", {})},
+    }
+
+
 @contextmanager
 def background(program: str, *arguments: object, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A console script that runs beside the test; interrupted at the end, killed if that does not help."""

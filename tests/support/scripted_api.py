@@ -7,14 +7,15 @@ between changes nothing. Faults: see `Fault`.
 """
 
 import asyncio
-import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
+
+from tests.support.server_thread import ServerThread
 
 
 @dataclass
@@ -39,7 +40,7 @@ def noisy_reverse(messages: list[dict[str, Any]]) -> str:
     return text[::-1] if zlib.crc32(text.encode()) % 5 > 1 else text
 
 
-class ScriptedApi:
+class ScriptedApi(ServerThread):
     """The API on a thread."""
 
     def __init__(
@@ -52,45 +53,16 @@ class ScriptedApi:
     ) -> None:
         self.reply, self.key, self.fault, self.delay_s = reply, key, fault, delay_s
         self.asked: Counter[str] = Counter()
-        self.port = 0
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def url(self) -> str:
-        """Up to and with `/v1`."""
-        return f"http://127.0.0.1:{self.port}/v1"
+        super().__init__()
 
     @property
     def num_requests(self) -> int:
         """Completions that were asked for."""
         return sum(self.asked.values())
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(60), "the scripted API did not start"
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._runner.cleanup())
-        self._loop.close()
-
-    async def _start(self) -> None:
-        app = web.Application()
-        app.add_routes([web.post("/v1/chat/completions", self._complete), web.get("/v1/models", self._models)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = self._runner.addresses[0][1]
+    def routes(self) -> list[web.RouteDef]:
+        """What is answered."""
+        return [web.post("/v1/chat/completions", self._complete), web.get("/v1/models", self._models)]
 
     def _refused(self, request: web.Request) -> web.Response | None:
         if self.key is None or request.headers.get("Authorization") == f"Bearer {self.key}":

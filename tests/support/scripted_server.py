@@ -19,13 +19,14 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from aiohttp import web
 
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.run_paths import RunPaths
+from tests.support.server_thread import ServerThread
 
 
 @dataclass
@@ -83,7 +84,7 @@ def _npy(array: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-class ScriptedServer:
+class ScriptedServer(ServerThread):
     """The server on a thread. `requests` holds what came in, `version` labels what goes out."""
 
     failure = "scripted failure"
@@ -96,39 +97,13 @@ class ScriptedServer:
     def __init__(self, tokenizer: Any, script: Script, *, port: int = 0, max_model_len: int = 2048) -> None:
         self.tokenizer = tokenizer
         self.script = script
-        self.port = port
-        self.host: str | None = "127.0.0.1"
+        super().__init__(port)
         self.max_model_len = max_model_len
         self.version = 0
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.num_scored = 0
         self.score_failures = 0
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def url(self) -> str:
-        """Base URL, as `base_url` is configured."""
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(60), "the scripted server did not start"
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._runner.cleanup())
-        self._loop.close()
 
     def routes(self) -> list[web.RouteDef]:
         """What is answered."""
@@ -139,15 +114,6 @@ class ScriptedServer:
             web.get("/policy_version", self._policy_version),
             web.post("/update_weights", self._update_weights),
         ]
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=2**26)
-        app.add_routes(self.routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

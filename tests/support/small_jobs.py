@@ -62,11 +62,13 @@ def attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_step(cluster: Cluster, run_dir: Path, step: int) -> None:
+    """Until the run's newest attempt has done that step."""
+
     def there() -> bool:
         path = run_dir / "metrics" / "trainer.jsonl"
         return path.exists() and max((row["step"] for row in rows(run_dir, "trainer")), default=0) >= step
 
-    cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=300)
+    cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=400)
 
 
 def rl(cluster: Cluster, folder: Path, name: str, steps: int, layout: str = "het") -> tuple[str, Path]:
