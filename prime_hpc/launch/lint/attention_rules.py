@@ -18,9 +18,9 @@ def attention_kernel(subject: Subject) -> Iterator[Finding]:
     if experiment.model.attn != "flash":
         return
     if subject.is_slurm and not subject.trains_on_gpus:
-        yield Finding("PH114", "error", "model.attn", "flash needs GPUs, and the trainer is to compute on cpu", REMEDY)
+        yield Finding.error("PH114", "model.attn", "flash needs GPUs, and the trainer is to compute on cpu", REMEDY)
     elif problem := flash_problem(experiment, is_here=subject.site.container is None):
-        yield Finding("PH114", "error", "model.attn", problem, REMEDY)
+        yield Finding.error("PH114", "model.attn", problem, REMEDY)
 
 
 def flash_problem(experiment: Experiment, *, is_here: bool) -> str:
@@ -41,9 +41,8 @@ def flash_problem(experiment: Experiment, *, is_here: bool) -> str:
 def float32_on_gpus(subject: Subject) -> Iterator[Finding]:
     """Right, but slow, and not what the engines compute."""
     if subject.experiment.model.dtype == "float32" and subject.trains_on_gpus:
-        yield Finding(
+        yield Finding.info(
             "PH115",
-            "info",
             "model.dtype",
             "float32 on GPUs has no flash attention and no tensor cores; vLLM's attention rounds it to TF32, so that "
             "its log-probabilities differ from the trainer's",

@@ -23,7 +23,7 @@ def unknown(subject: Subject) -> Iterator[Finding]:
             load_backend(group.servers.backend, f"{group.section}.backend")
         except ConfigError as error:
             for problem in error.problems:
-                yield Finding("PH125", "error", problem.key, problem.message, "vllm, transformers, or mend the path")
+                yield Finding.error("PH125", problem.key, problem.message, "vllm, transformers, or mend the path")
 
 
 @rule(*EVERY, pods=True)
@@ -35,10 +35,10 @@ def abilities(subject: Subject) -> Iterator[Finding]:
             where = refusal.key
             if where.startswith("inference."):
                 where = f"{group.section}.{where.removeprefix('inference.')}"
-            yield Finding("PH124", "error", where, refusal.reason, refusal.remedy)
+            yield Finding.error("PH124", where, refusal.reason, refusal.remedy)
         if not subject.is_slurm and (missing := backend.missing()):  # a login node does without it
             key = f"{group.section}.backend"
-            yield Finding("PH125", "error", key, f"{backend.title}: {missing}", "install it, or another backend")
+            yield Finding.error("PH125", key, f"{backend.title}: {missing}", "install it, or another backend")
 
 
 @rule(*EVERY, pods=True)
@@ -56,9 +56,8 @@ def offloaded(subject: Subject) -> Iterator[Finding]:
                     engines[node] += placed.processes_per_node
         most = max(engines.values(), default=0)
         if most * size > limit * SHARE_FOR_KV:
-            yield Finding(
+            yield Finding.error(
                 "PH106",
-                "error",
                 f"{group.section}.kv_offload_gib",
                 f"{most} engines on a node take {most * size:.0f} GiB of its {limit:.0f} GiB of host memory",
                 f"at most {limit * SHARE_FOR_KV / most:.0f}",
@@ -90,7 +89,7 @@ def transport(subject: Subject) -> Iterator[Finding]:
     )
     for is_wrong, reason, remedy in cases:
         if is_wrong:
-            yield Finding("PH126", "error", "weights.transport", f"{name}: {reason}", f"use {remedy}")
+            yield Finding.error("PH126", "weights.transport", f"{name}: {reason}", f"use {remedy}")
 
 
 def _device_of(subject: Subject, role: EngineRole) -> Stated:

@@ -22,25 +22,22 @@ def image(subject: Subject) -> Iterator[Finding]:
         return
     is_path = box.image.startswith((".", "/", "~")) or (box.runtime == "edf" and "/" in box.image)
     if is_path and not box.image.startswith("/"):
-        yield Finding(
+        yield Finding.error(
             "PH324",
-            "error",
             "slurm.site",
             f"container.image {box.image!r} of the profile {subject.site.name!r} is a relative path",
             "state it from the root: steps start in the run directory",
         )
     elif is_path and not Path(box.image).exists():
-        yield Finding(
+        yield Finding.warning(
             "PH324",
-            "warning",
             "slurm.site",
             f"container.image {box.image} of the profile {subject.site.name!r} is not there",
             "mend the path; or it is seen on the compute nodes alone",
         )
     if box.runtime == "apptainer" and "://" in box.image and subject.num_nodes > 1:
-        yield Finding(
+        yield Finding.warning(
             "PH324",
-            "warning",
             "slurm.site",
             f"each of {subject.num_nodes} nodes fetches and converts {box.image} for itself, at once",
             f"once: apptainer build prime-hpc.sif {box.image}; and state the file on the shared file system",
@@ -58,9 +55,8 @@ def paths(subject: Subject) -> Iterator[Finding]:
         # of those that hold the path the longest inside is what is seen there
         over = max((p for p in pairs if path.is_relative_to(p[1] or "/")), key=lambda p: len(p[1]), default=None)
         if over is not None and over[0] != over[1]:
-            yield Finding(
+            yield Finding.error(
                 "PH325",
-                "error",
                 None if key.startswith("site.") else key,
                 f"{path}: in the container {over[1]} is the host's {over[0]}, so that the path means something else",
                 f"mount {over[0]} at its own path too, or state a path that no mount covers",
@@ -74,26 +70,26 @@ def packed_environment(subject: Subject) -> Iterator[Finding]:
     if pack is None:
         return
     if not pack.is_absolute():
-        yield Finding(
-            "PH333", "error", "slurm.env_pack", f"{pack} is not absolute", "nodes start elsewhere: from the root"
+        yield Finding.error(
+            "PH333", "slurm.env_pack", f"{pack} is not absolute", "nodes start elsewhere: from the root"
         )
         return
     if subject.site.container is not None:
-        yield Finding("PH333", "info", "slurm.env_pack", "the roles run in a container: the pack is not used", "")
+        yield Finding.info("PH333", "slurm.env_pack", "the roles run in a container: the pack is not used", "")
         return
     try:
         facts = PackFacts.read(pack)
         size = pack.stat().st_size
     except (ConfigError, OSError) as error:
-        yield Finding("PH333", "error", "slurm.env_pack", str(error), _AGAIN)
+        yield Finding.error("PH333", "slurm.env_pack", str(error), _AGAIN)
         return
     if str(size) != facts.size:
-        yield Finding("PH333", "error", "slurm.env_pack", f"{pack} has {size} bytes, not {facts.size}", _AGAIN)
+        yield Finding.error("PH333", "slurm.env_pack", f"{pack} has {size} bytes, not {facts.size}", _AGAIN)
     elif facts.machine != platform.machine():
         what = f"{pack} was made for {facts.machine}, this machine is {platform.machine()}"
-        yield Finding("PH333", "warning", "slurm.env_pack", what, "nodes that differ start from shared storage")
+        yield Finding.warning("PH333", "slurm.env_pack", what, "nodes that differ start from shared storage")
     elif facts.hash != environment_hash(Path(sys.prefix)):
         same = facts.venv == str(Path(sys.prefix).absolute())
         why = "packages were changed since" if same else f"it was made of {facts.venv}"
         what = f"{pack} is of another environment than {sys.prefix} is now: {why}"
-        yield Finding("PH333", "error", "slurm.env_pack", what, _AGAIN)
+        yield Finding.error("PH333", "slurm.env_pack", what, _AGAIN)

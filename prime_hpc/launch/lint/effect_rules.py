@@ -111,9 +111,7 @@ def unused(subject: Subject) -> Iterator[Finding]:
         rows += _of_sft(experiment)
     for key, is_used, user in rows:
         if not is_used and _is_stated(experiment, key):
-            yield Finding(
-                "PH241", "warning", key, f"has no effect here: it is for {user}", "leave it out, or state that"
-            )
+            yield Finding.warning("PH241", key, f"has no effect here: it is for {user}", "leave it out, or state that")
 
 
 def _is_stated(experiment: Experiment, key: str) -> bool:
@@ -136,7 +134,7 @@ def by_hand(subject: Subject) -> Iterator[Finding]:
                 where = "in a Slurm job the placement decides"
                 remedy += f"; slurm.{group.role}.nodes and {group.section}.across_nodes spread the engines"
             message = f"is for servers that are started by hand, node by node; {where}"
-            yield Finding("PH320", "warning", f"{group.section}.{name}", message, remedy)
+            yield Finding.warning("PH320", f"{group.section}.{name}", message, remedy)
 
 
 @rule(*TRAINING)
@@ -197,4 +195,4 @@ def evaluated(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH243", severity, problem.key, problem.message, remedy)
     except OSError as error:
         message = f"{config.weights_dir} cannot be read: {error.strerror}"
-        yield Finding("PH243", "warning", "eval.weights_dir", message, "a run that you may read")
+        yield Finding.warning("PH243", "eval.weights_dir", message, "a run that you may read")

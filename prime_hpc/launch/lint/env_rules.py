@@ -48,9 +48,8 @@ def workers(subject: Subject) -> Iterator[Finding]:
     stated = [servers.workers if env.workers is None else env.workers for env in environments] or [servers.workers]
     if servers.addresses:
         if not any(stated):
-            yield Finding(
+            yield Finding.error(
                 "PH231",
-                "error",
                 f"{section}.env_servers.addresses",
                 "no environment has workers (workers = 0): all would be played in the orchestrator's process, and "
                 "nothing there",
@@ -62,9 +61,8 @@ def workers(subject: Subject) -> Iterator[Finding]:
         return  # they are on nodes of their own
     wanted, cores = sum(count for count in stated if isinstance(count, int)), _num_cores(subject)
     if wanted and cores is not None and wanted >= cores:
-        yield Finding(
+        yield Finding.warning(
             "PH230",
-            "warning",
             f"{section}.env_servers.workers",
             f"{wanted} workers, and the orchestrator beside them, on a node with {cores} CPUs: they take turns",
             "fewer, more CPUs for the node (slurm.cpus_per_task), or hosts elsewhere (addresses)",
@@ -124,7 +122,7 @@ def rows(subject: Subject) -> Iterator[Finding]:
     experiment = subject.experiment
     if experiment.samples and not is_parent(experiment):
         for problem in missing_rows(experiment):
-            yield Finding("PH207", "warning", problem.key, problem.message, "make it before submit, or mend the path")
+            yield Finding.warning("PH207", problem.key, problem.message, "make it before submit, or mend the path")
 
 
 @rule(*EVERY)
@@ -142,9 +140,8 @@ def benchmarks(subject: Subject) -> Iterator[Finding]:
             continue
         where = f"not in {found.path}" if found.path is not None else "not there"
         fetched = "`prime-hpc fetch FILE` brings it" if found.can_fetch else ""
-        yield Finding(
+        yield Finding.warning(
             "PH207",
-            "warning",
             need.key,
             f"the data of the benchmark {need.name} is {where}, and no role fetches it",
             "; ".join(filter(None, [fetched, found.remedy])),
@@ -167,4 +164,4 @@ def keys(subject: Subject) -> Iterator[Finding]:
     for key, name in named.items():
         if not known.get(name):
             remedy = f"export {name}=... first" + (f", or slurm.env.{name} = @FILE" if subject.is_slurm else "")
-            yield Finding("PH235", "warning", key, f"the variable {name} is not set here", remedy)
+            yield Finding.warning("PH235", key, f"the variable {name} is not set here", remedy)

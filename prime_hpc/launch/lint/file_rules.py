@@ -58,9 +58,8 @@ def before_a_purge(subject: Subject) -> Iterator[Finding]:
         is_run = key == "output_dir"
         keep = f"`prime-hpc archive {shlex.quote(run_dir.name)} DESTINATION` keeps the run" if is_run else ""
         again = f"copy {path} to a place that is not purged, or bring it again just before (`prime-hpc fetch FILE`)"
-        yield Finding(
+        yield Finding.warning(
             "PH332",
-            "warning",
             key,
             f"{purge.path} is purged from {purge.date} on ({purge.rule}), before the job may be over",
             keep or again,

@@ -135,6 +135,21 @@ class Finding:
     remedy: str
     """The remedy."""
 
+    @classmethod
+    def error(cls, code: str, key: str | None, message: str, remedy: str) -> "Finding":
+        """Return one for which a run is refused."""
+        return cls(code, "error", key, message, remedy)
+
+    @classmethod
+    def warning(cls, code: str, key: str | None, message: str, remedy: str) -> "Finding":
+        """Return one that is shown, and holds nothing up."""
+        return cls(code, "warning", key, message, remedy)
+
+    @classmethod
+    def info(cls, code: str, key: str | None, message: str, remedy: str) -> "Finding":
+        """Return one that need not be a fault."""
+        return cls(code, "info", key, message, remedy)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {

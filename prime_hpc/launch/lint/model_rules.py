@@ -35,9 +35,8 @@ def pipeline(subject: Subject) -> Iterator[Finding]:
     for group in subject.engines:
         stages = group.servers.pipeline_parallel_size
         if group.facts is not None and stages > group.facts.num_layers:
-            yield Finding(
+            yield Finding.error(
                 "PH123",
-                "error",
                 f"{group.section}.pipeline_parallel_size",
                 f"{stages} stages are more than the model's {group.facts.num_layers} layers",
                 f"at most {group.facts.num_layers}",
@@ -49,21 +48,19 @@ def _split(facts: ModelFacts, width: int, key: str) -> Iterator[Finding]:
     good = [n for n in good if vocab_fits(facts.vocab_size, n)]
     remedy = f"use one of {', '.join(map(str, good))}"
     if facts.num_heads % width:
-        yield Finding(
-            "PH101", "error", key, f"{width} does not divide the model's {facts.num_heads} attention heads", remedy
+        yield Finding.error(
+            "PH101", key, f"{width} does not divide the model's {facts.num_heads} attention heads", remedy
         )
     if not _kv_fits(facts.num_kv_heads, width):
-        yield Finding(
+        yield Finding.error(
             "PH102",
-            "error",
             key,
             f"the model's {facts.num_kv_heads} key-value heads can be neither split nor repeated over {width} GPUs",
             remedy,
         )
     if not vocab_fits(facts.vocab_size, width):
-        yield Finding(
+        yield Finding.error(
             "PH103",
-            "error",
             key,
             f"the vocabulary of {facts.vocab_size}, padded to a multiple of 64, cannot be split over {width} GPUs",
             remedy,
@@ -88,9 +85,8 @@ def context(subject: Subject) -> Iterator[Finding]:
         wanted = of_engines | {"sft.data.seq_len": experiment.sft.data.seq_len}
     for key, tokens in wanted.items():
         if tokens > facts.context and not (key != "seq_len" and tokens == experiment.seq_len):
-            yield Finding(
+            yield Finding.error(
                 "PH104",
-                "error",
                 key,
                 f"{tokens} tokens are beyond the model's max_position_embeddings = {facts.context}",
                 f"use at most {facts.context}",
@@ -114,9 +110,8 @@ def context_of_teacher(subject: Subject) -> Iterator[Finding]:
         if group.role == "teacher" and limit is not None and group.view.max_model_len > limit:
             stated = subject.experiment.teacher_inference
             key = "teacher_inference.max_model_len" if stated and stated.max_model_len else "seq_len"
-            yield Finding(
+            yield Finding.error(
                 "PH104",
-                "error",
                 key,
                 f"the teacher's engines need {group.view.max_model_len} tokens, beyond {group.view.model.name}'s "
                 f"max_position_embeddings = {limit}",
@@ -165,7 +160,7 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
     names |= {MODELS[group.role]: group.view.model.name for group in subject.engines if group.role == "teacher"}
     for key, name in names.items():
         if is_local_path(name) and find_config(name) is not None and _is_without_tokenizer(Path(name).expanduser()):
-            yield Finding("PH130", "warning", key, f"{name} holds weights, and no tokenizer", SAVE_TOKENIZER)
+            yield Finding.warning("PH130", key, f"{name} holds weights, and no tokenizer", SAVE_TOKENIZER)
 
 
 def _is_without_tokenizer(folder: Path) -> bool:
@@ -182,9 +177,8 @@ def _is_without_tokenizer(folder: Path) -> bool:
 def precision(subject: Subject) -> Iterator[Finding]:
     """Report precisions that need loss scaling, which the trainer has not, or that the family's code does not take."""
     if subject.experiment.model.dtype == "float16":
-        yield Finding(
+        yield Finding.error(
             "PH108",
-            "error",
             "model.dtype",
             "float16 gradients underflow without loss scaling, which the trainer does not have",
             "use bfloat16 or float32",
@@ -193,7 +187,7 @@ def precision(subject: Subject) -> Iterator[Finding]:
     name = subject.experiment.model.name
     family = family_of(read_config(name) or {})
     if problem := family.dtype_problem(subject.experiment.model.dtype):
-        yield Finding("PH108", "error", "model.dtype", f"{name}: {problem}", "use float32")
+        yield Finding.error("PH108", "model.dtype", f"{name}: {problem}", "use float32")
 
 
 @rule(*TRAINING, pods=True)
@@ -261,12 +255,11 @@ def adapters(subject: Subject) -> Iterator[Finding]:
     """Targets and rank of `model.lora` against the shapes of the stored weights."""
     problems = adapter_problems(subject.experiment)
     for problem in problems:
-        yield Finding("PH113", "error", problem.key, problem.message, "")
+        yield Finding.error("PH113", problem.key, problem.message, "")
     missed = left_whole(subject.experiment) if subject.experiment.trains and not problems else []
     if missed:
-        yield Finding(
+        yield Finding.info(
             "PH113",
-            "info",
             "model.lora.target_modules",
             f"the usual targets miss {', '.join(missed)} of {subject.experiment.model.name}: these get no adapter",
             "name them too, if they should",
@@ -277,7 +270,7 @@ def adapters(subject: Subject) -> Iterator[Finding]:
 def weights(subject: Subject) -> Iterator[Finding]:
     """Quantised weights, and weights that are not of their config."""
     for problem in trained_models(subject.experiment):
-        yield Finding("PH118", "error", problem.key, problem.message, "")
+        yield Finding.error("PH118", problem.key, problem.message, "")
 
 
 @rule(*TRAINING, pods=True)
@@ -291,31 +284,30 @@ def families(subject: Subject) -> Iterator[Finding]:
             continue
         family = family_of(config)
         if family.refused:
-            yield Finding("PH119", "error", key, f"{name}: {family.refusal}", "use another model")
+            yield Finding.error("PH119", key, f"{name}: {family.refusal}", "use another model")
             continue
         yield from _unknown_family(key, name, config, family, trusted=experiment.model.trust_remote_code)
         if problem := rotary_problem(config, experiment.context):
-            yield Finding("PH121", "error", key, f"{name}: {problem}", "use another model, or a shorter context")
+            yield Finding.error("PH121", key, f"{name}: {problem}", "use another model, or a shorter context")
         try:
             rows = family.rows_as(choice)
         except ValueError as error:
-            yield Finding("PH119", "error", "trainer.rows", f"{name}: {error}", "leave it out")
+            yield Finding.error("PH119", "trainer.rows", f"{name}: {error}", "leave it out")
             continue
         if rows != "single":
             continue
         scores = ", and attention holds all its scores in memory" if family.custom_attention else ""
         message = f"{name} trains one sample a row, padded to the longest, without shared prompts{scores}: "
         wanted = family.rows == "packed"  # and not the family's way
-        yield Finding(
+        yield Finding.info(
             "PH119",
-            "info",
             "trainer.rows" if wanted else key,
             message + (family.reason or "trainer.rows says so"),
             "leave it out: packed rows are faster" if wanted else "nothing: it is exact, and slower than packed rows",
         )
         if parallel.cp > 1:
             message = f"{name} trains one sample a row, which context-parallel ranks cannot split"
-            yield Finding("PH119", "error", "trainer.parallel.cp", message, "set it to 1")
+            yield Finding.error("PH119", "trainer.parallel.cp", message, "set it to 1")
 
 
 def _unknown_family(
@@ -330,7 +322,7 @@ def _unknown_family(
         return  # a self-test at every start finds out what it does
     message = f"{name}: transformers has no causal language model of model_type {family.model_type} of its own"
     remedy = "model.trust_remote_code: true, if you trust the code that it ships" if own else "another model"
-    yield Finding("PH119", "warning", key, message, f"{remedy}; nothing, where a newer transformers is installed")
+    yield Finding.warning("PH119", key, message, f"{remedy}; nothing, where a newer transformers is installed")
 
 
 @rule("sft", pods=True)
@@ -346,9 +338,8 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     beyond = sorted(token for token, number in known.items() if number >= facts.vocab_size)
     if beyond:
         shown = ", ".join(map(repr, beyond[:3]))
-        yield Finding(
+        yield Finding.warning(
             "PH128",
-            "warning",
             "model.name",
             f"the tokenizer of {name} has {len(beyond)} tokens beyond the model's {facts.vocab_size} embeddings "
             f"({shown}): a row that holds one cannot be trained on",
@@ -365,9 +356,8 @@ def layout(subject: Subject) -> Iterator[Finding]:
         dense = facts is not None and not facts.num_experts
         if dense and servers.data_parallel_size > 1 and not is_group and subject.gpu_gib(group.role) is not None:
             total = servers.num_replicas * servers.data_parallel_size
-            yield Finding(
+            yield Finding.info(
                 "PH122",
-                "info",
                 f"{group.section}.data_parallel_size",
                 f"one HTTP process serves {servers.data_parallel_size} engines of a dense model: with short "
                 "completions it, not the GPUs, is what limits them",
@@ -383,11 +373,9 @@ def router_dtype(subject: Subject) -> Iterator[Finding]:
         return
     kind = (read_config(model.name) or {}).get("model_type")
     if kind in OWN_EXPERTS:
-        yield Finding(
-            "PH127", "error", DTYPE, f"routers of {kind} are of a kind that is not known here", "leave it out"
-        )
+        yield Finding.error("PH127", DTYPE, f"routers of {kind} are of a kind that is not known here", "leave it out")
     elif facts is not None and not facts.num_experts:
-        yield Finding("PH127", "error", DTYPE, f"{model.name} has no experts, so no routers", "leave it out")
+        yield Finding.error("PH127", DTYPE, f"{model.name} has no experts, so no routers", "leave it out")
 
 
 @rule(*TRAINING, pods=True)
@@ -403,9 +391,8 @@ def router_replay(subject: Subject) -> Iterator[Finding]:
             and family not in OTHER_ROUTERS | OWN_EXPERTS
             and experiment.model.dtype != "float32"
         ):
-            yield Finding(
+            yield Finding.info(
                 "PH127",
-                "info",
                 REPLAY,
                 f"in {experiment.model.dtype} engine and trainer send some tokens of {name} to other experts: their "
                 "importance ratios are off by more than rounding",
@@ -413,12 +400,12 @@ def router_replay(subject: Subject) -> Iterator[Finding]:
             )
         return
     if not subject.is_rl:
-        yield Finding("PH127", "error", REPLAY, "only rollouts of RL have recorded experts", "leave it out")
+        yield Finding.error("PH127", REPLAY, "only rollouts of RL have recorded experts", "leave it out")
     elif facts is not None and not is_moe:
-        yield Finding("PH127", "error", REPLAY, f"{name} has no experts, so nothing to follow", "leave it out")
+        yield Finding.error("PH127", REPLAY, f"{name} has no experts, so nothing to follow", "leave it out")
     elif family in OTHER_ROUTERS | OWN_EXPERTS:
-        yield Finding("PH127", "error", REPLAY, f"routers of {family} choose in a way of their own", "leave it out")
+        yield Finding.error("PH127", REPLAY, f"routers of {family} choose in a way of their own", "leave it out")
     elif experiment.model.lora is not None:
-        yield Finding("PH127", "error", REPLAY, "engines with adapters record no experts", "leave it or model.lora out")
+        yield Finding.error("PH127", REPLAY, "engines with adapters record no experts", "leave it or model.lora out")
     elif sampling_role(experiment) == "teacher":
-        yield Finding("PH127", "error", REPLAY, "a teacher samples the rollouts, by routers of its own", "leave it out")
+        yield Finding.error("PH127", REPLAY, "a teacher samples the rollouts, by routers of its own", "leave it out")

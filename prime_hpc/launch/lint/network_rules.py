@@ -52,18 +52,16 @@ def port_ranges(subject: Subject) -> Iterator[Finding]:
     where = "network.port_range" if stated else f"network.port_range of the site profile {subject.site.name!r}"
     need = _most_on_a_node(subject.placement)
     if need > len(within):
-        yield Finding(
+        yield Finding.error(
             "PH327",
-            "error",
             where,
             f"{within} has {len(within)} ports, but up to {need} are needed on a node",
             "a wider range; jobs that share a node need as many each",
         )
     low, high = ephemeral_range()
     if within.first <= high and within.last >= low:
-        yield Finding(
+        yield Finding.info(
             "PH327",
-            "info",
             where,
             f"{within} overlaps the ports {low}-{high} that this machine's kernel gives to outgoing connections",
             "one outside of them, where a firewall allows; ports in use are passed over",
@@ -71,9 +69,8 @@ def port_ranges(subject: Subject) -> Iterator[Finding]:
     for group in subject.placement.groups:
         port = stated_port(subject.experiment, subject.placement, group)
         if port is not None and port not in within:
-            yield Finding(
+            yield Finding.warning(
                 "PH327",
-                "warning",
                 f"{'inference' if group.role == 'inference' else 'teacher_inference'}.server.port",
                 f"{port} lies outside {where} = {within}",
                 "leave it out, and one of the range is found",

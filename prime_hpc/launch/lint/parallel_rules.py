@@ -32,7 +32,7 @@ def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     remedy = f"use {' or '.join(map(str, good))}" if good else "leave it at 1: this model cannot be split"
     for what, size in sizes.items():
         if size % width:
-            yield Finding("PH109", "error", key, f"{width} does not divide the model's {size} {what}", remedy)
+            yield Finding.error("PH109", key, f"{width} does not divide the model's {size} {what}", remedy)
 
 
 def _plans(experiment: Experiment, key: str) -> Iterator[Finding]:
@@ -46,10 +46,10 @@ def _plans(experiment: Experiment, key: str) -> Iterator[Finding]:
         if family.splits is None:
             message = f"{kind} are not among those whose tensor-parallel plan is proved to compute what one rank does"
             remedy = "set it to 1 (FSDP shards the model all the same), or compare gradients first"
-            yield Finding("PH109", "warning", key, message, remedy)
+            yield Finding.warning("PH109", key, message, remedy)
         else:
             message = f"{kind} cannot be split: transformers has no plan for them that the trainer follows"
-            yield Finding("PH109", "error", key, message, "set it to 1: FSDP shards the model all the same")
+            yield Finding.error("PH109", key, message, "set it to 1: FSDP shards the model all the same")
 
 
 @rule(*TRAINING, pods=True)
@@ -64,10 +64,10 @@ def context_parallel(subject: Subject) -> Iterator[Finding]:
     remedy = f"use {' or '.join(map(str, good))}" if good else "leave it at 1"
     whose = " of a tensor-parallel rank" if parallel.tp > 1 else ""
     if heads % width:
-        yield Finding("PH110", "error", key, f"{width} does not divide the {heads} attention heads{whose}", remedy)
+        yield Finding.error("PH110", key, f"{width} does not divide the {heads} attention heads{whose}", remedy)
     elif width not in good:
         message = f"the {kv} key-value heads{whose} can be neither split nor repeated over {width} ranks"
-        yield Finding("PH110", "error", key, message, remedy)
+        yield Finding.error("PH110", key, message, remedy)
 
 
 @rule(*TRAINING, pods=True)
@@ -82,17 +82,17 @@ def expert_parallel(subject: Subject) -> Iterator[Finding]:
             message = (
                 f"{name}: models of model_type {kind} compute their experts by code of their own, which stays whole"
             )
-            yield Finding("PH111", "error", key, message, "set it to 1: FSDP shards the experts all the same")
+            yield Finding.error("PH111", key, message, "set it to 1: FSDP shards the experts all the same")
             return
     config = read_config(subject.experiment.model.name) or {}
     if facts is None and (not family_of(config).known or count_experts(config)):
         return
     if facts is None or not facts.num_experts:
-        yield Finding("PH111", "error", key, f"{width} ranks would split the experts of a dense model", "set it to 1")
+        yield Finding.error("PH111", key, f"{width} ranks would split the experts of a dense model", "set it to 1")
     elif facts.num_experts % width:
         good = [n for n in range(2, facts.num_experts + 1) if facts.num_experts % n == 0]
         message = f"{width} does not divide the model's {facts.num_experts} experts"
-        yield Finding("PH111", "error", key, message, f"use {' or '.join(map(str, good))}")
+        yield Finding.error("PH111", key, message, f"use {' or '.join(map(str, good))}")
 
 
 @rule(*TRAINING, pods=True)
@@ -101,9 +101,8 @@ def nodes(subject: Subject) -> Iterator[Finding]:
     width, count = subject.experiment.trainer.parallel.tp, subject.num_trainer_nodes()
     on_node = subject.experiment.trainer.num_ranks // count
     if width > 1 and count > 1 and on_node % width:
-        yield Finding(
+        yield Finding.warning(
             "PH112",
-            "warning",
             "trainer.parallel.tp",
             f"groups of {width} ranks do not fit into nodes of {on_node}: some exchange activations over the network",
             f"a divisor of {on_node}",

@@ -57,9 +57,8 @@ def sampling(subject: Subject) -> Iterator[Finding]:
     if None in own.values() or not own:  # some take the common one
         own["orchestrator"] = orchestrator.sampling.temperature
     for key in [key for key, temperature in own.items() if temperature == 0 and not orchestrator.advantage.imitates]:
-        yield Finding(
+        yield Finding.error(
             "PH211",
-            "error",
             f"{key}.sampling.temperature",
             "0 is greedy: every rollout of a prompt is the same reply, so that there is nothing to compare, and a "
             "policy gradient needs samples of the policy",
@@ -80,7 +79,7 @@ def stale(subject: Subject) -> Iterator[Finding]:
         remedy = "stale = resample, which is what happens"
     else:
         return
-    yield Finding("PH213", "warning", "orchestrator.stale", f"mask has no effect: {why}", remedy)
+    yield Finding.warning("PH213", "orchestrator.stale", f"mask has no effect: {why}", remedy)
 
 
 @rule(*TRAINING)
@@ -95,17 +94,15 @@ def batch(subject: Subject) -> Iterator[Finding]:
         if experiment.sft.data.batch_tokens is not None:
             return  # no step counts samples
     if size < ranks:
-        yield Finding(
+        yield Finding.warning(
             "PH202",
-            "warning",
             key,
             f"a batch of {size} samples leaves {ranks - size} of {ranks} data ranks without work in every step",
             f"a batch of at least {ranks}, or fewer trainer.num_ranks",
         )
     elif size % ranks and size < 4 * ranks:
-        yield Finding(
+        yield Finding.warning(
             "PH202",
-            "warning",
             key,
             f"{size} samples do not divide over {ranks} data ranks: some train {-(-size // ranks)} and the others wait",
             f"a multiple of {ranks}",
@@ -121,9 +118,8 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
     adaptive, flight = orchestrator.adaptive_concurrency is not None, orchestrator.most_in_flight
     key = "orchestrator.adaptive_concurrency.most" if adaptive else "orchestrator.max_concurrent"
     if flight < group:
-        yield Finding(
+        yield Finding.warning(
             "PH203",
-            "warning",
             key,
             f"{flight} episodes in flight are fewer than the {group} of one prompt: its rollouts may be sampled by "
             "different versions and the engines idle",
@@ -132,9 +128,8 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
     usable = orchestrator.batch_size * (experiment.async_level + 1)
     is_chosen = flight != OrchestratorConfig.model_fields["max_concurrent"].default
     if flight > usable and is_chosen and not adaptive:  # of the default the gate holds the rest back
-        yield Finding(
+        yield Finding.warning(
             "PH203",
-            "warning",
             key,
             f"{flight} episodes in flight are more than the {usable} that async_level = {experiment.async_level} lets "
             "a batch use: the rest grow stale or wait",
@@ -145,9 +140,8 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
         return
     engines = inference.num_replicas * inference.data_parallel_size
     if flight < engines:
-        yield Finding(
+        yield Finding.warning(
             "PH203",
-            "warning",
             key,
             f"{flight} episodes in flight leave {engines - flight} of {engines} engines without a request",
             f"some tens for each engine: {engines * 32}",
@@ -161,17 +155,15 @@ def learning_rate(subject: Subject) -> Iterator[Finding]:
     schedule, num_steps = experiment.trainer.scheduler, experiment.max_steps
     warmup, decay, key = schedule.warmup_steps, schedule.decay_steps, "trainer.scheduler.decay_steps"
     if schedule.type == "wsd" and decay is not None and warmup + decay > num_steps:
-        yield Finding(
+        yield Finding.error(
             "PH220",
-            "error",
             key,
             f"warmup_steps ({warmup}) and decay_steps ({decay}) together exceed max_steps ({num_steps})",
             "leave decay_steps out, or fewer steps of either",
         )
     elif warmup > num_steps:
-        yield Finding(
+        yield Finding.warning(
             "PH220",
-            "warning",
             "trainer.scheduler.warmup_steps",
             f"the warm-up takes all {num_steps} steps: the last one has {num_steps / warmup:.3g} of the peak learning "
             f"rate{'' if schedule.type == 'constant' else ', and none decays'}",
@@ -180,9 +172,8 @@ def learning_rate(subject: Subject) -> Iterator[Finding]:
     elif schedule.type in ("linear", "cosine") and decay is not None and schedule.min_lr_ratio == 0:
         left = num_steps - warmup - decay
         if left > 0 and num_steps < sys.maxsize:  # the number of steps is known
-            yield Finding(
+            yield Finding.warning(
                 "PH220",
-                "warning",
                 key,
                 f"the decay ends at step {num_steps - left}: the last {left} steps have learning rate 0",
                 "leave decay_steps out, or a min_lr_ratio above 0",
@@ -195,9 +186,8 @@ def learning(subject: Subject) -> Iterator[Finding]:
     experiment, loss = subject.experiment, subject.experiment.trainer.loss
     narrowest = min(loss.bounds.low, loss.bounds.high)
     if loss.type == "gspo" and loss.correction is None and experiment.model.dtype != "float32" and narrowest < 3e-3:
-        yield Finding(
+        yield Finding.warning(
             "PH221",
-            "warning",
             "trainer.loss.correction",
             f"gspo clips a sequence's ratio to the engine's policy at {narrowest:g}, and in {experiment.model.dtype} "
             "engine and trainer differ by more than that: sequences are clipped for their numerics. The paper's ratio "
@@ -205,17 +195,15 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "trainer.loss.correction = {} (counts the mismatch apart), or clip_low and clip_high of 3e-3 and more",
         )
     if experiment.orchestrator.advantage.zero == "drop" and loss.kl is not None and loss.kl.coef > 0:
-        yield Finding(
+        yield Finding.warning(
             "PH222",
-            "warning",
             "orchestrator.advantage.zero",
             "the KL penalty is not applied to groups without signal, which zero = drop leaves out of the batch",
             "zero = auto",
         )
     if experiment.orchestrator.advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
-        yield Finding(
+        yield Finding.warning(
             "PH223",
-            "warning",
             "inference.max_model_len",
             f"the engines take {experiment.max_model_len} tokens, as many as a sample has: with the demonstration "
             "before it, a rollout that fills its context cannot be scored and counts as failed",
@@ -230,18 +218,16 @@ def curriculum(subject: Subject) -> Iterator[Finding]:
     if sampler.type != "difficulty_pool":
         return
     if sampler.easy_probability == 1 and sampler.hard_probability == 1:
-        yield Finding(
+        yield Finding.warning(
             "PH208",
-            "warning",
             key,
             "difficulty_pool draws easy and hard tasks with probability 1: that is the standard order",
             "a smaller easy_probability or hard_probability, or type = standard",
         )
     for pool in ("easy", "hard"):
         if getattr(sampler, f"{pool}_probability") == 0:
-            yield Finding(
+            yield Finding.warning(
                 "PH208",
-                "warning",
                 f"{key}.{pool}_probability",
                 f"a task that was {pool} once is never drawn again, whatever the policy learns or forgets",
                 "a small probability, such as 0.1",
@@ -254,9 +240,8 @@ def echo(subject: Subject) -> Iterator[Finding]:
     orchestrator = subject.experiment.orchestrator
     has_turns = not orchestrator.env or any(env.max_turns != 1 for env in orchestrator.env)
     if orchestrator.advantage.echo is not None and not has_turns:
-        yield Finding(
+        yield Finding.warning(
             "PH209",
-            "warning",
             "orchestrator.advantage.echo",
             "every environment has max_turns = 1: no token follows a reply, so that echo learns nothing",
             "an environment of several turns, or leave echo out",
@@ -270,9 +255,8 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
     if is_parent(subject.experiment):
         return  # its runs name them
     if orchestrator.eval is not None and not orchestrator.eval.env and not orchestrator.env:
-        yield Finding(
+        yield Finding.error(
             "PH204",
-            "error",
             "orchestrator.eval.env",
             "evaluation is on, but neither it nor the training names an environment",
             "name one, such as `- id: reverse-text`, or leave orchestrator.eval out",
@@ -290,9 +274,8 @@ def sandboxes(subject: Subject) -> Iterator[Finding]:
         sandbox = SandboxConfig() if env.sandbox is None and env.id in NEED_SANDBOX else env.sandbox
         if runs_code and sandbox is None and not env.args.get("allow_code_execution"):
             section = f"--{subject.experiment.kind}.env.0"
-            yield Finding(
+            yield Finding.error(
                 "PH212",
-                "error",
                 key,
                 f"{env.id} runs the Python that the model writes, and neither a sandbox is stated nor that it may run "
                 "without one",
@@ -322,9 +305,8 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
             what = "a time limit, a preemption or a crash the job begins"
             if is_parent(experiment):  # Slurm's warning has them saved all the same
                 what = "a crash or a lost node a run that does not state its own begins"
-            yield Finding(
+            yield Finding.warning(
                 "PH205",
-                "warning",
                 "ckpt",
                 f"checkpoints are off: after {what} again at step 1",
                 "--ckpt, or slurm.restart.how = off for a job that need not come back",
@@ -333,9 +315,8 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
     if is_parent(experiment):
         return  # steps are its runs' own
     if isinstance(ckpt.interval, int) and ckpt.interval >= experiment.max_steps > 1:
-        yield Finding(
+        yield Finding.warning(
             "PH206",
-            "warning",
             "ckpt.interval",
             f"every {ckpt.interval} steps of {experiment.max_steps}: only the last step is saved, and what Slurm's "
             "warning or a SAVE file asks for",
@@ -348,9 +329,8 @@ def runs(subject: Subject) -> Iterator[Finding]:
     """Report a trainer of many runs that has none."""
     experiment = subject.experiment
     if is_parent(experiment) and experiment.trainer.tinker is None and not list_children(experiment.run_dir):
-        yield Finding(
+        yield Finding.warning(
             "PH210",
-            "warning",
             "trainer.max_concurrent_runs",
             f"no run is below {experiment.run_dir} yet: the trainer and the engines wait for one for "
             f"{experiment.trainer.runs_idle_timeout_s:g} s (trainer.runs_idle_timeout_s), then the job ends",
@@ -374,7 +354,7 @@ def alarms(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH240", severity, key, text, hint)
         elif (file := split_metric(alarm.metric)[0]) not in written:
             text = f"{alarm.metric}: this run has no {file}, so that the rule never fires"
-            yield Finding("PH240", "warning", key, text, f"one of {' and '.join(f'{name}.' for name in written)}")
+            yield Finding.warning("PH240", key, text, f"one of {' and '.join(f'{name}.' for name in written)}")
 
 
 @rule(*EVERY)
@@ -385,7 +365,7 @@ def offline(subject: Subject) -> Iterator[Finding]:
         if one.need.kind == "model" and one.can_fetch:
             lacks = f"{one.need.name} is not all in {one.path} ({', '.join(one.lacks)})"
             message, remedy = f"{lacks}, and {said} keeps it from the hub", f"`prime-hpc fetch FILE`, or unset {said}"
-            yield Finding("PH329", "warning", one.need.key, message, remedy)
+            yield Finding.warning("PH329", one.need.key, message, remedy)
 
 
 @rule(*EVERY)
@@ -398,7 +378,7 @@ def on_the_hub(subject: Subject) -> Iterator[Finding]:
         if word is not None and not word.is_there:
             message = f"the hub has no {one.need.kind} {one.need.name}, or none that you may see"
             remedy = "mend the name; for one that is not public export HF_TOKEN, or `hf auth login`"
-            yield Finding("PH215", "warning", one.need.key, message, remedy)
+            yield Finding.warning("PH215", one.need.key, message, remedy)
 
 
 @rule(*EVERY)
@@ -408,7 +388,7 @@ def output(subject: Subject) -> Iterator[Finding]:
     file = next((path for path in (run_dir, *run_dir.parents) if os.path.isfile(path)), None)  # noqa: PTH113 - EACCES: no
     if file is not None:
         key = "name" if file == run_dir else "output_dir"
-        yield Finding("PH234", "error", key, f"{file} is a file: no directory can be made there", "another directory")
+        yield Finding.error("PH234", key, f"{file} is a file: no directory can be made there", "another directory")
 
 
 @rule(*EVERY)
@@ -420,4 +400,4 @@ def variables(subject: Subject) -> Iterator[Finding]:
         found = re.search(r"\$([A-Za-z_]\w*)", str(path))
         if found and not path.exists():
             text, name = f"{path}: nothing puts a value in place of {found[0]} here", found[1]
-            yield Finding("PH237", "error", key, text, f"${{oc.env:{name}}} is the value that it has in this shell")
+            yield Finding.error("PH237", key, text, f"${{oc.env:{name}}} is the value that it has in this shell")

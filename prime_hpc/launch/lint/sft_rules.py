@@ -37,9 +37,9 @@ def data(subject: Subject) -> Iterator[Finding]:
             waits = subject.is_slurm and subject.experiment.slurm.waits
             remedy = "the job that this one waits for has to make it" if waits else "make it before submit"
             if isinstance(error, NothingThereError):
-                yield Finding("PH207", "warning", key, str(error), remedy)
+                yield Finding.warning("PH207", key, str(error), remedy)
             else:
-                yield Finding("PH207", "error", key, str(error), "")
+                yield Finding.error("PH207", key, str(error), "")
             continue
         if found.kind == "hub":
             yield from _of_datasets(subject, section, source, found)
@@ -51,27 +51,23 @@ def data(subject: Subject) -> Iterator[Finding]:
             unusual = None if lacks or wrong else unusual_role(found, source, sft.data)
             idle = None if lacks or wrong or unusual else nothing_trained(found, source, sft.data)
         except ValueError as error:
-            yield Finding("PH207", "error", key, str(error), "")
+            yield Finding.error("PH207", key, str(error), "")
             continue
         if columns is not None and lacks:
             said, to_do = missing_columns(columns, source).split(". ", 1)
-            yield Finding("PH207", "error", key, f"{found.files[0]}: {said}", to_do)
+            yield Finding.error("PH207", key, f"{found.files[0]}: {said}", to_do)
         elif wrong is not None:
-            yield Finding("PH207", "error", key, wrong, SKIP_ROWS)
+            yield Finding.error("PH207", key, wrong, SKIP_ROWS)
         elif unusual is not None:
-            yield Finding(
-                "PH207",
-                "warning",
-                key,
-                unusual,
-                "a typing error? Few chat templates know others than " + ", ".join(COMMON_ROLES),
+            yield Finding.warning(
+                "PH207", key, unusual, "a typing error? Few chat templates know others than " + ", ".join(COMMON_ROLES)
             )
         elif idle is not None:
-            yield Finding("PH207", "warning", key, idle, "see sft.data.loss_roles, or the masks of rows of tokens")
+            yield Finding.warning("PH207", key, idle, "see sft.data.loss_roles, or the masks of rows of tokens")
     template = sft.data.template_file
     if template is not None and not template.is_file():
         key = "sft.data.chat_template"
-        yield Finding("PH207", "warning", key, f"{template} does not exist (yet)", "make it; or auto, or none")
+        yield Finding.warning("PH207", key, f"{template} does not exist (yet)", "make it; or auto, or none")
 
 
 def _of_datasets(subject: Subject, section: str, source: SFTSourceConfig, found: DataFiles) -> Iterator[Finding]:
@@ -111,7 +107,7 @@ def _shapes(subject: Subject, source: SFTSourceConfig, found: DataFiles) -> Iter
 def epochs(subject: Subject) -> Iterator[Finding]:
     """Say how many steps the epochs are."""
     if subject.experiment.num_steps is None:
-        yield Finding("PH214", "info", "sft.data.num_epochs", f"steps: {epochs_line(subject.experiment)}", "")
+        yield Finding.info("PH214", "sft.data.num_epochs", f"steps: {epochs_line(subject.experiment)}", "")
 
 
 @rule("sft")
@@ -121,9 +117,8 @@ def rate(subject: Subject) -> Iterator[Finding]:
     if lr != default or subject.experiment.sft.data.type == "fake":
         return
     usual = "1e-4" if subject.experiment.model.lora is not None else "1e-5 to 2e-5"
-    yield Finding(
+    yield Finding.warning(
         "PH224",
-        "warning",
         "trainer.optim.lr",
         f"{lr:g}, the default, is a rate for reinforcement learning: supervised fine-tuning learns next to nothing",
         f"usual: {usual}",

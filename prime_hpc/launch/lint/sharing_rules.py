@@ -32,9 +32,7 @@ def shared_gpus(subject: Subject) -> Iterator[Finding]:
         remedy = f"lower {keys}: what an engine needs is its weights, about 2 GiB and a KV cache (kv_cache_gib)"
         key = f"{there[0].section}.gpu_memory_utilization"
         if share > 1:
-            yield Finding(
-                "PH120", "error", key, f"engines on GPU {gpu} take {share:.0%} of its memory together", remedy
-            )
+            yield Finding.error("PH120", key, f"engines on GPU {gpu} take {share:.0%} of its memory together", remedy)
         elif trains and parts is not None and limit is not None and experiment.engines_sleep:
             yield from _taking_turns(subject, gpu, parts, share, limit)
         elif trains and parts is not None and limit is not None:
@@ -48,7 +46,7 @@ def shared_gpus(subject: Subject) -> Iterator[Finding]:
                 yield Finding("PH120", "error" if certain else "warning", key, f"{message}{need:.0f}", remedy)
         elif trains and share > _ALMOST_ALL and not experiment.engines_sleep:
             message = f"{share:.0%} of GPU {gpu}, on which the trainer runs too, are the engines'"
-            yield Finding("PH120", "warning", key, message, remedy)
+            yield Finding.warning("PH120", key, message, remedy)
 
 
 def _taking_turns(
@@ -63,7 +61,7 @@ def _taking_turns(
     if held + share * limit > limit:
         message = f"while engines sample they take {share:.0%} of GPU {gpu}, and the trainer keeps {held:.0f} GiB of it"
         remedy = f"lower {key}, or trainer.optim.offload: only what the trainer computes with is freed"
-        yield Finding("PH120", "error", key, f"{message}: more than {limit:.0f}", remedy)
+        yield Finding.error("PH120", key, f"{message}: more than {limit:.0f}", remedy)
     need, left = sum(parts.values()), left_to_trainer(subject.experiment, limit, subject.placement) * limit
     if need > left:
         certain = need - parts["activations"] - parts["logits"] > left
@@ -80,13 +78,9 @@ def sleeping(subject: Subject) -> Iterator[Finding]:
         return
     if not subject.trains_on_gpus:
         message = "on a CPU engines only pause: vLLM gives memory back on GPUs alone"
-        yield Finding("PH120", "warning", "inference.sleep", message, "leave it out")
+        yield Finding.warning("PH120", "inference.sleep", message, "leave it out")
     elif not gpus_in_common(experiment, placement=subject.placement):
         message = "engines and trainer have no GPU in common, so that they would sleep for nothing"
-        yield Finding(
-            "PH120",
-            "warning",
-            "inference.sleep",
-            message,
-            "leave it out, or name trainer_gpu_ids and inference_gpu_ids",
+        yield Finding.warning(
+            "PH120", "inference.sleep", message, "leave it out, or name trainer_gpu_ids and inference_gpu_ids"
         )

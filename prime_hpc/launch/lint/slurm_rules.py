@@ -31,7 +31,7 @@ def placed(subject: Subject) -> Iterator[Finding]:
     """Report what the placement refuses."""
     for problem in subject.misplaced.problems if subject.misplaced else []:
         message, _, remedy = problem.message.partition("; ")
-        yield Finding("PH308", "error", problem.key, message, remedy or "state nodes and GPUs that hold all ranks")
+        yield Finding.error("PH308", problem.key, message, remedy or "state nodes and GPUs that hold all ranks")
 
 
 @rule(*EVERY, slurm=True)
@@ -43,7 +43,7 @@ def renders(subject: Subject) -> Iterator[Finding]:
         render_job(subject.placement, subject.experiment, subject.site, python="/usr/bin/python3", command_tail=[])
     except ConfigError as error:
         for problem in error.problems:
-            yield Finding("PH323", "error", problem.key, problem.message, "see the key")
+            yield Finding.error("PH323", problem.key, problem.message, "see the key")
 
 
 @rule(*EVERY, slurm=True)
@@ -54,9 +54,8 @@ def partitions(subject: Subject) -> Iterator[Finding]:
         for name in asked.partitions:
             if known and name not in known:
                 near = get_close_matches(name, known, n=1)
-                yield Finding(
+                yield Finding.error(
                     "PH301",
-                    "error",
                     key_of(role, "partition", subject.experiment),
                     f"the site {subject.site.name!r} has no partition {name!r}",
                     f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
@@ -73,18 +72,16 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             if part is None:
                 continue
             if asked.gpus_per_node > part.gpus_per_node:
-                yield Finding(
+                yield Finding.error(
                     "PH302",
-                    "error",
                     key_of(role, "gpus_per_node", subject.experiment),
                     f"{asked.gpus_per_node} GPUs a node are asked of {name}, whose nodes have {part.gpus_per_node}",
                     f"at most {part.gpus_per_node}, or another partition",
                 )
             cpus = int(str(asked.options.get("cpus-per-task", 0)))
             if part.cpus_per_node and cpus > part.cpus_per_node:
-                yield Finding(
+                yield Finding.error(
                     "PH315",
-                    "error",
                     key_of(role, "cpus_per_task", subject.experiment),
                     f"{cpus} CPUs a node are asked of {name}, whose nodes have {part.cpus_per_node}",
                     f"at most {part.cpus_per_node}",
@@ -100,9 +97,8 @@ def sizes(subject: Subject) -> Iterator[Finding]:
         if part is not None and part.nodes is not None and count > part.nodes:
             largest = max(components, key=lambda component: component.num_nodes).name
             role = largest if largest in subject.roles else "trainer" if subject.experiment.trains else "inference"
-            yield Finding(
+            yield Finding.error(
                 "PH303",
-                "error",
                 f"slurm.{role}.nodes",
                 f"the job needs {count} nodes of {name}, which has {part.nodes}",
                 "fewer ranks or engines, or more GPUs a node",
@@ -117,12 +113,11 @@ def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Findi
     try:
         mib = parse_mem_mib(str(text))
     except ConfigError as error:
-        yield Finding("PH321", "error", key, error.problems[0].message, "for instance 500G")
+        yield Finding.error("PH321", key, error.problems[0].message, "for instance 500G")
         return
     if part.mem_gib and mib > part.mem_gib * 1024:
-        yield Finding(
+        yield Finding.error(
             "PH316",
-            "error",
             key,
             f"{text} a node are asked of {name}, whose nodes have {part.mem_gib:.0f} GiB",
             f"less than {part.mem_gib:.0f}G",
@@ -136,34 +131,30 @@ def resources(subject: Subject) -> Iterator[Finding]:
         options, experiment = asked.options, subject.experiment
         exclusive = "exclusive" in options
         if "cpus-per-task" not in options and not exclusive and "cpus-per-gpu" not in options:
-            yield Finding(
+            yield Finding.warning(
                 "PH315",
-                "warning",
                 key_of(role, "cpus_per_task", experiment),
                 "neither CPUs nor whole nodes are asked for: one task a node gets the default, often one CPU",
                 "state cpus_per_task (all that go with the GPUs), or exclusive = true",
             )
         stated = any(name in options for name in _MEMORY_OPTIONS) or subject.site.whole_node_mem is None
         if asked.gpus_per_node and not stated:
-            yield Finding(
+            yield Finding.info(
                 "PH316",
-                "info",
                 key_of(role, "mem", experiment),
                 "no memory is asked for: the partition's default may be small",
                 "state mem: a size, or for whole nodes 0, all of a node's, where the site takes it",
             )
         if len([name for name in _MEMORY_OPTIONS if name in options]) > 1:
-            yield Finding(
+            yield Finding.error(
                 "PH316",
-                "error",
                 key_of(role, "mem", experiment),
                 "only one of mem, mem-per-cpu and mem-per-gpu may be asked for",
                 "take one back (in `extra`: false)",
             )
         if asked.gpus_per_node and subject.site.gpu_option == "none" and not exclusive:
-            yield Finding(
+            yield Finding.warning(
                 "PH326",
-                "warning",
                 key_of(role, "exclusive", experiment),
                 f"the site {subject.site.name!r} does not give GPUs out (gpu_option none): another job may share them",
                 "exclusive = true",
@@ -181,9 +172,8 @@ def _unsaid_gpus(subject: Subject) -> Iterator[Finding]:
         if not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role):
             roles.setdefault(key_of(role, "gpus_per_node", subject.experiment), []).append(role)
     for key, names in roles.items():
-        yield Finding(
+        yield Finding.error(
             "PH318",
-            "error",
             key,
             f"no GPUs are asked for: the site profile {subject.site.name!r} does not know the partition "
             f"and the config does not say, so {' and '.join(names)} would compute on the CPU",
@@ -200,9 +190,8 @@ def _idle_gpus(subject: Subject) -> Iterator[Finding]:
             key = key_of(role, "gpus_per_node", subject.experiment)
             roles.setdefault((key, asked.gpus_per_node, used[role]), []).append(role)
     for (key, num_asked, num_used), names in roles.items():
-        yield Finding(
+        yield Finding.warning(
             "PH317",
-            "warning",
             key,
             f"{' and '.join(names)}: {num_asked} GPUs a node are asked for and "
             + ("none is used, for device = cpu" if on_cpus else f"{num_used} are used"),
@@ -237,18 +226,16 @@ def handed_on(subject: Subject) -> Iterator[Finding]:
     for before, after in zip(placement.components, placement.components[1:], strict=False):
         for name in ("mem", "time"):
             if name in before.options and name not in after.options:
-                yield Finding(
+                yield Finding.warning(
                     "PH319",
-                    "warning",
                     f"slurm.{after.name}.{name}",
                     f"{after.name} states no {name}: Slurm hands on {before.name}'s, {before.options[name]}",
                     f"state slurm.{after.name}.{name}",
                 )
         for name in JOB_WIDE:
             if after.options.get(name) not in (None, placement.components[0].options.get(name)):
-                yield Finding(
+                yield Finding.warning(
                     "PH319",
-                    "warning",
                     f"slurm.{after.name}.{name.replace('-', '_')}",
                     f"{name} is the whole job's: only {placement.components[0].name}'s counts",
                     f"state slurm.{name.replace('-', '_')}",
@@ -263,27 +250,24 @@ def values(subject: Subject) -> Iterator[Finding]:
         dependency = str(options.get("dependency", ""))
         separator = "?" if "?" in dependency else ","
         if dependency and not all(_DEPENDENCY.fullmatch(part.strip()) for part in dependency.split(separator)):
-            yield Finding(
+            yield Finding.error(
                 "PH314",
-                "error",
                 key_of(role, "dependency", experiment),
                 f"{dependency!r} is no dependency",
                 "for instance afterok:123, afterany:123:124 or singleton, several with commas (all) or ? (any)",
             )
         switches = options.get("switches")
         if switches is not None and not _SWITCHES.fullmatch(str(switches)):
-            yield Finding(
+            yield Finding.error(
                 "PH321",
-                "error",
                 key_of(role, "switches", experiment),
                 f"{switches!r} is no count of switches",
                 "for instance 1 or 1@10:00",
             )
         wrong = [name for name in split_names(str(options.get("mail-type", ""))) if name.upper() not in _MAIL_TYPES]
         if wrong:
-            yield Finding(
+            yield Finding.error(
                 "PH321",
-                "error",
                 key_of(role, "mail_type", experiment),
                 f"{wrong[0]!r} is no mail type",
                 f"some of {', '.join(_MAIL_TYPES[:6])}",
@@ -315,9 +299,8 @@ def networks(subject: Subject) -> Iterator[Finding]:
     """Addresses that only one node can reach."""
     service = subject.experiment.trainer.tinker
     if service is not None and service.host in _LOOPBACK:
-        yield Finding(
+        yield Finding.warning(
             "PH312",
-            "warning",
             "trainer.tinker.host",
             f"{service.host} is reached on the service's own node alone",
             "leave it out: the service then listens where the login node reaches it",
@@ -327,9 +310,8 @@ def networks(subject: Subject) -> Iterator[Finding]:
         for url in client.urls:
             if any(f"//{host}" in url.replace("[", "").replace("]", "") for host in _LOOPBACK):
                 player = subject.experiment.orchestrating_role
-                yield Finding(
+                yield Finding.warning(
                     "PH312",
-                    "warning",
                     f"{key}.base_url",
                     f"{url} is an address of the node on which the {player} will run, and the job starts no server",
                     f"the server's own address, or {section} section",
@@ -337,9 +319,8 @@ def networks(subject: Subject) -> Iterator[Finding]:
     for group in subject.engines:
         host = group.servers.server.host
         if subject.num_nodes > 1 and host in _LOOPBACK and group.role == "inference":
-            yield Finding(
+            yield Finding.info(
                 "PH312",
-                "info",
                 "inference.server.host",
                 f"{host} is of one node alone; in a job of several the servers listen on all addresses, or on those of "
                 "network.serving",

@@ -23,9 +23,8 @@ def limits(subject: Subject) -> Iterator[Finding]:
         key = key_of(role, "time", subject.experiment)
         text = asked.options.get("time")
         if text is None:
-            yield Finding(
+            yield Finding.warning(
                 "PH307",
-                "warning",
                 key,
                 "no time limit is stated: the partition's default holds, and backfill cannot use gaps",
                 "state slurm.time",
@@ -33,21 +32,20 @@ def limits(subject: Subject) -> Iterator[Finding]:
             continue
         seconds = _seconds(str(text))
         if isinstance(seconds, str):
-            yield Finding("PH304", "error", key, seconds, "for instance 12:00:00 or 2-00:00:00, in quotes")
+            yield Finding.error("PH304", key, seconds, "for instance 12:00:00 or 2-00:00:00, in quotes")
             continue
         if seconds == 0:
-            yield Finding(
-                "PH305", "error", key, "a time of zero: Slurm takes it for no limit at all", "state how long it may run"
+            yield Finding.error(
+                "PH305", key, "a time of zero: Slurm takes it for no limit at all", "state how long it may run"
             )
         yield from _against_partitions(subject, asked.partitions, seconds, key)
         least = asked.options.get("time-min")
         shortest = _seconds(str(least)) if least is not None else None
         if isinstance(shortest, str):
-            yield Finding("PH304", "error", key_of(role, "time_min", subject.experiment), shortest, "as for slurm.time")
+            yield Finding.error("PH304", key_of(role, "time_min", subject.experiment), shortest, "as for slurm.time")
         elif shortest is not None and seconds is not None and shortest > seconds:
-            yield Finding(
+            yield Finding.error(
                 "PH304",
-                "error",
                 key_of(role, "time_min", subject.experiment),
                 f"time_min = {least} is above time = {text}",
                 "a shorter time_min",
@@ -70,9 +68,8 @@ def _against_partitions(subject: Subject, names: tuple[str, ...], seconds: int |
             continue
         if seconds is None or seconds > longest:
             asked = "no limit" if seconds is None else format_time(seconds)
-            yield Finding(
+            yield Finding.error(
                 "PH306",
-                "error",
                 key,
                 f"{asked} is above the longest time of {name}, {format_time(longest)}: the job would wait for ever",
                 f"at most {format_time(longest)}; the job comes back by itself (slurm.restart)",
@@ -91,17 +88,15 @@ def warned_in_time(subject: Subject) -> Iterator[Finding]:
     limit, lead = _shortest_limit_s(subject), subject.experiment.slurm.restart.signal_lead_s
     ready = max(subject.experiment.supervisor.start_timeout_s, ready_timeout_s(subject.experiment))
     if limit is not None and lead >= limit:
-        yield Finding(
+        yield Finding.error(
             "PH310",
-            "error",
             "slurm.restart.signal_lead_s",
             f"Slurm's warning {lead} s before the end of a job of {limit} s comes before it begins",
             "a shorter signal_lead_s, or a longer slurm.time",
         )
     elif limit is not None and ready >= limit:
-        yield Finding(
+        yield Finding.info(
             "PH322",
-            "info",
             "supervisor.start_timeout_s",
             f"roles may take {ready:.0f} s to become ready, longer than the time limit of {limit} s",
             "shorter supervisor.start_timeout_s and inference.ready_timeout_s name a role that hangs",
@@ -119,9 +114,8 @@ def attempt_length(subject: Subject) -> Iterator[Finding]:
     if limit is not None and restart.signal_lead_s >= limit:
         return  # `warned_in_time` says so
     if needs_save and restart.how != "off" and restart.signal_lead_s < save_s + speed.step_s:
-        yield Finding(
+        yield Finding.warning(
             "PH310",
-            "warning",
             "slurm.restart.signal_lead_s",
             f"Slurm's warning comes {restart.signal_lead_s} s before the end; the step under way ({speed.step_s:.0f} "
             f"s, {speed.step_from}) and a save ({save_s:.0f} s, {speed.save_from}) may take longer",
@@ -156,9 +150,8 @@ def coming_back(subject: Subject) -> Iterator[Finding]:
     if how != "requeue":
         return
     if not site.requeue:
-        yield Finding(
+        yield Finding.error(
             "PH309",
-            "error",
             "slurm.restart.how",
             f"the site {site.name!r} does not allow jobs to be requeued",
             "successor, or auto",
@@ -167,9 +160,8 @@ def coming_back(subject: Subject) -> Iterator[Finding]:
     for name in dict.fromkeys(names):
         part = site.partitions.get(name)
         if part is not None and part.preempt == "cancel":
-            yield Finding(
+            yield Finding.warning(
                 "PH309",
-                "warning",
                 "slurm.restart.how",
                 f"a job that is preempted in {name} is cancelled, not requeued: it would not come back",
                 "successor",

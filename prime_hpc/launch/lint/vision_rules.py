@@ -27,10 +27,10 @@ def model(subject: Subject) -> Iterator[Finding]:
         if config is None or path is None:
             continue
         if problem := vision_problem(config, vision):
-            yield Finding("PH129", "error", key, f"{name}: {problem}", "")
+            yield Finding.error("PH129", key, f"{name}: {problem}", "")
         elif vision is not None and is_local_path(name) and not any((path.parent / p).is_file() for p in _PROCESSORS):
             message = f"{name} holds no image processor ({_PROCESSORS[0]})"
-            yield Finding("PH129", "error", key, message, "copy it from the model that this one was made of")
+            yield Finding.error("PH129", key, message, "copy it from the model that this one was made of")
 
 
 @rule(*TRAINING)
@@ -44,13 +44,13 @@ def layout(subject: Subject) -> Iterator[Finding]:
         if width > 1:
             message = "images are not split over ranks (model.vision)"
             remedy = "set it to 1: FSDP shards the model, and what sees images, all the same"
-            yield Finding("PH129", "error", f"trainer.parallel.{key}", message, remedy)
+            yield Finding.error("PH129", f"trainer.parallel.{key}", message, remedy)
     if is_parent(experiment):
         message = "runs of a trainer of many hold text alone (model.vision)"
-        yield Finding("PH129", "error", "trainer.max_concurrent_runs", message, "one run a trainer")
+        yield Finding.error("PH129", "trainer.max_concurrent_runs", message, "one run a trainer")
     if subject.is_rl and experiment.orchestrator.advantage.distils:
         message = "the teacher is asked with tokens alone, without the images among them (model.vision)"
-        yield Finding("PH129", "error", "orchestrator.advantage.type", message, "an algorithm without a teacher")
+        yield Finding.error("PH129", "orchestrator.advantage.type", message, "an algorithm without a teacher")
 
 
 @rule("sft")
@@ -66,7 +66,7 @@ def data(subject: Subject) -> Iterator[Finding]:
                 "images is not read"
             )
             remedy = "model.vision: frozen, with a model that sees images"
-            yield Finding("PH129", "warning", f"{key}.path", message, remedy)
+            yield Finding.warning("PH129", f"{key}.path", message, remedy)
 
 
 @rule(*EVERY)
@@ -83,11 +83,11 @@ def prompts(subject: Subject) -> Iterator[Finding]:
             turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
             messages = [message for message in turns if isinstance(message, dict)]
             if other := other_media(messages, row):
-                yield Finding("PH129", "error", f"{key}.args.files", f"{path}: {other}", "leave such rows out")
+                yield Finding.error("PH129", f"{key}.args.files", f"{path}: {other}", "leave such rows out")
             elif _reads_text_alone(subject) and (any(image_parts(messages)) or _has_marks(messages, row, columns)):
                 message = f"{path}: rows hold images, and the model reads text alone: their episodes would fail"
                 remedy = "model.vision: frozen, with a model that sees images"
-                yield Finding("PH129", "error", f"{key}.args.files", message, remedy)
+                yield Finding.error("PH129", f"{key}.args.files", message, remedy)
 
 
 def _has_marks(messages: Sequence[dict[str, Any]], row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
