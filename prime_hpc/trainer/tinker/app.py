@@ -26,6 +26,9 @@ MOST_BYTES = 256 << 20
 LONG_POLL_S = 20.0
 """A question for a result is answered within this, if only to say that there is none yet; the client asks again."""
 _UNAUTHORIZED = {"detail": "this service needs its key: X-API-Key"}
+_OFF = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side")
+"""Features that the client leaves off: it uses keys alone, asks for each result by itself, computes custom losses."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T", bound=BaseModel)
 Row = TypeVar("Row")
 
@@ -34,30 +37,30 @@ def build_app(service: Service, key: str) -> web.Application:
     """Build the application."""
     app = web.Application(client_max_size=MOST_BYTES, middlewares=[_gate(key), _errors])
     routes = _Routes(service)
-    posts = {
-        "client/config": routes.config,
-        "client/dynamic_config": routes.nothing,
-        "create_session": routes.create_session,
+    posts: dict[str, Handler] = {
+        "client/config": _said(dict.fromkeys(_OFF, False)),
+        "client/dynamic_config": _said({}),  # the client's own defaults hold
+        "create_session": _answers(wanted.CreateSession, service.create_session),
         "session_heartbeat": routes.heartbeat,
-        "telemetry": routes.telemetry,
-        "create_model": routes.create_model,
+        "telemetry": _said({"status": "accepted"}),  # and dropped
+        "create_model": _begins(wanted.CreateModel, service.create),
         "get_info": routes.info,
         "unload_model": routes.unload,
         "forward_backward": routes.forward_backward,
-        "optim_step": routes.optim_step,
-        "save_weights": routes.save_weights,
-        "save_weights_for_sampler": routes.save_for_sampler,
-        "save_weights_external": routes.save_external,
+        "optim_step": _begins(wanted.OptimStep, service.update),
+        "save_weights": _begins(wanted.SaveWeights, service.save),
+        "save_weights_for_sampler": _begins(wanted.SaveForSampler, service.publish),
+        "save_weights_external": _begins(wanted.SaveExternal, service.export),
         "load_weights": routes.load_weights,
         "weights_info": routes.weights_info,
         "create_sampling_session": routes.create_sampler,
-        "asample": routes.sample,
+        "asample": _answers(wanted.Sample, service.sample),
         "retrieve_future": routes.retrieve,
-        "cancel_future": routes.nothing,
+        "cancel_future": _said({}),  # what is cancelled ends by itself
         "sessions/{session_id}/finish": routes.finish,
     }
-    gets = {
-        "healthz": routes.health,
+    gets: dict[str, Handler] = {
+        "healthz": _said({"status": "ok"}),
         "get_server_capabilities": routes.capabilities,
         "samplers/{sampler_id}": routes.sampler,
         "sessions": routes.sessions,
@@ -72,9 +75,6 @@ def build_app(service: Service, key: str) -> web.Application:
     app.add_routes([web.get(f"/api/v1/{path}", handler) for path, handler in gets.items()])
     app.add_routes([web.delete(save, routes.delete), web.put(f"{save}/ttl", routes.set_expiry)])
     return app
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _gate(key: str) -> Any:
@@ -117,36 +117,42 @@ async def _read(request: web.Request, kind: type[T]) -> T:
     return kind.model_validate_json(await request.read())
 
 
+def _said(answer: dict[str, Any]) -> Handler:
+    """Return a route that always says the same."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    return handle
+
+
+def _answers(kind: type[T], ask: Callable[[T], dict[str, Any]]) -> Handler:
+    """Return a route that reads a request and says what the service answers."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(ask(await _read(request, kind)))
+
+    return handle
+
+
+def _begins(kind: type[T], begin: Callable[[T], str]) -> Handler:
+    """Return a route that reads a request and has an operation begun; its result is asked for later."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return _future(begin(await _read(request, kind)))
+
+    return handle
+
+
 class _Routes:
     """Each reads a request, asks the service, answers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def health(self, request: web.Request) -> web.Response:
-        """Say that this service answers."""
-        return web.json_response({"status": "ok"})
-
-    async def nothing(self, request: web.Request) -> web.Response:
-        """Take note of nothing: the client's own defaults hold, and what it cancels ends by itself."""
-        return web.json_response({})
-
-    async def config(self, request: web.Request) -> web.Response:
-        """Tell the client how to behave: keys alone, each result asked for by itself, custom losses on its side."""
-        off = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side")
-        return web.json_response(dict.fromkeys(off, False))
-
-    async def telemetry(self, request: web.Request) -> web.Response:
-        """Drop what the client reports of itself."""
-        return web.json_response({"status": "accepted"})
-
     async def capabilities(self, request: web.Request) -> web.Response:
         """Name the one model."""
         return web.json_response({"supported_models": [self._service.describe_model()]})
-
-    async def create_session(self, request: web.Request) -> web.Response:
-        """Begin a session."""
-        return web.json_response(self._service.create_session(await _read(request, wanted.CreateSession)))
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         """Note a sign of life; 410 ends those of a session that is over."""
@@ -165,14 +171,6 @@ class _Routes:
         """End a session."""
         self._service.finish(request.match_info["session_id"])
         return web.json_response({})
-
-    async def create_model(self, request: web.Request) -> web.Response:
-        """Have an adapter created."""
-        return _future(self._service.create(await _read(request, wanted.CreateModel)))
-
-    async def save_external(self, request: web.Request) -> web.Response:
-        """Refuse a save to be downloaded; the requests after it do not wait for it."""
-        return _future(self._service.export(await _read(request, wanted.SaveExternal)))
 
     async def load_weights(self, request: web.Request) -> web.Response:
         """Have an adapter created from a save, or take its weights."""
@@ -195,18 +193,6 @@ class _Routes:
         """Have a forward (and backward) pass done."""
         return _future(self._service.run_pass(read_forward_backward(await request.read())))
 
-    async def optim_step(self, request: web.Request) -> web.Response:
-        """Have the optimizer step."""
-        return _future(self._service.update(await _read(request, wanted.OptimStep)))
-
-    async def save_weights(self, request: web.Request) -> web.Response:
-        """Have weights and optimizer saved."""
-        return _future(self._service.save(await _read(request, wanted.SaveWeights)))
-
-    async def save_for_sampler(self, request: web.Request) -> web.Response:
-        """Have weights saved for the engines."""
-        return _future(self._service.publish(await _read(request, wanted.SaveForSampler)))
-
     async def create_sampler(self, request: web.Request) -> web.Response:
         """Begin a sampler."""
         sampler_id = self._service.create_sampler(await _read(request, wanted.CreateSampler))
@@ -215,10 +201,6 @@ class _Routes:
     async def sampler(self, request: web.Request) -> web.Response:
         """Describe a sampler."""
         return web.json_response(self._service.describe_sampler(request.match_info["sampler_id"]))
-
-    async def sample(self, request: web.Request) -> web.Response:
-        """Have sequences sampled."""
-        return web.json_response(self._service.sample(await _read(request, wanted.Sample)))
 
     async def retrieve(self, request: web.Request) -> web.Response:
         """Answer with a result, or with 408 that there is none yet."""
