@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from tests.faults.fork import NETWORK
 from tests.integration.test_trainer import KEEP_ALL, environment, weights, write_batches
 from tests.support.forked import TalkingProcess
 from tests.support.orchestrator_world import varied_reply
+from tests.support.runs import free_port
 from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
 from tests.support.two_machines import Machine, two_machines
@@ -91,12 +91,6 @@ def stuck(process: TalkingProcess) -> str:
     ranks = sorted(folder.glob(f"{process.args[process.args.index('--name') + 1]}/logs/*/trainer/*"))
     files = "".join(f"\n{path}:\n{path.read_text(errors='replace')[-9000:]}" for path in ranks)
     return f"\n--- {' '.join(process.args)}\n--- returned {code}, said:\n{process.said()[-9000:]}{files}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def kill_when(path: Path, process: TalkingProcess) -> None:

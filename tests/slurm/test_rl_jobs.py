@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
 
 from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE
-from prime_hpc.store.attempts import read_attempts
 from tests.support.runs import BIN, rows, starter_tree, used_prompts
 from tests.support.slurm import Cluster
+from tests.support.small_jobs import attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
@@ -52,10 +51,6 @@ def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tup
 def last_step(run_dir: Path) -> int:
     path = run_dir / "metrics" / "trainer.jsonl"
     return max((row["step"] for row in rows(run_dir, "trainer")), default=0) if path.exists() else 0
-
-
-def attempts(run_dir: Path) -> list[dict[str, Any]]:
-    return [dict(row) for row in read_attempts(run_dir / "attempts.jsonl")]
 
 
 def processes_of(run_dir: Path, *words: str) -> dict[int, psutil.Process]:

@@ -37,6 +37,7 @@ from prime_hpc.launch.monitor.run_facts import Queue
 from prime_hpc.launch.monitor.status import Ask
 from prime_hpc.observe.console import sparkline
 from prime_hpc.slurm.jobs import JobInfo
+from tests.support.metric_rows import write_rows
 
 WAIT_S = 280
 STEERS = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
@@ -50,12 +51,6 @@ def nobody(wanted: set[str], by_token: bool) -> Queue:
 def slurm(**fields: Any) -> Ask:
     info = JobInfo(job_id="12", state=fields.pop("state", "RUNNING"), comment="prime-hpc:tok", **fields)
     return lambda wanted, by_token: Queue({"12": info})
-
-
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def trainer_row(step: int, **more: Any) -> dict[str, Any]:
@@ -77,7 +72,7 @@ def make_run(path: Path, **word: Any) -> Path:
     (path / "submit.json").write_text(json.dumps({"token": "tok", "state": "sent", "job_id": "12", "time": now - 9000}))
     first = {"attempt": 1, "began": now - 8000, "ended": now - 5000, "outcome": "requeued", "job_id": "12"}
     second = {"attempt": 2, "began": now - 500, "why": "resumed", "host": "n1", "pid": 1, "job_id": "12"}
-    append(path / "attempts.jsonl", [first | {"cause": "preempted"}, second | {"ended": None}])
+    write_rows(path / "attempts.jsonl", [first | {"cause": "preempted"}, second | {"ended": None}])
     roles = {"trainer": "ready", "orchestrator": "ready", "inference[0]": "ready", "inference[1]": "starting"}
     waits = {"phase": "wait", "awaits": "batch 21", "since": now - 12, "count": 8}
     status = {
@@ -88,8 +83,8 @@ def make_run(path: Path, **word: Any) -> Path:
         "alarms": ["12:20 kl: trainer.kl is 0.3 at step 19"],
     }
     (path / "status.json").write_text(json.dumps(status | word))
-    append(path / "metrics" / "trainer.jsonl", [trainer_row(n) for n in range(1, 21)])
-    append(path / "metrics" / "orchestrator.jsonl", [sampled_row(n) for n in range(1, 22)])
+    write_rows(path / "metrics" / "trainer.jsonl", [trainer_row(n) for n in range(1, 21)])
+    write_rows(path / "metrics" / "orchestrator.jsonl", [sampled_row(n) for n in range(1, 22)])
     return path
 
 
@@ -126,7 +121,7 @@ def test_an_evaluation_shows_each_environment(tmp_path: Path) -> None:
     path = make_run(tmp_path / "demo")
     (path / "run.yaml").write_text("kind: eval\nname: x\n")
     row = {"step": 3, "total": 8, "version": "base", "episodes_per_s": 2.0, "eta_s": None}
-    append(path / "metrics" / "eval.jsonl", [row | {"reward/lab/one": 0.25, "reward/lab/two": 0.75}])
+    write_rows(path / "metrics" / "eval.jsonl", [row | {"reward/lab/one": 0.25, "reward/lab/two": 0.75}])
     assert "base: 3/8, lab/one 0.25, lab/two 0.75, 2 episodes/s" in text_of(read_run(path, slurm()))
 
 
@@ -204,7 +199,9 @@ def test_words_of_another_version(tmp_path: Path, word: dict[str, Any]) -> None:
 def test_metrics_with_gaps_and_no_numbers(tmp_path: Path) -> None:
     path = make_run(tmp_path / "demo")
     file = path / "metrics" / "trainer.jsonl"
-    append(file, [trainer_row(21, loss="nan", kl="inf"), {"step": 24, "time/step": "nan"}, trainer_row(25, kl=None)])
+    write_rows(
+        file, [trainer_row(21, loss="nan", kl="inf"), {"step": 24, "time/step": "nan"}, trainer_row(25, kl=None)]
+    )
     with file.open("a") as out:
         out.write('{"step": 26, "time/step": NaN, "loss": NaN, "kl": -Infinity}\n[]\n\n{"step": "x", "time/step": 1}\n')
     live = read_run(path, slurm())
@@ -343,7 +340,7 @@ def test_small_windows_are_cut_with_a_word(tmp_path: Path) -> None:
 def test_watch_ends_with_the_run_and_leaves_its_page(tmp_path: Path) -> None:
     path = make_run(tmp_path / "demo")
     ended = {"attempt": 2, "began": 1.0, "ended": time.time(), "outcome": "completed", "job_id": "12"}
-    append(path / "attempts.jsonl", [ended])
+    write_rows(path / "attempts.jsonl", [ended])
     console = Console(file=io.StringIO(), width=80, color_system=None)
     assert watch_run_or_folder(lambda: (path, tmp_path), nobody, None, console) == 0
     assert "demo  completed" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -463,7 +460,7 @@ def test_no_colour(tmp_path: Path) -> None:
 
 def test_a_pipe_gets_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_run(tmp_path / "demo")
-    append(path / "attempts.jsonl", [{"attempt": 2, "ended": time.time(), "outcome": "completed", "job_id": None}])
+    write_rows(path / "attempts.jsonl", [{"attempt": 2, "ended": time.time(), "outcome": "completed", "job_id": None}])
     monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path))
     assert cli.main(["status", "demo", "--watch"]) == 0
     assert capsys.readouterr().out.startswith("demo  completed")

@@ -25,7 +25,8 @@ from prime_hpc.supervisor.prometheus.figures import Figures
 from prime_hpc.supervisor.prometheus.folder import FOLDER, TOKEN, read_target, read_token, take_token
 from prime_hpc.supervisor.prometheus.servers import merge
 from prime_hpc.supervisor.server_loads import ServerLoads
-from tests.unit.test_live import append, make_run, sampled_row, trainer_row
+from tests.support.metric_rows import write_rows
+from tests.unit.test_live import make_run, sampled_row, trainer_row
 from tests.unit.test_prometheus_endpoint import ask, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +257,7 @@ def test_a_run_is_served_and_found(tmp_path: Path, capsys: pytest.CaptureFixture
         host, _, port = group["targets"][0].rpartition(":")
         assert host == "127.0.0.1" and group["labels"] == {"instance": "demo", "__param_run": "demo"}
         assert ask(int(port))[0] == 401
-        append(run / "metrics" / "trainer.jsonl", [trainer_row(21, num_tokens=7)])
+        write_rows(run / "metrics" / "trainer.jsonl", [trainer_row(21, num_tokens=7)])
         end, found = time.monotonic() + WAIT_S, {}
         while (PREFIX + "trainer_tokens_total", ()) not in found:
             assert time.monotonic() < end

@@ -10,7 +10,7 @@ from typing import Any
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, OneSeatConfig, drawn
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS
 from prime_hpc.envs.tasksets.word_sorting import order_score
 
@@ -73,13 +73,7 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
             yield AlphabetSortTask(data, config.task)
 
 
-class AlphabetSortEnvConfig(vf.EnvConfig):
-    """One seat: the sorter."""
-
-    agent: vf.AgentConfig = vf.AgentConfig()
-
-
-class AlphabetSortEnv(vf.Env[AlphabetSortEnvConfig]):
+class AlphabetSortEnv(vf.Env[OneSeatConfig]):
     """Plays the user who brings more words."""
 
     async def run(self, task: Any, agents: Any) -> None:

@@ -25,6 +25,12 @@ class GeneratedConfig(vf.TasksetConfig):
     """How many."""
 
 
+class OneSeatConfig(vf.EnvConfig):
+    """The seats of an environment that plays the user: one."""
+
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
 def drawn(name: str, config: GeneratedConfig, draw: Callable[[random.Random], tuple[str, T] | None]) -> Iterator[T]:
     """Yield the split's draws in the seed's order, as many as are asked for; the same one may come twice.
 

@@ -10,7 +10,7 @@ from typing import Any
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.tasksets.generated import GeneratedConfig, drawn
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, OneSeatConfig, drawn
 from prime_hpc.envs.tasksets.integers import last_integer
 
 __all__ = ["GuessNumberEnv", "GuessNumberTaskset"]
@@ -81,13 +81,7 @@ def judge(reply: str, secret: int) -> str | None:
     return "higher" if guess < secret else "lower"
 
 
-class GuessNumberEnvConfig(vf.EnvConfig):
-    """One seat: the guesser."""
-
-    agent: vf.AgentConfig = vf.AgentConfig()
-
-
-class GuessNumberEnv(vf.Env[GuessNumberEnvConfig]):
+class GuessNumberEnv(vf.Env[OneSeatConfig]):
     """Plays the user who knows the number."""
 
     async def run(self, task: Any, agents: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import LazyBox
-from prime_hpc.envs.tasksets.generated import GeneratedConfig
+from prime_hpc.envs.tasksets.generated import GeneratedConfig, OneSeatConfig
 from prime_hpc.envs.tasksets.reverse_text_data import split_of
 
 __all__ = ["WordleEnv", "WordleTaskset"]
@@ -139,13 +139,7 @@ class WordleTaskset(vf.Taskset[WordleTask, WordleConfig]):
             yield WordleTask(data, config.task)
 
 
-class WordleEnvConfig(vf.EnvConfig):
-    """One seat: the guesser."""
-
-    agent: vf.AgentConfig = vf.AgentConfig()
-
-
-class WordleEnv(vf.Env[WordleEnvConfig]):
+class WordleEnv(vf.Env[OneSeatConfig]):
     """Plays the user who knows the word."""
 
     async def run(self, task: Any, agents: Any) -> None:
