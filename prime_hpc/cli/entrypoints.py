@@ -177,7 +177,6 @@ def _is_nowhere() -> bool:
 
 
 def _launch(verb: str, argv: list[str], program: str) -> int:
-    from prime_hpc import launch
     from prime_hpc.cli.common import load, parse
 
     given = parse(verb, [_as_torchrun_writes(word) for word in argv])
@@ -190,7 +189,9 @@ def _launch(verb: str, argv: list[str], program: str) -> int:
     loaded = load(words, verb, program)
     if nodes is not None:
         run_trainer(loaded, nodes)
-    return launch.run_role(loaded, verb) if verb in ROLES else launch.run(loaded)
+    from prime_hpc.launch.local import run, run_role
+
+    return run_role(loaded, verb) if verb in ROLES else run(loaded)
 
 
 def _as_torchrun_writes(word: str) -> str:

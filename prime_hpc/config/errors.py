@@ -46,9 +46,10 @@ class ConfigError(ValueError):
 
     exit_code = 2
 
-    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
+    def __init__(self, problems: Problem | str | Iterable[Problem], key: str | None = None) -> None:
+        """`key`: of a problem that is given by its message."""
         if isinstance(problems, str):
-            problems = Problem(problems)
+            problems = Problem(problems, key)
         self.problems = [problems] if isinstance(problems, Problem) else list(dict.fromkeys(problems))
         super().__init__("\n".join(str(problem) for problem in self.problems))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def import_object(name: str, key: str) -> Any:
     try:
         found = getattr(import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything, and hold what is no Python
-        raise ConfigError(Problem(f"cannot import {name!r}: {type(error).__name__}: {error}", key)) from error
+        raise ConfigError(f"cannot import {name!r}: {type(error).__name__}: {error}", key) from error
     if not callable(found):
-        raise ConfigError(Problem(f"{name!r} is a {type(found).__name__}, not a function or class", key))
+        raise ConfigError(f"{name!r} is a {type(found).__name__}, not a function or class", key)
     return found

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime.atomic_write import write_atomic
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def put_back(
         try:
             texts[name] = secret.reveal()
         except ConfigError as error:
-            raise ConfigError(Problem(str(error), ".".join(path))) from error
+            raise ConfigError(str(error), ".".join(path)) from error
         here[last] = f"{FILE_MARK}{above}{SECRETS}/{name}"
     return tree, texts
 

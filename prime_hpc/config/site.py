@@ -67,9 +67,7 @@ def load_site(
         if path is None or not path.is_file():
             near = get_close_matches(name, sites, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(
-                Problem(f"no site profile {name!r}; {hint}found are {', '.join(sites) or 'none'}", "slurm.site")
-            )
+            raise ConfigError(f"no site profile {name!r}; {hint}found are {', '.join(sites) or 'none'}", "slurm.site")
         return _usable(parse_site(path), path)
     cluster = cluster or cluster_name(environ)
     if cluster is not None:
@@ -102,7 +100,7 @@ def parse_site(path: Path) -> SiteConfig:
         data, _ = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(Problem(f"{path}: {why}", "slurm.site")) from error
+        raise ConfigError(f"{path}: {why}", "slurm.site") from error
     try:
         return SiteConfig.model_validate({"name": path.stem, **anchored(data, path.parent)})
     except ValidationError as error:

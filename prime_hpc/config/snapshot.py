@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.absolute import from_the_root
-from prime_hpc.config.errors import ConfigError, Origin, Problem
+from prime_hpc.config.errors import ConfigError, Origin
 from prime_hpc.config.experiment import ALONE, COMPONENTS, Experiment
 from prime_hpc.config.renamed_keys import renew
 from prime_hpc.config.run_files import LOCK_JSON, RUN_YAML
@@ -197,7 +197,7 @@ def _without_null(value: Any, node: Node | None) -> Any:
     if node.kind == "free":
         return json.dumps(value) if _holds_null(value) else value
     if isinstance(value, str) and value.lower() in NULL and node.optional:
-        raise ConfigError(Problem(f"the text {value!r} means null in a config; choose another", node.dotted))
+        raise ConfigError(f"the text {value!r} means null in a config; choose another", node.dotted)
     return value
 
 

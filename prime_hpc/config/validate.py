@@ -120,7 +120,7 @@ def check_complete(
         if not experiment.episodes.environments:
             message = "no environment: state at least one, such as `--environment-ids reverse-text`"
             message += " (or files of prompts: `--prompts prompts.jsonl`)" if experiment.kind == "synthesize" else ""
-            raise ConfigError(Problem(message, f"{experiment.kind}.environment_ids"))
+            raise ConfigError(message, f"{experiment.kind}.environment_ids")
     elif experiment.kind == "sft" and entrypoint in ("sft", "submit", "plan"):
         data = experiment.sft.data
         if data.type != "fake" and data.path is None and data.name is None:

@@ -100,7 +100,7 @@ def recorded(run_dir: Path) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         message = f"{path}: cannot be read ({error}); choose another --name, or start over with --clean"
-        raise ConfigError(Problem(message, "name")) from error
+        raise ConfigError(message, "name") from error
 
 
 def refuse_others(experiment: Experiment, run_dir: Path) -> None:
@@ -110,7 +110,7 @@ def refuse_others(experiment: Experiment, run_dir: Path) -> None:
     if before is None:
         if results_file(run_dir).exists() and results_file(run_dir).stat().st_size:
             message = f"{results_file(run_dir)} is there without {FILE}, which says how its episodes were played"
-            raise ConfigError(Problem(f"{message}; choose another --name, or start over with --clean", "name"))
+            raise ConfigError(f"{message}; choose another --name, or start over with --clean", "name")
         return
     now, joins = settings_of(experiment), (f"{experiment.kind}.env.", _STEP, TEMPLATE)
     keys = [key for key in now if key in before or not key.startswith(joins)]
@@ -151,7 +151,7 @@ def _weights_of(folder: Path) -> str | None:
     try:
         return read_manifest(folder).digest if (folder / MANIFEST).is_file() else weights_fingerprint(folder) or None
     except (StoreError, OSError) as error:
-        raise ConfigError(Problem(f"{folder}: its weights cannot be told: {error}", "eval.weights_dir")) from error
+        raise ConfigError(f"{folder}: its weights cannot be told: {error}", "eval.weights_dir") from error
 
 
 def _sum_of(named: Sequence[tuple[str, str]], key: str) -> str:
@@ -166,7 +166,7 @@ def _sum_of(named: Sequence[tuple[str, str]], key: str) -> str:
                 while part := file.read(1 << 20):
                     total.update(part)
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(str(error), key)) from error
+        raise ConfigError(str(error), key) from error
     return total.hexdigest()
 
 

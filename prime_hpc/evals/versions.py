@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.run_paths import list_steps, step_name
@@ -47,7 +47,7 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
         return [Version(0)]
     root = weights_root(config.weights_dir)
     if not root.is_dir():
-        raise ConfigError(Problem(f"{config.weights_dir} is not a directory", "eval.weights_dir"))
+        raise ConfigError(f"{config.weights_dir} is not a directory", "eval.weights_dir")
     folders = {step: root / step_name(step) for step in list_steps(root) if step > 0}
     steps = _with_weights(folders) if config.steps == "all" else list(config.steps)
     if config.steps != "all" and (
@@ -56,10 +56,10 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
         first, there = min(missing), _with_weights(folders)
         shown = ", ".join(map(str, there[:20])) + (" ..." if len(there) > 20 else "")
         what = "only a version without weights, which went over the network, of" if first in folders else "no"
-        raise ConfigError(Problem(f"{root} holds {what} step {first}; there are {shown or 'none'}", "eval.steps"))
+        raise ConfigError(f"{root} holds {what} step {first}; there are {shown or 'none'}", "eval.steps")
     if not steps and (config.steps == "all" or not config.eval_base):
         what = "only versions without weights, which went over the network" if folders else "no version"
-        raise ConfigError(Problem(f"{root} holds {what} (step_000010, ...)", "eval.weights_dir"))
+        raise ConfigError(f"{root} holds {what} (step_000010, ...)", "eval.weights_dir")
     base = [Version(0)] if config.eval_base else []
     return base + [Version(step, folders[step]) for step in steps]
 
@@ -97,8 +97,8 @@ def adapter_rank(versions: list[Version]) -> int | None:
             ranks.append(int(json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             message = f"{version.path / ADAPTER_CONFIG}: no adapter's config ({error})"
-            raise ConfigError(Problem(message, "eval.weights_dir")) from error
+            raise ConfigError(message, "eval.weights_dir") from error
     if ranks and whole:
         message = f"adapters and whole models side by side ({whole[0].path}): evaluate them apart, with --steps"
-        raise ConfigError(Problem(message, "eval.weights_dir"))
+        raise ConfigError(message, "eval.weights_dir")
     return max(ranks, default=None)

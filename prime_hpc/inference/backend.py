@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prime_hpc.config.engine_groups import EngineRole
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import BACKENDS
 from prime_hpc.config.sections.inference import InferenceConfig
@@ -152,7 +152,7 @@ def node_options(name: str, dp_size: int, num_nodes: int, address: str, port: in
     if num_nodes == 1:
         return [["--data-parallel-size", str(dp_size)]]
     if not hasattr(backend, "node_options"):
-        raise ConfigError(Problem(f"a server of {name!r} cannot span nodes: leave it out", "inference.across_nodes"))
+        raise ConfigError(f"a server of {name!r} cannot span nodes: leave it out", "inference.across_nodes")
     spread: OverNodes = backend
     return spread.node_options(dp_size, num_nodes, address, port)
 
@@ -198,10 +198,10 @@ def load_backend(name: str, key: str = "inference.backend") -> Backend:
     try:
         found: Backend = getattr(import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything, and hold what is no Python
-        raise ConfigError(Problem(f"cannot import {name!r}: {type(error).__name__}: {error}", key)) from error
+        raise ConfigError(f"cannot import {name!r}: {type(error).__name__}: {error}", key) from error
     lacks = [part for part in ("title", "overhead_gib", "missing", "refusals", "serve") if not hasattr(found, part)]
     if lacks:
-        raise ConfigError(Problem(f"{name!r} is no inference backend: it has no {', '.join(lacks)}", key))
+        raise ConfigError(f"{name!r} is no inference backend: it has no {', '.join(lacks)}", key)
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.supervisor import KubernetesConfig
 from prime_hpc.config.snapshot import stated_text
@@ -117,7 +117,7 @@ def _refuse_secrets(experiment: Experiment) -> None:
             "the experiment states a key, a token or a password, which would stand in a ConfigMap: put it into a "
             "Secret as PRIME_..., the environment's name of its key, and name that Secret in kubernetes.env_from"
         )
-        raise ConfigError(Problem(message, "kubernetes.env_from"))
+        raise ConfigError(message, "kubernetes.env_from")
 
 
 class _Maker:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.supervisor import KubernetesConfig
@@ -42,7 +42,7 @@ class Component:
 def section_of(experiment: Experiment) -> KubernetesConfig:
     """Return the section. Raises ConfigError: the experiment has none."""
     if experiment.kubernetes is None or not experiment.kubernetes.image:
-        raise ConfigError(Problem("which image holds prime-hpc? State kubernetes.image", "kubernetes.image"))
+        raise ConfigError("which image holds prime-hpc? State kubernetes.image", "kubernetes.image")
     return experiment.kubernetes
 
 
@@ -60,7 +60,7 @@ def components_of(experiment: Experiment) -> list[Component]:
     """Return the kinds of pods, in the order of the placement's components. `experiment`: as `for_pods` returns it.
     Raises ConfigError: the roles do not fit nodes of `slurm.gpus_per_node` GPUs."""
     if num_env_nodes(experiment):
-        raise ConfigError(Problem("hosts of environments in pods are your own: env_servers.addresses", ENV_NODES))
+        raise ConfigError("hosts of environments in pods are your own: env_servers.addresses", ENV_NODES)
     placement = place_slurm(experiment, SITE)
     found = []
     for component in placement.components:
@@ -77,7 +77,7 @@ def object_name(experiment: Experiment) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-")
     if not name or not name[0].isalpha() or len(name) > MOST_LETTERS:
         message = f"{experiment.name!r} makes no name of Kubernetes objects: "
-        raise ConfigError(Problem(f"{message}a letter first, at most {MOST_LETTERS} signs", "name"))
+        raise ConfigError(f"{message}a letter first, at most {MOST_LETTERS} signs", "name")
     return name
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from prime_hpc import __version__
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.kubernetes.manifests import Manifest, Values, manifests
 from prime_hpc.kubernetes.placement import components_of, for_pods, object_name, section_of
@@ -54,7 +54,7 @@ def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
     `folder`: new, or an earlier chart's.
     Raises ConfigError: the experiment cannot run as pods, or the folder is no chart's or cannot be written."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "Chart.yaml").is_file():
-        raise ConfigError(Problem(f"{folder} holds something else than a chart; name a new folder", "--chart"))
+        raise ConfigError(f"{folder} holds something else than a chart; name a new folder", "--chart")
     section, components = section_of(experiment), components_of(for_pods(experiment))
     stated = Values.of(section, components, "")
     values = {name: getattr(stated, field) for field, name in _IN_VALUES.items()}
@@ -83,7 +83,7 @@ def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(Problem(f"{folder} cannot be written: {error.strerror}", "--chart")) from error
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}", "--chart") from error
     return [folder / name for name in files]
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child, is_parent
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
@@ -55,7 +55,7 @@ def find_parent(word: str) -> Parent:
         source, experiment = directory / RUN_YAML, load_run(directory)
     if not is_parent(experiment):
         message = f"{word} trains one run; to train several, set it to how many may train at once"
-        raise ConfigError(Problem(message, "trainer.max_concurrent_runs"))
+        raise ConfigError(message, "trainer.max_concurrent_runs")
     return Parent(directory, experiment, source)
 
 
@@ -79,7 +79,7 @@ def load_child(parent: Parent, arguments: list[str], identifier: str | None) -> 
     name = child_name(identifier)
     if name is None:
         message = f"{identifier!r} names no child: letters, digits, dot, dash and underscore; give it with --id"
-        raise ConfigError(Problem(message, "name"))
+        raise ConfigError(message, "name")
     child = as_child(loaded.experiment, parent.directory, name)
     check_child(parent.experiment, child)
     return replace(loaded, experiment=child)
@@ -96,7 +96,7 @@ def add_child(parent: Parent, loaded: Loaded) -> Path:
 
     final = loaded.experiment.run_dir
     if os.path.lexists(final):
-        raise ConfigError(Problem(f"{final} exists already; choose another --id, or remove it first", "name"))
+        raise ConfigError(f"{final} exists already; choose another --id, or remove it first", "name")
     check(loaded, "orchestrator")
     stage = final.with_name(f".adding-{final.name}-{files.unique_suffix()}")
     try:
@@ -105,7 +105,7 @@ def add_child(parent: Parent, loaded: Loaded) -> Path:
         stage.rename(final)
     except OSError as error:
         shutil.rmtree(stage, ignore_errors=True)
-        raise ConfigError(Problem(f"{final} cannot be made: {error.strerror}", "name")) from error
+        raise ConfigError(f"{final} cannot be made: {error.strerror}", "name") from error
     return final
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
@@ -287,9 +287,9 @@ def _resume_by_hand(experiment: Experiment, run_dir: Path) -> dict[str, str]:
             f"{wanted}: an orchestrator by hand goes on in its own run's directory alone; start from another run's "
             "checkpoint with `rl`, or name a step"
         )
-        raise ConfigError(Problem(message, "ckpt.resume_step"))
+        raise ConfigError(message, "ckpt.resume_step")
     try:
         found = resolve_resume(run_paths(experiment, run_dir).checkpoints, wanted)
     except StoreError as error:
-        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+        raise ConfigError(str(error), "ckpt.resume_step") from error
     return {RESUME_STEP: str(found.step)}

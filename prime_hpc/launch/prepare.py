@@ -65,7 +65,7 @@ def refuse_anothers(run_dir: Path) -> None:
         try:
             refuse_other_owner(run_dir)
         except StoreError as error:
-            raise ConfigError(Problem(str(error), "name")) from error
+            raise ConfigError(str(error), "name") from error
 
 
 def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
@@ -86,7 +86,7 @@ def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
             changes = config_changes(before, stated_config(run_dir), but=_OF_THE_START)
             _tell_changes({key: pair for key, pair in changes.items() if not _is_of_version(known, key, pair)})
     except OSError as error:
-        raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+        raise ConfigError(f"{run_dir} cannot be written: {error.strerror}", "output_dir") from error
 
 
 def _is_of_version(known: Mapping[str, Any], key: str, pair: Sequence[Any]) -> bool:
@@ -122,10 +122,10 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     attempts = read_attempts(run_dir / ATTEMPTS_JSONL)
     for row in attempts:
         if (signs := runs_elsewhere(run_dir, row)) is not None:
-            raise ConfigError(Problem(f"{run_dir}: {signs}; or choose another --name", "name"))
+            raise ConfigError(f"{run_dir}: {signs}; or choose another --name", "name")
     held = [row for row in attempts if is_held(row)]
     if held:
-        raise ConfigError(Problem(f"{run_dir}: a run is going on there (process {held[-1]['pid']})", "name"))
+        raise ConfigError(f"{run_dir}: a run is going on there (process {held[-1]['pid']})", "name")
     if experiment.clean:
         refuse_to_delete(experiment.run_dir.absolute())
         _delete(run_dir)
@@ -141,11 +141,9 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
         raise ConfigError(
-            Problem(
-                f"{run_dir} already holds a run; resume it with --ckpt.resume-step latest, choose another --name, or "
-                "delete it with --clean",
-                "name",
-            )
+            f"{run_dir} already holds a run; resume it with --ckpt.resume-step latest, choose another --name, or "
+            "delete it with --clean",
+            "name",
         )
 
 
@@ -153,7 +151,7 @@ def refuse_to_delete(run_dir: Path) -> None:
     """Raise where a directory is anything but one run of this user's. Raises ConfigError: saying what it is."""
 
     def refuse(what: str) -> ConfigError:
-        return ConfigError(Problem(f"{run_dir} {what}, so it is not deleted; choose another --name", "clean"))
+        return ConfigError(f"{run_dir} {what}, so it is not deleted; choose another --name", "clean")
 
     if run_dir.is_symlink():
         raise refuse(f"is a link to {run_dir.resolve()}")

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_experiment
+from prime_hpc.config import ConfigError, Experiment, Loaded, load_experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML, STATUS_JSON
 from prime_hpc.slurm.options import SlurmRole
@@ -46,10 +46,10 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
     experiment = loaded.experiment
     if experiment.run_dir.resolve() != run_dir:
         raise ConfigError(
-            Problem("a run goes on in its own directory; to start another from its config: submit RUN/run.yaml", "name")
+            "a run goes on in its own directory; to start another from its config: submit RUN/run.yaml", "name"
         )
     if experiment.clean:
-        raise ConfigError(Problem("resume and clean contradict each other", "clean"))
+        raise ConfigError("resume and clean contradict each other", "clean")
     last, key = experiment.num_steps, "max_steps"
     if last is None:  # of the same data: what the trainer counted
         key, word = "sft.data.num_epochs", (known_json(run_dir / STATUS_JSON) or {}).get("max_steps")
@@ -101,22 +101,22 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path, last: int | None, k
         newest = next(newest_first(paths.checkpoints), None)
     except (StoreError, OSError) as error:
         words = f"{paths.checkpoints}: {error}; nothing was changed: try again when the file system answers"
-        raise ConfigError(Problem(words, "ckpt.resume_step")) from error
+        raise ConfigError(words, "ckpt.resume_step") from error
     if newest is None:
         _refuse_unmounted(paths)
         why = "holds no whole checkpoint"
         why += "" if experiment.ckpt else " (the run has checkpoints off, and no signal or file asked for one)"
-        raise ConfigError(Problem(f"{paths.checkpoints} {why}; {again}", "ckpt.resume_step"))
+        raise ConfigError(f"{paths.checkpoints} {why}; {again}", "ckpt.resume_step")
     asked = experiment.ckpt.resume_step if experiment.ckpt else "latest"
     if asked is None or isinstance(asked, Path):
         return
     try:
         step = newest.step if asked == "latest" else resolve_resume(paths.checkpoints, asked, deep=False).step
     except (StoreError, OSError) as error:
-        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+        raise ConfigError(str(error), "ckpt.resume_step") from error
     if last is not None and step >= last:
         past = "is the last one" if step == last else "lies beyond the end"
-        raise ConfigError(Problem(f"checkpoint {step} {past} (of {last} steps): raise it", key))
+        raise ConfigError(f"checkpoint {step} {past} (of {last} steps): raise it", key)
 
 
 def _refuse_unmounted(paths: "RunPaths") -> None:
@@ -127,11 +127,11 @@ def _refuse_unmounted(paths: "RunPaths") -> None:
         step = expected_step(paths, saved_claims(read_attempts(paths.attempts)))
         known = read_pointer(paths)
     except (StoreError, OSError) as error:
-        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+        raise ConfigError(str(error), "ckpt.resume_step") from error
     if step:
         where = f" (the run's checkpoints lie in {known})" if known not in (None, paths.checkpoints) else ""
         words = (
             f"{paths.checkpoints} holds no whole checkpoint, but the run saved one of step {step}{where}: is its file "
             "system mounted here? Nothing was changed"
         )
-        raise ConfigError(Problem(words, "ckpt.resume_step"))
+        raise ConfigError(words, "ckpt.resume_step")

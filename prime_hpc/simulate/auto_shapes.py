@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_experiment
+from prime_hpc.config import ConfigError, Experiment, Loaded, load_experiment
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.simulate.setting import Setting, other_shapes, reshaped, setting_of
@@ -41,15 +41,13 @@ def derive_shapes(words: Sequence[str], loaded: Loaded) -> Derived:
     if experiment.slurm.shapes != AUTO:
         return Derived(list(words), loaded, [])
     if experiment.slurm.shape is not None:
-        raise ConfigError(
-            Problem(f"it is {experiment.slurm.shape}, and slurm.shapes = auto derives others", "slurm.shape")
-        )
+        raise ConfigError(f"it is {experiment.slurm.shape}, and slurm.shapes = auto derives others", "slurm.shape")
     try:
         setting = setting_of(experiment)
     except ConfigError as error:
-        raise ConfigError(Problem(f"auto derives no shapes here: {error}", "slurm.shapes")) from error
+        raise ConfigError(f"auto derives no shapes here: {error}", "slurm.shapes") from error
     if not setting.gpus_per_engine:
-        raise ConfigError(Problem("auto derives no shapes here: the engines are not the run's own", "slurm.shapes"))
+        raise ConfigError("auto derives no shapes here: the engines are not the run's own", "slurm.shapes")
     rows: list[dict[str, Any]] = []
     left_out = []
     for shape in _tried(setting):
@@ -66,7 +64,7 @@ def derive_shapes(words: Sequence[str], loaded: Loaded) -> Derived:
         else:
             rows.append({"name": name, "overrides": overrides})
     if not rows:
-        raise ConfigError(Problem(f"auto: no shape is left: {'; '.join(left_out)}", "slurm.shapes"))
+        raise ConfigError(f"auto: no shape is left: {'; '.join(left_out)}", "slurm.shapes")
     stated = [*words, "--slurm.shapes", json.dumps(rows)]
     return Derived(stated, load_experiment(stated, "submit"), left_out)
 

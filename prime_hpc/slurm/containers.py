@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.absolute import local_directory
 from prime_hpc.config.env_files import named_files
 from prime_hpc.config.sections.slurm import ContainerConfig, SiteConfig
@@ -75,7 +75,7 @@ def container_of(
         try:
             (run_dir / ENVIRONMENT_FILE).write_text(_environment(site.container, run_dir, mounts), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(Problem(f"{run_dir / ENVIRONMENT_FILE}: {error.strerror}", "output_dir")) from error
+            raise ConfigError(f"{run_dir / ENVIRONMENT_FILE}: {error.strerror}", "output_dir") from error
     return Container(site.container, run_dir, mounts, f"prime-hpc-{job_id}")
 
 

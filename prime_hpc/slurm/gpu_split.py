@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from prime_hpc.config import ConfigError, Problem
+from prime_hpc.config import ConfigError
 from prime_hpc.runtime.device import Device
 from prime_hpc.runtime.gpus import build_problem
 
@@ -38,11 +38,9 @@ def at_positions(positions: Sequence[int], visible: Sequence[str], key: str) -> 
         return [visible[i] for i in positions]
     last = len(visible) - 1
     raise ConfigError(
-        Problem(
-            f"{list(positions)} must be different positions, from 0 to {last}, among the {len(visible)} GPUs that are "
-            f"visible here ({', '.join(visible)})",
-            key,
-        )
+        f"{list(positions)} must be different positions, from 0 to {last}, among the {len(visible)} GPUs that are "
+        f"visible here ({', '.join(visible)})",
+        key,
     )
 
 
@@ -67,4 +65,4 @@ def refuse_cpu_builds(on_gpus: bool) -> None:
     """Raise a ConfigError where roles are to compute on GPUs with packages that cannot: nobody need wait for them."""
     problem = build_problem() if on_gpus else None
     if problem is not None:
-        raise ConfigError(Problem(f"GPUs are planned for this run, but {problem}", "device"))
+        raise ConfigError(f"GPUs are planned for this run, but {problem}", "device")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.sbatch_options import TRANSLATED, long_name
 from prime_hpc.config.sections.slurm import SiteConfig, SitePartition, SlurmConfig, SlurmOptions
 from prime_hpc.slurm.times import parse_time_s
@@ -178,13 +178,13 @@ def _extra(role: SlurmRole, levels: list[tuple[str, SlurmOptions]]) -> Options:
         key = f"slurm.{role}.extra.{name}" if role == "orchestrator" else f"slurm.extra.{name}"
         field_name = name.replace("-", "_")
         if field_name in SlurmOptions.model_fields:
-            raise ConfigError(Problem(f"--{name} has a key of its own: state slurm.{field_name}", key))
+            raise ConfigError(f"--{name} has a key of its own: state slurm.{field_name}", key)
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
-            raise ConfigError(Problem(f"{name!r} is no name of an sbatch option", key))
+            raise ConfigError(f"{name!r} is no name of an sbatch option", key)
         if value is None or value is False:
             continue  # takes back what the site profile or `slurm` states
         if not isinstance(value, str | int | float):
-            raise ConfigError(Problem(f"--{name} must be text, a number or true, got {value!r}", key))
+            raise ConfigError(f"--{name} must be text, a number or true, got {value!r}", key)
         if name == "export" and str(value).upper() == "ALL":
             continue  # sbatch's default
         result[name] = value if value is True else str(value)
@@ -199,13 +199,13 @@ def _by_node(options: Options, gpus: int, role: SlurmRole) -> None:
             continue
         key = f"slurm.extra.{name}"
         if not gpus:
-            raise ConfigError(Problem(f"--{name} is asked for, but {role} asks for no GPU: state slurm.{field}", key))
+            raise ConfigError(f"--{name} is asked for, but {role} asks for no GPU: state slurm.{field}", key)
         if home in options:
-            raise ConfigError(Problem(f"--{name} and slurm.{field} are both stated: only one of them can hold", key))
+            raise ConfigError(f"--{name} and slurm.{field} are both stated: only one of them can hold", key)
         if home == "mem":
             options[home] = f"{round(parse_mem_mib(str(value)) * gpus)}M"
         elif not str(value).isdigit():
-            raise ConfigError(Problem(f"--{name}={value} is no number", key))
+            raise ConfigError(f"--{name}={value} is no number", key)
         else:
             options[home] = str(int(str(value)) * gpus)
 
@@ -221,7 +221,7 @@ def _whole_node_mem(options: Options, site: SiteConfig) -> None:
 
 def _check_value(name: str, value: str | bool, key: str) -> None:
     if isinstance(value, str) and any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise ConfigError(Problem(f"--{name}={value!r} holds a line break or another control character", key))
+        raise ConfigError(f"--{name}={value!r} holds a line break or another control character", key)
 
 
 def needs_het(asked: list[RoleOptions]) -> str | None:
@@ -271,7 +271,7 @@ def parse_mem_mib(text: str) -> float:
     """sbatch's memory size in MiB; `0` is 0. Raises ConfigError: not a size."""
     match = _MEM.match(text.strip())
     if not match:
-        raise ConfigError(Problem(f"{text!r} is no memory size (for instance 500G, 64000M, 0 for all)", "slurm.mem"))
+        raise ConfigError(f"{text!r} is no memory size (for instance 500G, 64000M, 0 for all)", "slurm.mem")
     return int(match[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]
 
 
@@ -292,22 +292,18 @@ def num_env_nodes(experiment: Experiment) -> int:
     if not more:
         return 0
     if not (experiment.samples and experiment.trains):
-        raise ConfigError(Problem("an evaluation plays its episodes on one node", ENV_NODES))
+        raise ConfigError("an evaluation plays its episodes on one node", ENV_NODES)
     servers, evaluated = config.env_servers, config.eval.env if config.eval is not None else []
     stated = [servers.workers if env.workers is None else env.workers for env in (*config.env, *evaluated)]
     if not any(stated):
         raise ConfigError(
-            Problem(
-                f"{more + 1}: the orchestrator is one process on one node, and the others would play episodes, but no "
-                "environment has workers: state orchestrator.env_servers.workers, or 1 node",
-                ENV_NODES,
-            )
+            f"{more + 1}: the orchestrator is one process on one node, and the others would play episodes, but no "
+            "environment has workers: state orchestrator.env_servers.workers, or 1 node",
+            ENV_NODES,
         )
     if servers.addresses:
-        raise ConfigError(
-            Problem(f"{more + 1}: the workers are at env_servers.addresses: 1 node, or no addresses", ENV_NODES)
-        )
+        raise ConfigError(f"{more + 1}: the workers are at env_servers.addresses: 1 node, or no addresses", ENV_NODES)
     if "auto" in stated and servers.max_workers is None:
         key = "orchestrator.env_servers.max_workers"
-        raise ConfigError(Problem("workers: auto on other nodes needs it: this one's cores say nothing of theirs", key))
+        raise ConfigError("workers: auto on other nodes needs it: this one's cores say nothing of theirs", key)
     return more

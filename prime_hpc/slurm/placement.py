@@ -7,7 +7,7 @@ the nodes. Nothing here asks the machine or the cluster anything.
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.gpu_split import assign_gpus
@@ -150,7 +150,7 @@ def _device(experiment: Experiment, site: SiteConfig, group: RoleGroup) -> Liter
         return "cpu"
     if group.gpus is None and stated == "cuda":
         raise ConfigError(
-            Problem(f"cuda, but no GPU is asked for the nodes of {group.role}: state slurm.gpus_per_node", "device")
+            f"cuda, but no GPU is asked for the nodes of {group.role}: state slurm.gpus_per_node", "device"
         )
     return "cpu" if group.gpus is None else "cuda"
 
@@ -188,11 +188,9 @@ def _check_ports(experiment: Experiment, placement: Placement) -> None:
             other, index = taken.setdefault((group.component, node, port), (group.role, group.index))
             if other != group.role:
                 raise ConfigError(
-                    Problem(
-                        f"{servers_of(experiment, group.role).server.port}: on a node that both use, server {index} of "
-                        f"{SECTIONS[other]} listens on {port} as well; leave it out, and a free one is found",
-                        f"{SECTIONS[group.role]}.server.port",
-                    )
+                    f"{servers_of(experiment, group.role).server.port}: on a node that both use, server {index} of "
+                    f"{SECTIONS[other]} listens on {port} as well; leave it out, and a free one is found",
+                    f"{SECTIONS[group.role]}.server.port",
                 )
 
 
@@ -216,11 +214,9 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
     if slurm.layout == "packed":
         if difference:
             raise ConfigError(
-                Problem(
-                    f"packed is one homogeneous job, but the roles ask for different nodes ({difference}); ask for the "
-                    "same, or use slurm.layout = het",
-                    "slurm.layout",
-                )
+                f"packed is one homogeneous job, but the roles ask for different nodes ({difference}); ask for the "
+                "same, or use slurm.layout = het",
+                "slurm.layout",
             )
         return "packed", "slurm.layout says so"
     if slurm.layout == "auto" and not difference:
@@ -228,20 +224,16 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
     why = "slurm.layout says so" if slurm.layout == "het" else f"the roles ask for different nodes: {difference}"
     if not site.het_jobs:
         raise ConfigError(
-            Problem(
-                f"the site {site.name!r} accepts no het jobs ({why}); use slurm.layout = packed with the same "
-                "partition, constraint and GPUs for all roles (slurm.partition instead of slurm.trainer.partition and "
-                "slurm.inference.partition)",
-                "slurm.layout",
-            )
+            f"the site {site.name!r} accepts no het jobs ({why}); use slurm.layout = packed with the same "
+            "partition, constraint and GPUs for all roles (slurm.partition instead of slurm.trainer.partition and "
+            "slurm.inference.partition)",
+            "slurm.layout",
         )
     if slurm.spare_nodes:
         raise ConfigError(
-            Problem(
-                "spare nodes exist in homogeneous jobs alone (Slurm ends a het job that loses a node), and this one is "
-                f"het ({why}); set slurm.spare_nodes = 0, or slurm.layout = packed",
-                "slurm.spare_nodes",
-            )
+            "spare nodes exist in homogeneous jobs alone (Slurm ends a het job that loses a node), and this one is "
+            f"het ({why}); set slurm.spare_nodes = 0, or slurm.layout = packed",
+            "slurm.spare_nodes",
         )
     return "het", why
 
@@ -324,15 +316,13 @@ def _trainer_nodes(experiment: Experiment, asked: RoleOptions) -> int:
         below, above = ranks // nodes * nodes, -(-ranks // nodes) * nodes
         choice = f"{below} or {above}" if below else str(above)
         raise ConfigError(
-            Problem(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; use {choice}", "trainer.num_ranks")
+            f"{ranks} ranks cannot be spread evenly over {nodes} nodes; use {choice}", "trainer.num_ranks"
         )
     if gpus and ranks // nodes > gpus:
         raise ConfigError(
-            Problem(
-                f"{ranks} ranks on {nodes} nodes are {ranks // nodes} a node, but a node has {gpus} GPUs; use at least "
-                f"{-(-ranks // gpus)} nodes",
-                "slurm.trainer.nodes",
-            )
+            f"{ranks} ranks on {nodes} nodes are {ranks // nodes} a node, but a node has {gpus} GPUs; use at least "
+            f"{-(-ranks // gpus)} nodes",
+            "slurm.trainer.nodes",
         )
     return nodes
 
@@ -350,28 +340,23 @@ def _servers(experiment: Experiment, role: EngineRole, asked: RoleOptions) -> _S
     if gpus and width > gpus:
         stages = section.pipeline_parallel_size
         key = f"{SECTIONS[role]}.{'pipeline' if stages > 1 else 'tensor'}_parallel_size"
-        raise ConfigError(Problem(f"an engine of {width} GPUs is larger than a node of {gpus}", key))
+        raise ConfigError(f"an engine of {width} GPUs is larger than a node of {gpus}", key)
     nodes = getattr(experiment.slurm, role).nodes or _fewest_nodes(replicas, engines, width, gpus)
     split = max(1, nodes // replicas)
     if (nodes > replicas and nodes % replicas) or engines % split:
         what = f"{replicas} replicas of {engines} engines" if replicas > 1 else f"{engines} engines"
         choices = [n for n in _even_counts(replicas, engines) if n <= 4 * nodes]
         raise ConfigError(
-            Problem(
-                f"{what} cannot be spread evenly over {nodes} nodes; use {_or(choices)} nodes",
-                f"slurm.{role}.nodes",
-            )
+            f"{what} cannot be spread evenly over {nodes} nodes; use {_or(choices)} nodes", f"slurm.{role}.nodes"
         )
     servers = _Servers(nodes, split, replicas, engines // split, width)
     need = servers.gpus_of_part * (servers.replicas_per_node if split == 1 else 1)
     if gpus and need > gpus:
         raise ConfigError(
-            Problem(
-                f"{need} GPUs a node are needed to serve with {nodes} nodes ({replicas} replicas x {engines} engines x "
-                f"{width} GPUs), but a node has {gpus}; use {_fewest_nodes(replicas, engines, width, gpus)} nodes or "
-                "more",
-                f"slurm.{role}.nodes",
-            )
+            f"{need} GPUs a node are needed to serve with {nodes} nodes ({replicas} replicas x {engines} engines x "
+            f"{width} GPUs), but a node has {gpus}; use {_fewest_nodes(replicas, engines, width, gpus)} nodes or "
+            "more",
+            f"slurm.{role}.nodes",
         )
     return servers
 
@@ -480,7 +465,7 @@ def _named(experiment: Experiment, role: str, need: int, gpus: int) -> tuple[int
     if ids is None or gpus == 0:
         return None
     if len(set(ids)) != len(ids) or not all(0 <= i < gpus for i in ids):
-        raise ConfigError(Problem(f"{ids} must be different GPUs of a node, from 0 to {gpus - 1}", key))
+        raise ConfigError(f"{ids} must be different GPUs of a node, from 0 to {gpus - 1}", key)
     if len(ids) < need:
-        raise ConfigError(Problem(f"{ids} are {len(ids)} GPUs, but {need} are needed on a node", key))
+        raise ConfigError(f"{ids} are {len(ids)} GPUs, but {need} are needed on a node", key)
     return tuple(ids[:need])

@@ -160,11 +160,9 @@ def refuse_if_queued(run_dir: Path) -> None:
     controller = local_controller(run_dir)
     if controller is not None:
         raise ConfigError(
-            Problem(
-                f"{run_dir}: this run is a local job here (process {controller}); end it first "
-                f"(prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name",
-                "name",
-            )
+            f"{run_dir}: this run is a local job here (process {controller}); end it first "
+            f"(prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name",
+            "name",
         )
     active = [info for info in _ask(run_dir) if info.is_active]
     if active:
@@ -173,11 +171,9 @@ def refuse_if_queued(run_dir: Path) -> None:
         # after scancel, say, until its processes are gone
         ending = "Slurm still ends it: try again in a minute; if it comes back, " if info.state == "COMPLETING" else ""
         raise ConfigError(
-            Problem(
-                f"{run_dir}: this run is in Slurm as job {info.job_id}, {info.state}{where}; {ending}end it first "
-                f"(prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name",
-                "name",
-            )
+            f"{run_dir}: this run is in Slurm as job {info.job_id}, {info.state}{where}; {ending}end it first "
+            f"(prime-hpc cancel {shlex.quote(str(run_dir))}), or choose another --name",
+            "name",
         )
 
 
@@ -283,7 +279,7 @@ def send(
         )
         raise
     except OSError as error:
-        raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}", "output_dir") from error
     add_to_record(directory, state="sent", job_id=job_id)
     return job_id
 

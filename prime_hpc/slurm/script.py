@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.secret import Secret, command_without_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.flags import parse_flags
@@ -68,11 +68,9 @@ def render_job(
     _check_path(run_dir)
     if array is not None and not placement.abilities.takes_arrays:
         raise ConfigError(
-            Problem(
-                "Slurm refuses arrays of het jobs; use slurm.layout = packed (the same partition and GPUs for all "
-                "roles), or run the sweep in lanes",
-                "slurm.layout",
-            )
+            "Slurm refuses arrays of het jobs; use slurm.layout = packed (the same partition and GPUs for all "
+            "roles), or run the sweep in lanes",
+            "slurm.layout",
         )
     lines = ["#!/bin/bash", *_about(placement, experiment, run_dir, array)]
     carried: Options = {}
@@ -217,11 +215,11 @@ def _environment(experiment: Experiment, site: SiteConfig) -> list[str]:
             exports.append(f"export {name}={shlex.quote(site.network_interface)}")
     for name, value in (site.env | experiment.slurm.env).items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(Problem(f"{name!r} is no name of an environment variable", "slurm.env"))
+            raise ConfigError(f"{name!r} is no name of an environment variable", "slurm.env")
         if isinstance(value, Secret):
             continue  # the supervisor gives it to the roles; a script is read by others
         if "\0" in value:
-            raise ConfigError(Problem(f"the value of {name} holds a NUL byte", "slurm.env"))
+            raise ConfigError(f"the value of {name} holds a NUL byte", "slurm.env")
         exports.append(f"export {name}={shlex.quote(value)}")
     return ["", *exports] if exports else []
 
@@ -258,10 +256,10 @@ def _command(
 def _check_path(run_dir: Path) -> None:
     text = str(run_dir)
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
-        raise ConfigError(Problem(f"{text!r} holds a line break or another control character", "name"))
+        raise ConfigError(f"{text!r} holds a line break or another control character", "name")
     if "\\" in text:
         # sbatch takes it for "no symbols in this file name" and drops it
-        raise ConfigError(Problem(f"{text!r} holds a backslash, which Slurm cannot have in a log's path", "output_dir"))
+        raise ConfigError(f"{text!r} holds a backslash, which Slurm cannot have in a log's path", "output_dir")
 
 
 def interpreter() -> str:

@@ -146,7 +146,7 @@ def submitting(run_dir: Path) -> Iterator[None]:
                 )
             _move_aside(lock, found)
     except OSError as error:
-        raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+        raise ConfigError(f"{run_dir} cannot be written: {error.strerror}", "output_dir") from error
     over = threading.Event()
     threading.Thread(target=_show_life, args=(lock, over), name="submitting", daemon=True).start()
     try:

@@ -3,7 +3,7 @@
 import re
 import time
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 
 
 def parse_time(text: str) -> float | None:
@@ -38,7 +38,7 @@ def parse_time_s(text: str) -> int | None:
     seconds = parse_duration(text)
     if seconds is None:
         forms = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
-        raise ConfigError(Problem(f"{text.strip()!r} is no time: {forms}", "slurm.time"))
+        raise ConfigError(f"{text.strip()!r} is no time: {forms}", "slurm.time")
     return int(seconds)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.client.keys import KEY_VARIABLES
-from prime_hpc.config import ConfigError, Experiment, Problem, load_run
+from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
 from prime_hpc.config.secret import Secret, revealed
@@ -125,9 +125,7 @@ def _server_ports(
         return [ports.choose(1, base, servers.server.host, allowed)[0] for _ in range(count)]
     for number in range(first, first + count):
         if number in taken:
-            raise ConfigError(
-                Problem(f"{first}: another group of engines listens on {number}; 0 finds a free one", key)
-            )
+            raise ConfigError(f"{first}: another group of engines listens on {number}; 0 finds a free one", key)
         ports.require_free(number, servers.server.host, key)
     return list(range(first, first + count))
 

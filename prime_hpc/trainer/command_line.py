@@ -61,27 +61,25 @@ def refuse_taken(experiment: Experiment) -> None:
     run_dir = experiment.run_dir.resolve()
     if experiment.kind == "sft" and experiment.samples:
         message = "environments are played beside a supervised run alone: submit it, run it with `sft`, or leave it out"
-        raise ConfigError(Problem(message, "orchestrator.eval"))
+        raise ConfigError(message, "orchestrator.eval")
     for row in read_attempts(run_dir / ATTEMPTS_JSONL):
         if is_held(row):
-            raise ConfigError(Problem(f"{run_dir}: a run is going on there (process {row['pid']})", "name"))
+            raise ConfigError(f"{run_dir}: a run is going on there (process {row['pid']})", "name")
         if (signs := runs_elsewhere(run_dir, row)) is not None:
-            raise ConfigError(Problem(f"{run_dir}: {signs}; or choose another --name", "name"))
+            raise ConfigError(f"{run_dir}: {signs}; or choose another --name", "name")
     if experiment.ckpt is not None and experiment.ckpt.resume_step is not None:
         return
     paths = RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
     if (newest := next(newest_first(paths.checkpoints), None)) is not None:
         raise ConfigError(
-            Problem(
-                f"{run_dir} holds checkpoints up to step {newest.step}: go on with --ckpt.resume-step latest, or "
-                "choose another --name",
-                "name",
-            )
+            f"{run_dir} holds checkpoints up to step {newest.step}: go on with --ckpt.resume-step latest, or "
+            "choose another --name",
+            "name",
         )
     versions = [] if experiment.trainer.bench else list_versions(paths)
     if versions and versions[-1] > 0:
         message = f"{run_dir} holds weight versions up to {versions[-1]}, and no checkpoint: choose another --name"
-        raise ConfigError(Problem(message, "name"))
+        raise ConfigError(message, "name")
 
 
 def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

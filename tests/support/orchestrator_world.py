@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
@@ -256,12 +254,6 @@ class World:
         last = self.state(steps[-1])
         pending = [position for position, _, _ in last["prompts"]["pending"]]
         assert sorted([*used, *dropped, *pending]) == list(range(last["prompts"]["cursor"]))
-
-
-def sampled_text(rank: RankBatch, sequence: int, tokenizer: Any) -> str:
-    """The sampled part of a sequence, decoded."""
-    tokens = slice(int(rank.seq_offsets[sequence]), int(rank.seq_offsets[sequence + 1]))
-    return tokenizer.decode(rank.token_ids[tokens][np.asarray(rank.loss_mask[tokens])])
 
 
 def read_samples(world: World) -> list[dict[str, Any]]:

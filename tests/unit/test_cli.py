@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from prime_hpc import cli, launch
+from prime_hpc import cli
 from prime_hpc.cli.common import parse
 from prime_hpc.client.keys import key_file, take_key
 from prime_hpc.config import ConfigError, Loaded
 from prime_hpc.config.snapshot import write_snapshot
+from prime_hpc.launch import local, submission
 from prime_hpc.store.io.files import write_atomic
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 
 @pytest.fixture
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the command line hands to `prime_hpc.launch`, which then starts nothing."""
+    """What the command line hands to launch, which then starts nothing."""
     calls: list[tuple[Any, ...]] = []
 
     def submit(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json: bool) -> int:
@@ -40,8 +41,9 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(("run_role", loaded, role))
         return 0
 
-    for function in (submit, run, run_role):
-        monkeypatch.setattr(launch, function.__name__, function, raising=False)
+    monkeypatch.setattr(submission, "submit", submit)
+    for function in (run, run_role):
+        monkeypatch.setattr(local, function.__name__, function)
     return calls
 
 
@@ -172,7 +174,7 @@ def test_what_launch_finds_wrong_with_the_config_is_exit_code_2(
     def run(loaded: Loaded) -> int:
         raise ConfigError("model.name: no weights there")
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local, "run", run)
     assert cli.main(["rl", *ENV]) == 2
     assert capsys.readouterr().err == "prime-hpc rl: error: model.name: no weights there\n"
 
@@ -181,7 +183,7 @@ def test_ctrl_c_is_130(handed: list[Any], capsys: pytest.CaptureFixture[str], mo
     def run(loaded: Loaded) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local, "run", run)
     assert cli.main(["rl", *ENV]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -297,7 +299,7 @@ def test_a_folder_whose_name_is_no_text(
         write_snapshot(loaded.experiment, tmp_path / "run", ["rl"])
         return 0
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local, "run", run)
     assert cli.main(["rl", *ENV, "--model.name", "model"]) == 2
     assert "fr\\udcfch/model' holds bytes that are no text in this locale (utf-8)" in capsys.readouterr().err
 
@@ -329,7 +331,7 @@ def test_json_is_what_this_command_found(
             write_atomic(summary, b'{"of": "now"}')
         return codes.pop(0)
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(local, "run", run)
     codes = [1, 0, 1, 0]
     for code, said in ((1, ""), (0, '{\n  "of": "now"\n}\n')) * 2:  # at last over an earlier one's
         assert cli.main(argv) == code

@@ -15,7 +15,6 @@ from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.types import SamplingConfig
 
-from prime_hpc import launch
 from prime_hpc.cli.verbs.experiment import eval as verb
 from prime_hpc.client.inference import InferenceClient
 from prime_hpc.config import ConfigError, Loaded, load_experiment
@@ -29,6 +28,7 @@ from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
 from prime_hpc.evals.versions import Version
+from prime_hpc.launch import local
 
 Scene = Callable[..., Coroutine[Any, Any, None]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -179,7 +179,7 @@ def test_episodes_go_on_with_the_servers_that_they_began_with(tmp_path: Path, mo
         started.append(loaded)
         return 0
 
-    monkeypatch.setattr(launch, "run", start, raising=False)
+    monkeypatch.setattr(local, "run", start)
     here = ["--client.base-url", "http://127.0.0.1:8000/v1"]
     record(load_experiment([*argv, "own"], "eval", {}).experiment, tmp_path / "own")
     record(load_experiment([*argv, "attached", *here], "eval", {}).experiment, tmp_path / "attached")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.site import read_site
 from prime_hpc.config.snapshot import read_experiment
@@ -103,12 +103,12 @@ def _check(path: Path, status: RunStatus, role: str, rank: int) -> str:
     if not known:
         raise NotThereError(f"the run is {status.state}: no role has been started yet")
     if label not in known:
-        raise ConfigError(Problem(f"the run has no {label}; it has {', '.join(known)}", "--role"))
+        raise ConfigError(f"the run has no {label}; it has {', '.join(known)}", "--role")
     state = status.roles.get(label)
     if state in _NOT_NOW:
         raise NotThereError(f"{label} {_NOT_NOW[state]}: `prime-hpc status` says more")
     if role == "trainer" and rank >= (num_ranks := read_experiment(path / RUN_YAML).trainer.num_ranks):
-        raise ConfigError(Problem(f"the trainer has no rank {rank}; it has ranks 0 to {num_ranks - 1}", "--rank"))
+        raise ConfigError(f"the trainer has no rank {rank}; it has ranks 0 to {num_ranks - 1}", "--rank")
     return label
 
 

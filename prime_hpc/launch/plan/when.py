@@ -294,7 +294,7 @@ def _when(moment: float, asked: float) -> str:
 def refuse_without_slurm(experiment: Experiment, flag: str) -> None:
     """Raise a ConfigError where a run starts on this machine, without a queue to ask."""
     if not uses_slurm(experiment):
-        raise ConfigError(Problem(f"{flag} asks a queue, and this run starts on this machine, at once", "launch"))
+        raise ConfigError(f"{flag} asks a queue, and this run starts on this machine, at once", "launch")
 
 
 def best_shape(
@@ -309,7 +309,7 @@ def best_shape(
     slurm = loaded.experiment.slurm
     if not slurm.shapes:
         words = f"slurm.shape = {slurm.shape} is chosen already" if slurm.shape else "slurm.shapes states none"
-        raise ConfigError(Problem(f"--best chooses among the shapes of the experiment, and {words}", "slurm.shapes"))
+        raise ConfigError(f"--best chooses among the shapes of the experiment, and {words}", "slurm.shapes")
     ranking = ask_when(argv, loaded, step_of=step_of, notes=notes)
     best = ranking.best
     if best is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import PointView
@@ -95,7 +95,7 @@ class Feed:
             slots, kind = _slots(job, site)
             if limit is not None and slots > limit.most:
                 words = f"point {job.row.name} takes {slots} of the {limit.most} jobs that {limit.source} allows"
-                raise ConfigError(Problem(f"{words}: it can never be sent", "slurm"))
+                raise ConfigError(f"{words}: it can never be sent", "slurm")
             at_once = self.file.throttle if kind == "array" else self.file.lanes or self.file.throttle
             has_room, is_held = room is None or slots <= room, at_once is not None and kinds.count(kind) >= at_once
             if has_room and is_held:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.schema import locate
 
 MAX_LENGTH = 120
@@ -22,7 +22,7 @@ def check_pattern(pattern: str, keys: Sequence[str]) -> None:
         if key not in (*keys, "index"):
             near = get_close_matches(key, keys, n=1)
             hint = f"did you mean {{{near[0]}}}?" if near else f"there are {', '.join((*keys, 'index'))}"
-            raise ConfigError(Problem(f"{{{place}}} is no axis of the sweep; {hint}", "point_name"))
+            raise ConfigError(f"{{{place}}} is no axis of the sweep; {hint}", "point_name")
 
 
 def default_pattern(keys: Sequence[str], points: Sequence[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.sweep.naming import shortest_end
 from prime_hpc.launch.sweep.results import Metric, Result, by_seed
 
@@ -66,11 +66,11 @@ def draw(results: Sequence[Result], metric: Metric, title: str, path: Path) -> N
     """
     drawn = [result for result in results if result.value is not None]
     if not drawn:
-        raise ConfigError(Problem(f"no point has a value of {metric.name} yet: nothing to draw", "--plot"))
+        raise ConfigError(f"no point has a value of {metric.name} yet: nothing to draw", "--plot")
     try:
         from matplotlib.figure import Figure  # no pyplot: no global state, no display
     except ImportError as error:
-        raise ConfigError(Problem("matplotlib is not installed here: pip install matplotlib", "--plot")) from error
+        raise ConfigError("matplotlib is not installed here: pip install matplotlib", "--plot") from error
     has_curves = any(len(result.series) > 1 for result in drawn)
     height = 4.5 if has_curves else max(2.5, 0.35 * len(drawn) + 1.2)
     figure = Figure(figsize=(9, min(height, 40)), layout="constrained")
@@ -81,7 +81,7 @@ def draw(results: Sequence[Result], metric: Metric, title: str, path: Path) -> N
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not write
-        raise ConfigError(Problem(f"{path} cannot be written: {error}", "--plot")) from error
+        raise ConfigError(f"{path} cannot be written: {error}", "--plot") from error
 
 
 def _lines(axes: Any, results: Sequence[Result], metric: Metric) -> None:

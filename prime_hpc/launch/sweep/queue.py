@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 from typing import Any, get_args
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -130,7 +130,7 @@ def plan_parts(
         own = _dependency(part)
         if "?" in own and (part.after or part.after_part is not None):
             words = f"{own}: a job waits for one of these, and cannot wait for the jobs before it in the sweep besides"
-            raise ConfigError(Problem(f"{words}: `sweep submit --feed` keeps throttle and lanes", "slurm.dependency"))
+            raise ConfigError(f"{words}: `sweep submit --feed` keeps throttle and lanes", "slurm.dependency")
     return parts
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.errors import ConfigError, Origin, Problem
+from prime_hpc.config.errors import ConfigError, Origin
 from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sources.files import Document, parse_yaml, read_documents
@@ -149,7 +149,7 @@ def _base(spec: Spec, variants: Variants, name: str) -> Base:
     try:
         directory_name(name)
     except ValueError as error:
-        raise ConfigError(Problem(str(error), "name")) from error
+        raise ConfigError(str(error), "name") from error
     parent = Path(str(value_at(variants.stated, ("output_dir",)) or "outputs")).expanduser()
     return Base(spec, variants, name, parent.resolve() / name)
 
@@ -201,7 +201,7 @@ def _refuse_collisions(points: list[Point]) -> None:
     for point in points:
         if point.hash and (other := by_hash.setdefault(point.hash, point)) is not point:
             message = f"points {other.name!r} and {point.name!r} are the same experiment"
-            raise ConfigError(Problem(f"{message}: {other.values} and {point.values}", "axes"))
+            raise ConfigError(f"{message}: {other.values} and {point.values}", "axes")
         if (other := by_name.setdefault(point.name, point)) is not point:
             message = f"two points would be named {point.name!r}: {other.values} and {point.values}"
-            raise ConfigError(Problem(f"{message}; name more axes in it, or {{index}}", "point_name"))
+            raise ConfigError(f"{message}; name more axes in it, or {{index}}", "point_name")

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import ALONE
 from prime_hpc.launch.monitor.run_facts import FINAL
 from prime_hpc.launch.monitor.run_progress import iterate_json, tail_json
@@ -144,7 +144,7 @@ def _refuse_unknown(name: str, seen: set[str]) -> None:
         return  # it is there, but not finite: the points diverged
     near = get_close_matches(name, sorted(seen), n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(seen))}"
-    raise ConfigError(Problem(f"no point has a metric {name!r}; {hint}", "metric"))
+    raise ConfigError(f"no point has a metric {name!r}; {hint}", "metric")
 
 
 def _result(view: PointView, run_dir: Path, metric: Metric, whole: bool, seen: set[str]) -> Result:

@@ -54,9 +54,7 @@ def _stay_here(points: Sequence[Point]) -> None:
     other = other_cluster(stated)
     if other is not None:
         where = f"slurm.cluster = {stated}" if stated else f"SLURM_CLUSTERS={other}"
-        raise ConfigError(
-            Problem(f"{where}: a sweep goes to the cluster where it is submitted; log in there", "slurm.cluster")
-        )
+        raise ConfigError(f"{where}: a sweep goes to the cluster where it is submitted; log in there", "slurm.cluster")
 
 
 def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool, feed: Feed | None) -> Report:
@@ -166,12 +164,12 @@ def _refuse_if_all_alike(points: Sequence[Point]) -> None:
     Raises ConfigError: with the mistake."""
     reasons = {point.reason for point in points}
     if None not in reasons and len(reasons) == 1:
-        raise ConfigError(Problem(f"all {len(points)} points are wrong: {reasons.pop()}"))
+        raise ConfigError(f"all {len(points)} points are wrong: {reasons.pop()}")
 
 
 def _refuse_foreign(base: Base) -> None:
     if (base.sweep_dir / RUN_YAML).exists() and not (base.sweep_dir / POINTS).exists():
-        raise ConfigError(Problem(f"{base.sweep_dir} holds a run: choose another name for the sweep", "name"))
+        raise ConfigError(f"{base.sweep_dir} holds a run: choose another name for the sweep", "name")
 
 
 def _warnings(sweep: Sweep, points: Sequence[Point]) -> list[str]:

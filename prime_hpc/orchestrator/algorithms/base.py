@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.named_code import ALGORITHMS, import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.names import is_import_path
@@ -188,10 +188,10 @@ def get_algorithm(name: str) -> FoundAlgorithm:
         make = known if isinstance(known, type) else lambda config: _ByRole(known, config, entry.min_group)
         return FoundAlgorithm(name, make, entry.min_group, entry.teacher)
     if not is_import_path(name):
-        raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(ALGORITHMS))}", _KEY))
+        raise ConfigError(f"{name!r} is unknown; known: {', '.join(sorted(ALGORITHMS))}", _KEY)
     found = import_object(name, _KEY)
     if isinstance(found, type) and not hasattr(found, "score_group"):
-        raise ConfigError(Problem(f"the class {name!r} has no score_group(group)", _KEY))
+        raise ConfigError(f"the class {name!r} has no score_group(group)", _KEY)
 
     def build(config: AdvantageConfig) -> Algorithm:
         arguments = revealed(config.args)
@@ -199,7 +199,7 @@ def get_algorithm(name: str) -> FoundAlgorithm:
 
     teacher: Literal["", "model", "self"] = getattr(found, "teacher", "")
     if teacher not in ("", "model", "self"):
-        raise ConfigError(Problem(f"{name!r} has teacher = {teacher!r}: 'model', 'self' or nothing", _KEY))
+        raise ConfigError(f"{name!r} has teacher = {teacher!r}: 'model', 'self' or nothing", _KEY)
     return FoundAlgorithm(name, build, int(getattr(found, "min_group", 1)), teacher)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Draw
@@ -76,8 +76,8 @@ def make_object(found: Any, args: dict[str, Any], method: str, key: str) -> Any:
     """Return an object of a user's own class, which must have `method`.
     Raises ConfigError: it has not, or does not take `args`; names the key."""
     if not isinstance(found, type) or not callable(getattr(found, method, None)):
-        raise ConfigError(Problem(f"{found.__name__!r} is not a class with a method {method}", key))
+        raise ConfigError(f"{found.__name__!r} is not a class with a method {method}", key)
     try:
         return found(**args)
     except TypeError as error:
-        raise ConfigError(Problem(f"{found.__name__}(**args) failed: {error}", key)) from error
+        raise ConfigError(f"{found.__name__}(**args) failed: {error}", key) from error

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.runtime.atomic_write import write_atomic
 
@@ -55,14 +55,12 @@ class PackFacts:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                Problem(f"{path}: cannot be read ({error}): prime-hpc env pack", "slurm.env_pack")
-            ) from error
+            raise ConfigError(f"{path}: cannot be read ({error}): prime-hpc env pack", "slurm.env_pack") from error
         found = {"start": "unpack"} | {name: value for name, _, value in (line.partition(" ") for line in lines)}
         names = {item.name for item in fields(cls)}
         if found.get("format") != FORMAT or not names <= found.keys():
             problem = f"{path}: is of format {found.get('format')!r}, this prime-hpc reads {FORMAT}: prime-hpc env pack"
-            raise ConfigError(Problem(problem, "slurm.env_pack"))
+            raise ConfigError(problem, "slurm.env_pack")
         return cls(**{name: found[name] for name in names})
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.store.messaging.sockets import PortRange, is_loopback
 
 VARIABLE = "PRIMEHPC_NETWORK"
@@ -170,9 +170,7 @@ def find_place(wanted: str, key: str, places: list[Place] | None = None) -> Plac
             if _matches(word, place):
                 return place
     has = ", ".join(f"{p.interface} {p.address}" for p in places) or "no address at all"
-    raise ConfigError(
-        Problem(f"{wanted}: node {socket.gethostname()} has no such interface or network; it has {has}", key)
-    )
+    raise ConfigError(f"{wanted}: node {socket.gethostname()} has no such interface or network; it has {has}", key)
 
 
 def _matches(word: str, place: Place) -> bool:

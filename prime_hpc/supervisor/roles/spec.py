@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
 from prime_hpc.runtime.gpus import driver_version, visible_gpus
 from prime_hpc.slurm.gpu_split import assign_gpus, at_positions, gpu_environment
@@ -95,12 +95,10 @@ def usable_gpus(experiment: Experiment, environ: Mapping[str, str]) -> list[str]
     hidden = "CUDA_VISIBLE_DEVICES" in environ
     driver = driver_version()
     raise ConfigError(
-        Problem(
-            "GPUs are wanted, but none is to be seen here ("
-            + (f"CUDA_VISIBLE_DEVICES = {environ['CUDA_VISIBLE_DEVICES']!r}" if hidden else "nvidia-smi, /dev/nvidia*")
-            + f"; {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}); device: cpu computes without",
-            named[0] if named else "device",
-        )
+        "GPUs are wanted, but none is to be seen here ("
+        + (f"CUDA_VISIBLE_DEVICES = {environ['CUDA_VISIBLE_DEVICES']!r}" if hidden else "nvidia-smi, /dev/nvidia*")
+        + f"; {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}); device: cpu computes without",
+        named[0] if named else "device",
     )
 
 

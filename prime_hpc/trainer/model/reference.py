@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.trainer.model.load_policy import load_policy, resolve_source
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import requires_reference
@@ -42,15 +42,13 @@ def load_reference(experiment: Experiment, policy: Policy, device: torch.device)
     own, others = (p.hf.config.get_text_config().vocab_size for p in (policy, reference))
     if own != others:
         raise ConfigError(
-            Problem(f"{name} has {others} tokens, the policy has {own}: no KL between them", "trainer.loss.kl.model")
+            f"{name} has {others} tokens, the policy has {own}: no KL between them", "trainer.loss.kl.model"
         )
     if reference.single_rows != policy.single_rows:
         families = [type(p.hf).__name__ for p in (policy, reference)]
         raise ConfigError(
-            Problem(
-                f"{' and '.join(families)} lay out samples differently (one a row, or packed): no KL between them",
-                "trainer.loss.kl.model",
-            )
+            f"{' and '.join(families)} lay out samples differently (one a row, or packed): no KL between them",
+            "trainer.loss.kl.model",
         )
     reference.requires_grad_(False)
     reference.trains_vision = False

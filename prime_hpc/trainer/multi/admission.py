@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import check_child
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.snapshot import read_experiment
@@ -51,7 +51,7 @@ def read_child(parent: Experiment, path: Path) -> Experiment:
     child = read_experiment(path / RUN_YAML)
     if child.name != path.name:
         message = f"says {child.name!r}, but lies in {path.name}: a copied directory? Make it with `prime-hpc runs add`"
-        raise ConfigError(Problem(message, "name"))
+        raise ConfigError(message, "name")
     check_child(parent, child)
     return child
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.named_code import OBJECTIVES, Bounds, import_object
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.trainer import LossConfig
@@ -86,5 +86,5 @@ def get_objective(name: str) -> Objective:
     """Return the objective called `name`, or the user's own at `module:function`.
     Raises ConfigError: unknown, or the import fails; says why."""
     if name not in OBJECTIVES and not is_import_path(name):
-        raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(OBJECTIVES))}", _KEY))
+        raise ConfigError(f"{name!r} is unknown; known: {', '.join(sorted(OBJECTIVES))}", _KEY)
     return import_object(OBJECTIVES[name].place if name in OBJECTIVES else name, _KEY)

@@ -5,7 +5,7 @@ loss = sum_t w_t ( c_t l_t + coef KL_t )
 
 import torch
 
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.trainer import KLConfig, LossConfig
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, LossStats, Targets, get_objective
@@ -71,11 +71,9 @@ def _kl_target(config: KLConfig, micro: MicroBatch) -> torch.Tensor:
         return micro.behaviour_logprobs
     if micro.reference_logprobs is None:
         raise ConfigError(
-            Problem(
-                "a KL to the reference model needs its log-probabilities, and this batch has none: let the trainer "
-                "hold the reference (trainer.loss.kl.model), or set target = behaviour",
-                "trainer.loss.kl.target",
-            )
+            "a KL to the reference model needs its log-probabilities, and this batch has none: let the trainer "
+            "hold the reference (trainer.loss.kl.model), or set target = behaviour",
+            "trainer.loss.kl.target",
         )
     return micro.reference_logprobs
 

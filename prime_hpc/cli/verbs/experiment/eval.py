@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_hpc.cli.common import Given, load, parse, print_json, say
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.config import Experiment
@@ -40,14 +40,14 @@ def run_alone(argv: list[str], program: str, kind: str) -> int:
         elif was_attached:
             said = f"servers that {loaded.experiment.run_dir} was attached to have played its episodes"
             remedy = "start `prime-hpc inference` again, state --client.base-url, or choose another --name"
-            raise ConfigError(Problem(f"{said}, and none is found here: {remedy}", f"{kind}.client"))
-    from prime_hpc import launch
+            raise ConfigError(f"{said}, and none is found here: {remedy}", f"{kind}.client")
+    from prime_hpc.launch import local
 
     if "--json" not in given:
-        return launch.run(loaded)
+        return local.run(loaded)
     path = loaded.experiment.run_dir / "results" / "summary.json"
     before = _written(path)
-    code = _with_stdout_aside(lambda: launch.run(loaded))
+    code = _with_stdout_aside(lambda: local.run(loaded))
     if _written(path) not in (None, before):  # of this command, which may have ended before it wrote one
         print_json(json.loads(path.read_text(encoding="utf-8")))
     return code

@@ -52,7 +52,7 @@ def _lint_one(file: str, overrides: list[str], program: str) -> dict[str, Any]:
         name = site.name
     except ConfigError as raised:
         error = with_own_flags(raised, "lint")
-        found = [Finding("PH000", "error", p.key, p.message, "") for p in error.problems]
+        found = [Finding.error("PH000", p.key, p.message, "") for p in error.problems]
         lines = [f.line(str(p.origin) if p.origin else None) for f, p in zip(found, error.problems, strict=True)]
         name = None
     return {"file": file or None, "site": name, "findings": [f.as_dict() for f in found], "lines": lines}

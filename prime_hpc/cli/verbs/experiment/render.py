@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prime_hpc.cli.common import Given, load, parse
 from prime_hpc.config import Loaded
-from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.site import load_site
 
 TARGETS = ("slurm", "kubernetes")
@@ -17,12 +17,12 @@ def run(argv: list[str], program: str) -> int:
     given = parse("render", argv)
     target = given.get("--target") or "slurm"
     if target not in TARGETS:
-        raise ConfigError(Problem(f"{target!r} is none of {', '.join(TARGETS)}", "--target"))
+        raise ConfigError(f"{target!r} is none of {', '.join(TARGETS)}", "--target")
     loaded = load(given.words, "plan", program)
     if target == "kubernetes":
         return _kubernetes(loaded, given)
     if "--chart" in given:
-        raise ConfigError(Problem("a chart is for Kubernetes: add --target kubernetes", "--chart"))
+        raise ConfigError("a chart is for Kubernetes: add --target kubernetes", "--chart")
     from prime_hpc.config.secret import command_without_secrets
     from prime_hpc.slurm.placement import place_slurm
     from prime_hpc.slurm.script import ArrayPart, command_tail, escape_pattern, interpreter, render_job
@@ -61,14 +61,14 @@ def _kubernetes(loaded: Loaded, given: Given) -> int:
     from prime_hpc.launch.lint.lint import lint_pods, print_warnings, refuse_errors
 
     if "--array" in given:
-        raise ConfigError(Problem("arrays are Slurm's: render each experiment on its own", "--array"))
+        raise ConfigError("arrays are Slurm's: render each experiment on its own", "--array")
     objects = manifests(loaded.experiment)
     findings = lint_pods(for_pods(loaded.experiment), SITE)
     refuse_errors(loaded, findings)
     print_warnings(findings)
     if (folder := given.path("--chart")) is not None:
         if "--output" in given:
-            raise ConfigError(Problem("a chart is a folder: --chart says where", "--output"))
+            raise ConfigError("a chart is a folder: --chart says where", "--output")
         for path in write_chart(loaded.experiment, folder):
             print(path)
         return 0
@@ -84,5 +84,5 @@ def _show(text: str, output: Path | None, mode: int = 0o666) -> int:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError(Problem(f"{output} cannot be written: {error.strerror}", "--output")) from error
+        raise ConfigError(f"{output} cannot be written: {error.strerror}", "--output") from error
     return 0

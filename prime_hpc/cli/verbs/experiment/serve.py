@@ -10,7 +10,7 @@ from prime_hpc.config.errors import ConfigError
 
 def run(argv: list[str], program: str) -> int:
     """Serve; returns the exit code. Raises ConfigError."""
-    from prime_hpc.launch import run as run_here
+    from prime_hpc.launch.local import run as run_here
 
     given = parse("serve", argv)
     if "--tinker" not in given:

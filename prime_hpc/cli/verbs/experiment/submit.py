@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def run(argv: list[str], program: str) -> int:
     """Submit; follows a local job's log unless told not to, a Slurm job's if told to."""
-    from prime_hpc.launch import submit
+    from prime_hpc.launch.submission import submit
 
     given = parse("submit", argv)
     loaded = load(given.words, "submit", program)
@@ -29,8 +29,8 @@ def run(argv: list[str], program: str) -> int:
 def _submit_best(given: Given, loaded: "Loaded") -> int:
     """Ask Slurm which shape starts first, and submit that one."""
     from prime_hpc.cli.verbs.experiment.plan import known_of_shapes
-    from prime_hpc.launch import submit
     from prime_hpc.launch.plan.when import best_shape, refuse_without_slurm
+    from prime_hpc.launch.submission import submit
 
     refuse_without_slurm(loaded.experiment, "--best")
     words, loaded, step_of, notes = known_of_shapes(given, loaded)

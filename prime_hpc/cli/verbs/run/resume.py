@@ -16,7 +16,7 @@ from prime_hpc.store.run_dirs import find_run, read_record
 
 def run(argv: list[str], program: str) -> int:
     """Submit the run again."""
-    from prime_hpc.launch import submit
+    from prime_hpc.launch.submission import submit
 
     given = parse("resume", argv)
     rest = given.words
