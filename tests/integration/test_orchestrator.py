@@ -196,7 +196,7 @@ def test_groups_that_were_complete_at_the_stop_are_not_sampled_again(
         world.start(last=2)
         world.wait_for_batch(4)
         world.hub.publish("stop", reason="its time is over", save=False)
-        assert world.wait(200) == 0, log_of(world)
+        assert world.wait(60) == 0, log_of(world)
         assert "8 complete groups are kept for the next attempt" in log_of(world)
         first = rollouts(world)
         world.kill()
@@ -338,7 +338,7 @@ def test_told_to_stop_it_ends_orderly(tmp_path: Path, tokenizer_dir: Path, serve
         world.start()
         world.wait_for_batch(2)
         world.hub.publish("stop", reason="the test says so", save=False)
-        assert world.wait(200) == 0, log_of(world)
+        assert world.wait(60) == 0, log_of(world)
         assert world.status()["state"] == "done"
         assert "the test says so" in log_of(world)
 
@@ -350,7 +350,7 @@ def test_sigterm_ends_it_within_seconds(tmp_path: Path, tokenizer_dir: Path, ser
         world.wait_for_batch(1)
         assert world.process is not None
         world.process.terminate()
-        assert world.wait(200) == 0, log_of(world)
+        assert world.wait(60) == 0, log_of(world)
 
 
 def test_weights_that_never_come_end_the_run_with_the_reason(

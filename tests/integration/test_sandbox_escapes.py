@@ -147,7 +147,7 @@ def test_a_command_that_begins_late_hides_nothing(monkeypatch: pytest.MonkeyPatc
 )
 def test_memory_has_a_bound(bomb: str, ended_by: str, said: str) -> None:
     settle = "import time; time.sleep(0.1); print('fine')"  # nothing of the bomb counts any more
-    ended, after = play(bomb, settle, command_s=30)
+    ended, after = play(bomb, settle)
     assert ended.ended_by == ended_by and ended.verdict.startswith(said) and ended.verdict != "passed", ended
     assert after.stdout == b"fine\n", after
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -68,10 +67,7 @@ def test_a_node_without_power_is_named_and_nobody_waits_for_it(cluster: Any, sha
         target=lambda: answers.append(in_allocation(cluster, request, ["bash", "-c", f"{script}; {check}"]))
     )
     thread.start()
-    for _ in range(300):
-        if ready.exists():
-            break
-        time.sleep(0.2)
+    cluster.wait_until(ready.exists, "the allocation")
     hosts = ready.read_text().split()
     cluster.drill("power-off", hosts[1])
     try:

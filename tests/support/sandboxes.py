@@ -45,8 +45,9 @@ def needs_sandboxes() -> pytest.MarkDecorator:
 
 @contextlib.asynccontextmanager
 async def sandbox(**limits: Any) -> AsyncIterator[Sandbox]:
-    """One sandbox with small limits."""
+    """One sandbox with small limits, but for the time of a command: the machine may be busy."""
     small: dict[str, Any] = {"memory_mib": 128, "disk_mib": 8, "processes": 24, "files": 2000, "warm": 0}
+    small["command_s"] = 200
     pool = WarmPool(SandboxConfig(**(small | RUNTIME | limits)))
     await pool.open()
     try:

@@ -32,17 +32,12 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(
 ) -> None:
     monkeypatch.setattr(runner, "GRACE_S", 1.0)
     started = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, time, pathlib\n"
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-        f"pathlib.Path({str(started)!r}).write_text(str(p.pid))\n"
-        "time.sleep(60)"
-    )
+    hangs = ["sh", "-c", f"setsid sleep 600 & echo $! > {started}; sleep 60"]
     check = runner.Check("x", "hangs", None, 60.0)
     setting = runner.Setting("cuda", str(tmp_path))
     other = subprocess.Popen(command("import time; time.sleep(60)"))  # of somebody else: it stays
     try:
-        outcome = runner.in_child(check, setting, 3.0, command(code))
+        outcome = runner.in_child(check, setting, 3.0, hangs)
         assert outcome.verdict == "fail" and "not done within 3 s" in outcome.summary
         wait_until(lambda: not is_alive(int(started.read_text())), 200, "what it started is gone")
         assert other.poll() is None

@@ -256,7 +256,7 @@ def test_a_hanging_command(fake: FakeSlurm) -> None:
     ],
 )
 def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    program(tmp_path, "sbatch", f"echo '{said}' >&2; exec sleep 60", monkeypatch)
+    program(tmp_path, "sbatch", f"echo '{said}' >&2; exec sleep 600", monkeypatch)
     with pytest.raises(SlurmError, match=rf"no answer within 3 s \({said}\)") as caught:
         run_slurm(["sbatch"], 3.0)
     assert caught.value.is_unreachable and not caught.value.is_missing
@@ -416,7 +416,7 @@ def test_answers_are_whole_and_no_job_inherits_what_makes_them_so(
 def test_a_command_that_dies_with_its_caller(tmp_path: Path) -> None:
     code = (
         "import sys; from prime_hpc.slurm.client import run_slurm\n"
-        f"run_slurm(['sh', '-c', 'echo $$ > {tmp_path}/pid.tmp; mv {tmp_path}/pid.tmp {tmp_path}/pid; exec sleep 60'],"
+        f"run_slurm(['sh', '-c', 'echo $$ > {tmp_path}/pid.tmp; mv {tmp_path}/pid.tmp {tmp_path}/pid; exec sleep 600'],"
         " dies_with_us=True)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code])
