@@ -272,8 +272,12 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
     Raises:
         SlurmError: it cannot be asked, or answers in a form that is not known here: none of the jobs is gone.
     """
+    command = squeue_command(which, fields)
     try:
-        text = run_slurm(squeue_command(which, fields), timeout_s)
+        text = run_slurm(command, timeout_s)
+        is_headed = SEPARATOR not in text
+        if is_headed:  # no jobs; a site's wrapper that has swallowed an error says the same, but for the heading
+            text = run_slurm([word for word in command if word != "-h"], timeout_s)
     except SlurmError as error:
         if error.is_unknown_job:
             return []
@@ -281,10 +285,10 @@ def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -
     # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
     records = re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(fields)}}}", text)
     if text.count(SEPARATOR) > len(records) * len(fields):
-        raise SlurmError(["squeue"], 0, f"its answer breaks off after {len(records)} jobs")
-    if text.strip() and not records:
+        raise SlurmError(["squeue"], 0, f"its answer breaks off after {len(records)} rows")
+    if not records:
         raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
-    cells = ([value.strip() for value in record.split(SEPARATOR)] for record in records)
+    cells = ([value.strip() for value in record.split(SEPARATOR)] for record in records[is_headed:])
     # a site's wrapper may say something first, on lines of its own
     return [dict(zip(fields, (first.rpartition("\n")[2], *rest), strict=False)) for first, *rest in cells]
 

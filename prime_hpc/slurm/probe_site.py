@@ -83,7 +83,8 @@ def ask_slurm(ask: Ask) -> Answers:
     """All questions. Raises SlurmError."""
     config = parse_settings(ask(["scontrol", "show", "config"], TIMEOUT_S))
     partitions = parse_partitions(ask(["scontrol", "show", "partition", "--oneliner"], TIMEOUT_S))
-    types = parse_sinfo(ask(["sinfo", "-a", "-h", "-e", "-o", "%R|%D|%c|%m|%G|%f"], TIMEOUT_S))
+    layout = "%R|%D|%c|%m|%G|%f"
+    types = parse_sinfo(ask(["sinfo", "--noconvert", "-a", "-h", "-e", "-o", layout], TIMEOUT_S))  # 1024, not 1K
     accounts: list[str] = []
     if has_accounting(config):
         user = os.environ.get("USER") or str(os.getuid())

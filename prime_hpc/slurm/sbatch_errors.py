@@ -125,7 +125,7 @@ def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
         NothingQueued: sbatch refused, or there is none.
         SlurmRefused: it cannot be known now.
     """
-    if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
+    if error.is_missing or not error.is_unreachable:
         raise NothingQueued(refusal(error, layout).problems) from error
     try:
         found = find_by_token(token)

@@ -161,10 +161,10 @@ def _squeue(folder: str, argv: list[str]) -> str:
         jobs = [job for job in jobs if job["id"] in wanted]
     if flags.get("-o") == "%S":
         return "N/A"
-    rows = []
+    fields = [field.partition(":0") for field in flags["-O"].split(",")]
+    rows = [] if "-h" in argv else ["".join(name.upper() + tail for name, _, tail in fields)]
     for job in jobs:
         for part in _parts(job):
-            fields = [field.partition(":0") for field in flags["-O"].split(",")]
             rows.append("".join(str(part.get(name, "N/A")) + tail for name, _, tail in fields))
     return "\n".join(rows)
 

@@ -136,7 +136,7 @@ class Recorder:
         self.ask("ping", "scontrol", "ping")
         self.ask("config", "scontrol", "show", "config")
         self.ask("partitions", "scontrol", "show", "partition", "--oneliner")
-        self.ask("node types", "sinfo", "-a", "-h", "-e", "-o", "%R|%D|%c|%m|%G|%f")
+        self.ask("node types", "sinfo", "--noconvert", "-a", "-h", "-e", "-o", "%R|%D|%c|%m|%G|%f")
         self.ask("nodes", "scontrol", "show", "node", "--oneliner")
         self.ask("associations", "sacctmgr", "-nP", "show", "associations", "user=root", "format=account")
 

@@ -133,7 +133,7 @@ def test_the_controller_is_not_asked_for_its_whole_table(monkeypatch: pytest.Mon
             het = [row(JobArrayID=str(i), JobID=str(i), HetJobID="20", HetJobOffset=str(i - 20)) for i in (20, 21)]
             return "".join([row(), *het])
         if "," in which[1]:
-            return ""
+            return "" if "-h" in argv else row(JobArrayID="JOBID")
         raise SlurmError(argv, 1, "slurm_load_jobs error: Invalid job id specified")
 
     monkeypatch.setattr(client, "run_slurm", answer)
@@ -148,7 +148,7 @@ def test_the_controller_is_not_asked_for_its_whole_table(monkeypatch: pytest.Mon
     assert jobs(["77", "78"], of_others=True) == {} and asked == [["-j", "77"], ["-j", "78"]]
     asked.clear()
     many = [str(i) for i in range(100, 110)]
-    assert jobs(many) == {} and asked == [own, ["-j", ",".join(many)]]
+    assert jobs(many) == {} and asked == [own, *2 * [["-j", ",".join(many)]]], "the second time with the heading"
 
 
 def test_pauses_grow_and_differ() -> None:
@@ -368,8 +368,19 @@ def test_what_a_site_says_around_an_answer(tmp_path: Path, monkeypatch: pytest.M
     program(tmp_path, "squeue", f"cat '{tmp_path}/answer'", monkeypatch)
     assert [row["JobArrayID"] for row in squeue_rows([], fields, 5.0)] == ["12", "13"]
     (tmp_path / "answer").write_text(answer[: answer.index("13") + 3])
-    with pytest.raises(SlurmError, match="breaks off after 1 jobs"):  # whoever asks for 13 must not think it gone
+    with pytest.raises(SlurmError, match="breaks off after 1 rows"):  # whoever asks for 13 must not think it gone
         squeue_rows([], fields, 5.0)
+
+
+def test_no_jobs_are_told_from_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper such as `squeue "$@" | tee -a log` ends well though squeue could ask nobody."""
+    program(tmp_path, "squeue", "echo hello", monkeypatch)
+    with pytest.raises(SlurmError, match="form that is not known here: 'hello'") as caught:
+        squeue_rows([], ("JobArrayID", "Comment"), 5.0)
+    assert caught.value.is_unreachable
+    heading = "case $* in *-h*) ;; *) printf 'JOBID\\037COMMENT\\037\\n' ;; esac"
+    program(tmp_path, "squeue", f"echo hello; {heading}", monkeypatch)
+    assert squeue_rows([], ("JobArrayID", "Comment"), 5.0) == []
 
 
 def test_no_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

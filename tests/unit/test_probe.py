@@ -58,6 +58,17 @@ def recorded() -> dict[str, str]:
     return {key: (DATA / f"devcluster_{name}.txt").read_text() for key, name in files.items()}
 
 
+def test_nodes_of_1024_cpus() -> None:
+    """sinfo writes 1K, unless it is told not to."""
+    plain = asker(recorded())
+
+    def ask(argv: Sequence[str], timeout_s: float, **options: Any) -> str:
+        said = plain(argv, timeout_s, **options)
+        return said.replace("|16|", "|1024|" if "--noconvert" in argv else "|1K|") if argv[0] == "sinfo" else said
+
+    assert probe_site.probe(ask, lambda: []).site.partitions["gpu"].cpus_per_node == 1024
+
+
 def test_the_dev_clusters_own_words(tmp_path: Path) -> None:
     draft = probe_site.probe(asker(recorded()), lambda: ["eth0 (10.0.0.1)"])
     site = draft.site
