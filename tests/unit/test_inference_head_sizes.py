@@ -229,6 +229,18 @@ def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> Non
     assert "(gemma3n_text): on a CPU vLLM samples from another distribution" in message
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_delta_nets_in_float32_are_refused_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    """Their engines start, and die of the first request."""
+    for number, (dtype, device, count) in enumerate(
+        (("float32", "cpu", 1), ("bfloat16", "cpu", 0), ("float32", "cuda", 0))
+    ):
+        tree = experiment(tmp_path / str(number), 64, device=device)
+        tree = tree.model_copy(update={"model": tree.model.model_copy(update={"dtype": dtype})})
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(SMALL | {"head_dim": 64, "model_type": kind}))
+        assert [refusal.key for refusal in load_backend("vllm").refusals(tree)] == ["model.dtype"] * count
+
+
 def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path) -> None:
     """Engines with adapters multiply experts by Triton's kernels."""
     tree = experiment(tmp_path / "a", 32, launch="local", device="cpu")

@@ -41,6 +41,9 @@ SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
 SIGMOID_ROUTERS = SPARSE_FAMILIES | {"deepseek_v3"}
 """model_type of mixtures that transformers routes by a sigmoid and a bias whatever their config says, and vLLM 0.32 by
 what it says."""
+DELTA_FAMILIES = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
+"""model_type of those with gated delta nets, of which vLLM 0.32's CPU kernels take bfloat16 alone: in float32 an engine
+starts, and ends with its first request."""
 STATED_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Fields of their config.json on the hub; transformers writes neither for a model that was made from its own config."""
 
@@ -227,6 +230,12 @@ def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[R
             f"{name} ({config['model_type']}): on a CPU vLLM samples from another distribution than the model has "
             "in transformers, by which it is trained",
             elsewhere,
+        )
+    if config.get("model_type") in DELTA_FAMILIES and experiment.model.dtype != "bfloat16":
+        yield Refusal(
+            "model.dtype",
+            f"on a CPU vLLM computes the linear attention of {name} ({config['model_type']}) in bfloat16 alone",
+            "use bfloat16, inference.backend = transformers, or GPUs",
         )
     latent = latent_size(config)
     if latent is not None and experiment.trains and not adapted and latent != PLAIN_SIZE:
