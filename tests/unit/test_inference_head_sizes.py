@@ -16,8 +16,7 @@ from prime_hpc.inference.backend import check_backend, load_backend
 from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, cpu_options, latent_size
 from prime_hpc.inference.vllm.backend import (
     CPU_HEAD_SIZES,
-    SIGMOID_ROUTERS,
-    STATED_ROUTER,
+    STATED_ROUTERS,
     head_size,
     slides_in_part,
 )
@@ -125,20 +124,22 @@ def test_kernels_that_take_no_new_version_are_refused(tmp_path: Path) -> None:
     assert refused_vllm(tmp_path / "b", LATENT, {"attention_backend": "CPU_MLA"}, "cpu") == []
 
 
-@pytest.mark.parametrize("kind", sorted(SIGMOID_ROUTERS))
+@pytest.mark.parametrize("kind", sorted(STATED_ROUTERS))
 def test_routers_that_vllm_would_take_for_others_are_refused(kind: str, tmp_path: Path) -> None:
     """`tools/proofs served_families` found 2.9 nats between softmax and sigmoid."""
-    own: dict[str, Any] = LATENT | {"model_type": kind, "n_routed_experts": 4}
+    stated = STATED_ROUTERS[kind]
+    own: dict[str, Any] = LATENT | {"model_type": kind, "n_routed_experts": 4, "num_local_experts": 4}
     saved = CONFIG_MAPPING[kind](**own).to_dict()
-    assert STATED_ROUTER.keys().isdisjoint(saved), "transformers says it itself: the rule is needed no more"
+    assert stated.keys().isdisjoint(saved), "transformers says it itself: the rule is needed no more"
     for number, device in enumerate(("cpu", "cuda")):
         ((key, reason),) = refused_vllm(tmp_path / f"a{number}", saved, {}, device)
-        assert key == "model.name" and '"scoring_func": "sigmoid", "topk_method": "noaux_tc"' in reason
-    ((_, reason),) = refused_vllm(tmp_path / "b", saved | {"topk_method": "noaux_tc"}, {}, "cuda")
-    assert "topk_method" not in reason
-    assert refused_vllm(tmp_path / "c", saved | STATED_ROUTER, {}, "cuda") == []
-    assert refused_vllm(tmp_path / "d", saved, {"hf_overrides": dict(STATED_ROUTER)}, "cuda") == []
-    assert refused_vllm(tmp_path / "e", own | {"n_routed_experts": None}, {}, "cuda") == []
+        assert key == "model.name" and json.dumps(stated)[1:-1] in reason
+    ((_, reason),) = refused_vllm(tmp_path / "b", {"model_type": "outer", "text_config": saved}, {}, "cuda")
+    assert next(iter(stated)) in reason
+    assert refused_vllm(tmp_path / "c", saved | stated, {}, "cuda") == []
+    assert refused_vllm(tmp_path / "d", saved, {"hf_overrides": dict(stated)}, "cuda") == []
+    dense = saved | {"n_routed_experts": None, "num_local_experts": None}
+    assert refused_vllm(tmp_path / "e", dense, {}, "cuda") == []
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,18 @@ def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> Non
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma3n_text"}))
     (message,) = refused(tree)
     assert "(gemma3n_text): on a CPU vLLM samples from another distribution" in message
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_delta_nets_in_float32_are_refused_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    """Their engines start, and die of the first request."""
+    for number, (dtype, device, count) in enumerate(
+        (("float32", "cpu", 1), ("bfloat16", "cpu", 0), ("float32", "cuda", 0))
+    ):
+        tree = experiment(tmp_path / str(number), 64, device=device)
+        tree = tree.model_copy(update={"model": tree.model.model_copy(update={"dtype": dtype})})
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(SMALL | {"head_dim": 64, "model_type": kind}))
+        assert [refusal.key for refusal in load_backend("vllm").refusals(tree)] == ["model.dtype"] * count
 
 
 def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -38,11 +38,15 @@ served_families`)."""
 
 SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
 """model_type of those with latent attention to chosen tokens, for which vLLM 0.32 has kernels on GPUs alone."""
-SIGMOID_ROUTERS = SPARSE_FAMILIES | {"deepseek_v3"}
-"""model_type of mixtures that transformers routes by a sigmoid and a bias whatever their config says, and vLLM 0.32 by
-what it says."""
-STATED_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Fields of their config.json on the hub; transformers writes neither for a model that was made from its own config."""
+DELTA_FAMILIES = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
+"""model_type of those with gated delta nets, of which vLLM 0.32's CPU kernels take bfloat16 alone: in float32 an engine
+starts, and ends with its first request."""
+STATED_ROUTERS: dict[str, dict[str, str | bool]] = {
+    **{kind: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} for kind in (*SPARSE_FAMILIES, "deepseek_v3")},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
+"""model_type of mixtures that transformers routes in one way whatever their config says, and vLLM 0.32 by what it says
+-> what it must say, as on the hub; transformers writes none of it for a model that was made from its own config."""
 
 _ENGINE_FAILED = {
     re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
@@ -180,8 +184,8 @@ def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str
     if unstated := router_unstated({**config, **overrides}):
         yield Refusal(
             "model.name",
-            f"{name}: its config.json does not say {json.dumps(unstated)[1:-1]}, without which vLLM chooses experts by "
-            "softmax, or does not load their bias; the trainer's choose by sigmoid and bias whatever it says",
+            f"{name}: its config.json does not say {json.dumps(unstated)[1:-1]}, without which vLLM chooses experts "
+            "otherwise than the model, by which it is trained, or does not load it",
             "write it into its config.json",
         )
     kinds = overrides.get("layer_types")
@@ -227,6 +231,12 @@ def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[R
             f"{name} ({config['model_type']}): on a CPU vLLM samples from another distribution than the model has "
             "in transformers, by which it is trained",
             elsewhere,
+        )
+    if config.get("model_type") in DELTA_FAMILIES and experiment.model.dtype != "bfloat16":
+        yield Refusal(
+            "model.dtype",
+            f"on a CPU vLLM computes the linear attention of {name} ({config['model_type']}) in bfloat16 alone",
+            "use bfloat16, inference.backend = transformers, or GPUs",
         )
     latent = latent_size(config)
     if latent is not None and experiment.trains and not adapted and latent != PLAIN_SIZE:
@@ -311,13 +321,13 @@ def slides_in_part(config: Mapping[str, Any]) -> bool:
     return slides and first > 0 and (is_mixture or first < layers)
 
 
-def router_unstated(config: Mapping[str, Any]) -> dict[str, str]:
+def router_unstated(config: Mapping[str, Any]) -> dict[str, str | bool]:
     """Return what the config.json of a mixture must say for vLLM to route as transformers does, and does not."""
     text = config.get("text_config")
     own = {**config, **text} if isinstance(text, Mapping) else config
-    if own.get("model_type") not in SIGMOID_ROUTERS or not count_experts(own):
+    if not count_experts(own):
         return {}
-    return {key: value for key, value in STATED_ROUTER.items() if own.get(key) != value}
+    return {k: v for k, v in STATED_ROUTERS.get(str(own.get("model_type")), {}).items() if own.get(k) != v}
 
 
 VLLM = VllmBackend()
