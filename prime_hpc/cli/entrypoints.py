@@ -61,6 +61,9 @@ def _keep_bytes(error: UnicodeError) -> tuple[str | bytes, int]:
 def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
     codecs.register_error(_AS_IT_CAME, _keep_bytes)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # `>&-`: nobody listens, and no file of ours shall have its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     for stream in (sys.stdout, sys.stderr):
         # a locale without UTF-8 (C without PYTHONUTF8 has `surrogateescape`): curves, names in other scripts
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding == "ascii"):
@@ -72,10 +75,20 @@ def _guarded(program: str, call: Callable[[], int]) -> int:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # `rl --help | head`: the reader has enough. Keep the interpreter's own last flush from failing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # `rl --help | head`: the reader has enough
         return OK
+    except OSError as error:  # `status >FILE` on a full disk; of a file of the run's there is a name
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop_output()
+        print(f"{program}: error: its output cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILED
     return code
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's own last flush of standard output from failing again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
