@@ -212,12 +212,14 @@ def _as_torchrun_writes(word: str) -> str:
 
 
 def _help(verb: str, program: str) -> str:
-    from prime_hpc.config.help import help_text
+    import textwrap
+
+    from prime_hpc.config.help import flag_row, help_text, page_width
 
     spec = VERBS[verb]
-    extra = "\n".join(f"  {spelling:<30}{text}" for spelling, text in spec.flag_rows if text)
+    extra = "\n".join(flag_row(spelling, text) for spelling, text in spec.flag_rows if text)
     if not spec.takes_experiment:
-        return f"usage: {program} {spec.usage}\n\n{spec.summary}\n\n{extra}\n"
+        return f"usage: {program} {spec.usage}\n\n{textwrap.fill(spec.summary, page_width())}\n\n{extra}\n"
     return help_text(verb, f"{program} {spec.usage}", spec.summary, extra)
 
 
