@@ -63,6 +63,9 @@ def _guarded(program: str, call: Callable[[], int]) -> int:
     """Turn what ends a command early into its exit code."""
     collect_seldom()
     codecs.register_error(_AS_IT_CAME, _keep_bytes)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # `>&-`: nobody listens, and no file of ours shall have its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     for stream in (sys.stdout, sys.stderr):
         # a locale without UTF-8 (C without PYTHONUTF8 has `surrogateescape`): curves, names in other scripts
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding == "ascii"):
@@ -74,10 +77,20 @@ def _guarded(program: str, call: Callable[[], int]) -> int:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # `rl --help | head`: the reader has enough. Keep the interpreter's own last flush from failing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # `rl --help | head`: the reader has enough
         return OK
+    except OSError as error:  # `status >FILE` on a full disk; of a file of the run's there is a name
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop_output()
+        print(f"{program}: error: its output cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILED
     return code
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's own last flush of standard output from failing again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -202,12 +215,14 @@ def _as_torchrun_writes(word: str) -> str:
 
 
 def _help(verb: str, program: str) -> str:
-    from prime_hpc.config.help import help_text
+    import textwrap
+
+    from prime_hpc.config.help import flag_row, help_text, page_width
 
     spec = VERBS[verb]
-    extra = "\n".join(f"  {spelling:<30}{text}" for spelling, text in spec.flag_rows if text)
+    extra = "\n".join(flag_row(spelling, text) for spelling, text in spec.flag_rows if text)
     if not spec.takes_experiment:
-        return f"usage: {program} {spec.usage}\n\n{spec.summary}\n\n{extra}\n"
+        return f"usage: {program} {spec.usage}\n\n{textwrap.fill(spec.summary, page_width())}\n\n{extra}\n"
     return help_text(verb, f"{program} {spec.usage}", spec.summary, extra)
 
 

@@ -105,11 +105,10 @@ def missing_file_message(path: Path) -> str:
         parent = parent.parent
     if parent != path.parent:
         return f"no such file: the directory {path.parent} does not exist"
-    names = [entry.name for entry in parent.iterdir() if entry.is_file()]
-    stems = {Path(name).stem: name for name in names}
-    near = get_close_matches(path.name, names, n=3, cutoff=0.5)
-    near += [stems[stem] for stem in get_close_matches(path.stem, list(stems), n=3, cutoff=0.5)]
-    return f"no such file{_listing(parent, list(dict.fromkeys(near)))}"
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_file())
+    stems = get_close_matches(path.stem, sorted({Path(name).stem for name in names}), n=3, cutoff=0.5)  # ends are alike
+    near = [name for stem in stems for name in names if Path(name).stem == stem]
+    return f"no such file{_listing(parent, near)}"
 
 
 def _listing(directory: Path, names: list[str]) -> str:

@@ -186,10 +186,10 @@ def _group(title: str, fields: list[FieldDoc], prefix: str, width: int) -> list[
         if not inner or is_list or is_optional:
             lines.append(_entry(flag, item, inner, width))
         for name in inner:
-            shown = flag.replace("_", "-") + (".N" if is_list else "")
-            heading = f"{shown}: {_first_line(sections[name])}{' (off until named)' if is_optional else ''}"
+            shown = flag.replace("_", "-").replace(".0", ".N") + (".N" if is_list else "")
+            heading = f"{shown}: {_gist(sections[name])}{' (off until named)' if is_optional else ''}"
             below += _group(heading, list(sections[name].fields), f"{flag}{'.0' if is_list else ''}.", width)
-    return (["", title, *lines] if lines else []) + below
+    return (["", textwrap.fill(title, width), *lines] if lines else []) + below
 
 
 def section_names(item: FieldDoc) -> list[str]:
@@ -197,8 +197,20 @@ def section_names(item: FieldDoc) -> list[str]:
     return [name for name in _names(item.annotation) if name in read_sections()[0]]
 
 
-def _first_line(section: SectionDoc) -> str:
-    return section.doc.splitlines()[0] if section.doc else ""
+def _gist(section: SectionDoc) -> str:
+    """Return the first paragraph of a section's docstring, on one line."""
+    return " ".join(section.doc.partition("\n\n")[0].split())
+
+
+def page_width() -> int:
+    """Return the width of a help page: the terminal's, within bounds."""
+    return max(80, min(shutil.get_terminal_size((120, 24)).columns, 130))
+
+
+def flag_row(spelling: str, text: str) -> str:
+    """Return a flag and its help, wrapped beside it."""
+    first = f"  {spelling:<30}"
+    return textwrap.fill(first + text, page_width(), subsequent_indent=" " * 32, break_on_hyphens=False)
 
 
 def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str:
@@ -208,7 +220,7 @@ def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str
         entrypoint: its name (decides which keys need no prefix).
         usage: the usage line, without `usage: `.
     """
-    width = max(80, min(shutil.get_terminal_size((120, 24)).columns, 130))
+    width = page_width()
     sections, _ = read_sections()
     root = {item.name: item for item in sections[ROOT].fields}
     lines = [f"usage: {usage}", "", textwrap.fill(summary, width), "", FORMS.rstrip()]
@@ -216,21 +228,24 @@ def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str
     own = OWN_SECTIONS.get(entrypoint, ())
     for name in own:
         section = sections[section_names(root[name])[0]]
-        lines += _group(f"{name}: {_first_line(section)}", list(section.fields), "", width)
+        lines += _group(f"{name}: {_gist(section)}", list(section.fields), "", width)
     shown = [item for name, item in root.items() if not own or name not in COMPONENT_KEYS]
     lines += _group("experiment: shared by all roles", shown, "", width)
     if own:
         others = ", ".join(f"--{name}.*" for name in COMPONENT_KEYS if name not in own)
-        lines += ["", f"Keys of the other roles work too ({others}); `rl --help` lists them."]
+        lines += ["", textwrap.fill(f"Keys of the other roles work too ({others}); `rl --help` lists them.", width)]
     return "\n".join(lines) + "\n"
 
 
 FORMS = """\
-Values come from the command line, over config files, over PRIME_ variables, over defaults.
+Values come from the command line, over config files, over PRIME_ variables,
+over defaults.
   @ FILE                        a YAML or TOML file; several: a later one wins
-  --SECTION @ FILE              a file for one section (--trainer, --orchestrator, --inference, --sft, ...)
-  --a.b-c V  --a.b_c V  --a.b=V a key; --no-a.b switches off; a bare --section or --switch switches on
+  --SECTION @ FILE              a file for one section (--trainer, --sft, ...)
+  --a.b-c V  --a.b_c V  --a.b=V a key
+  --no-a.b                      switches off; a bare --section or --switch, on
   --a "{'b': 1}"  --a 0,1,2     a mapping as JSON or Python; a list
   PRIME_A__B=V                  the same from the environment
-Keys of mappings of your own are as typed: --slurm.env.NCCL_DEBUG V, PRIME_SLURM__ENV__NCCL_DEBUG=V.
+Keys of mappings of your own are as typed: --slurm.env.NCCL_DEBUG V,
+PRIME_SLURM__ENV__NCCL_DEBUG=V.
 """

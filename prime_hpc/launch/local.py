@@ -91,7 +91,10 @@ def _command_again(*, deletes: bool) -> str:
     """Return this command as it goes on from the newest checkpoint, for the eyes of others. `deletes`: it began with
     `clean`, which a file may say too."""
     words = [word for word in sys.argv[1:] if word not in ("--clean", "--no-clean")]
-    words += [] if words[-2:] == RESUME else RESUME
+    if RESUME[0] in words[:-1]:
+        words[words.index(RESUME[0]) + 1] = RESUME[1]
+    else:
+        words += RESUME
     words += ["--no-clean"] if deletes else []
     return shlex.join(masked_command([Path(sys.argv[0]).name, *words]))
 

@@ -207,6 +207,23 @@ def test_help_into_a_closed_pipe_is_quiet() -> None:
     assert error == b""
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"), [(">/dev/full", 1, "No space left on device"), (">&-", 0, ""), (">&- 2>&-", 0, "")]
+)
+def test_output_that_cannot_be_written(unbuffered: str, redirection: str, code: int, said: str) -> None:
+    program = "import sys; from prime_hpc.cli import main; sys.exit(main(['rl', '--help']))"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, program],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expected = f"prime-hpc: error: its output cannot be written: {said}\n" if said else ""
+    assert (done.returncode, done.stderr) == (code, expected)
+
+
 def prime_hpc(*words: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
     code = "import sys; from prime_hpc.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *words]

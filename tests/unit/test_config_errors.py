@@ -238,6 +238,8 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "reverse_text.yaml").write_text("")
     (problem,) = problems(["@", str(tmp_path / "reverse_tex.yaml")])
     assert "no such file" in problem and "has reverse_text.yaml" in problem
+    (tmp_path / "pyproject.toml").touch()
+    assert problems(["@", str(tmp_path / "infer.toml")])[0].endswith("no such file"), "an end alone is no likeness"
     assert "reverse_text.yaml" in problems([f"@{tmp_path}/reverse_text.toml"])[0]
     assert "does not exist" in problems(["@", str(tmp_path / "no" / "such" / "a.yaml")])[0]
     assert "is a directory" in problems(["@", str(tmp_path)])[0]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from prime_hpc.cli import VERBS, main
 from prime_hpc.config.help import help_text, walk
 from prime_hpc.config.schema import all_paths, resolve
 
@@ -50,6 +51,23 @@ def test_component_pages_need_no_prefix(entrypoint: str, present: list[str], abs
         assert any(line.startswith(flag) for line in flags), flag
     for flag in absent:
         assert not any(line.startswith(flag) for line in flags), flag
+
+
+def test_a_section_is_told_in_whole_sentences() -> None:
+    page = help_text("rl", "rl", "summary")
+    told = " ".join(page.split())
+    assert "A server that does not tell them keeps its share. (off until named)" in told
+    assert "env.N.sandbox: A sandbox for each episode" in told and "env.0." not in told
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_help_page_fits_the_terminal(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([verb, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]  # below the usage
+    assert [line for line in lines if len(line) > 80 and "|" not in line] == []
 
 
 def test_bounds_and_defaults_are_shown() -> None:

@@ -341,6 +341,11 @@ def test_what_goes_on_does_not_delete_what_a_file_says_to(
     assert words in local.how_to_go_on(one.experiment, tmp_path, local._command_again(deletes=one.experiment.clean))
 
 
+def test_the_command_that_goes_on_names_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["rl", "@", "e.yaml", "--ckpt.resume-step", "3", "--max-steps", "5"])
+    assert local._command_again(deletes=False) == "rl @ e.yaml --ckpt.resume-step latest --max-steps 5"
+
+
 def test_an_attempt_whose_end_could_not_be_written_says_how_it_goes_on(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

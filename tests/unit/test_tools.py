@@ -117,6 +117,12 @@ def test_setup_on_a_login_node_of_a_cluster_with_gpus_wants_to_be_told_the_build
     for words in ((), ("gpu",), ("gpu", "--dev")):
         done = setup(tmp_path, "gpu:h100:8", *words)
         assert done.returncode == 0 and "up to date (env, gpu)" in done.stdout, done.stderr
+    interpreter = tmp_path / "env" / "bin" / "python"
+    interpreter.parent.mkdir()
+    interpreter.symlink_to("/nowhere/python3.11")
+    done = setup(tmp_path, "gpu:h100:8")
+    assert done.returncode == 1 and "leads to /nowhere/python3.11, which is gone" in done.stderr
+    interpreter.unlink()
     for made, code in ((tmp_path / "env", 0), (tmp_path / "before" / "env", 1)):
         (tmp_path / "env" / "pyvenv.cfg").write_text(f"home = /usr/bin\ncommand = /usr/bin/python3 -m venv {made}\n")
         done = setup(tmp_path, "gpu:h100:8")
