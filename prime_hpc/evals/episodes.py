@@ -185,8 +185,7 @@ class EpisodeLog:
         self._next_sync = time.monotonic() + SYNC_S
 
     def add(self, record: Record) -> None:
-        """Append one episode. Raises StoreError: the disk is full (half a line is cut off again), or a newer attempt
-        has begun (FencedError)."""
+        """Append one episode. Raises StoreError: the disk is full (half a line is cut off again)."""
         if not replaces(record, self.records.get(record.key)):
             return
         text = json.dumps(vars(record), ensure_ascii=False, allow_nan=False)
@@ -201,15 +200,20 @@ class EpisodeLog:
                 raise
         self._index(record, self._size)
         self._size += len(line)
-        if time.monotonic() >= self._next_sync:
-            self.sync()
 
     def _index(self, record: Record, start: int) -> None:
         """Keep what is needed of an episode whose line begins at byte `start`."""
         self.records[record.key] = _without_texts(record)
 
+    @property
+    def is_sync_due(self) -> bool:
+        """True if lines may have waited for the disk for `SYNC_S`, and nobody syncs already."""
+        return time.monotonic() >= self._next_sync
+
     def sync(self) -> None:
-        """Have everything on the disk. Raises as `add`."""
+        """Have everything on the disk, which may take long: for a thread, beside others' `add`.
+        Raises as `add`, and FencedError: a newer attempt has begun."""
+        self._next_sync = math.inf
         check_incarnation(self._paths, self._incarnation)
         with disk_errors(self.path):
             os.fsync(self._descriptor)

@@ -79,7 +79,7 @@ class Player:
 
         Raises:
             EvalError: no further one can succeed (the API refuses us, no server answers).
-            StoreError: a result cannot be written.
+            StoreError: a result cannot be written, or a newer attempt has begun.
         """
         todo = iter(keys)
 
@@ -88,6 +88,8 @@ class Player:
                 record = await self._episode(version, key)
                 self._log.add(record)
                 self._on_end(record)
+                if self._log.is_sync_due:
+                    await asyncio.to_thread(self._log.sync)
 
         count = min(self._max_concurrent, len(keys))
         try:
