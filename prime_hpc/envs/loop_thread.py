@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import os
 import sys
 import threading
 import time
@@ -81,11 +82,14 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        own = os.getpid()
         while not self._stopping:
             # asyncio catches an interrupt that hits a task; one that hits the loop itself just starts it again. A task
             # that raises SystemExit has failed with it, as with any other error; asyncio stops the loop all the same.
             with contextlib.suppress(LoopInterrupt, SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
+            if os.getpid() != own:  # a child that a task has forked, and that was to end with `sys.exit`
+                os._exit(0)
         with contextlib.suppress(LoopInterrupt):
             self.loop.close()
 

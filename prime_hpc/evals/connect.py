@@ -152,6 +152,7 @@ async def _check_api(url: str, key: str | None, variable: str, kind: str) -> Non
                     f"{url} does not answer ({error}): check {kind}.client; for a server of `inference` that still "
                     f"loads, {kind}.client.api = tokens waits {PATIENCE_S:.0f} s"
                 ) from error
+            logger.warning(f"{url} does not answer ({error}): it is asked again")
             await asyncio.sleep(2.0**attempt)
             continue
         finally:

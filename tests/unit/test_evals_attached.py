@@ -23,7 +23,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.chat_client import FORBIDDEN_IN_A_ROW, ChatClient, EndpointRefusedError
 from prime_hpc.envs.model_client import RequestRefusedError
 from prime_hpc.envs.pool_settings import ChatOptions
-from prime_hpc.evals.connect import _is_api, _shortest_context
+from prime_hpc.evals.connect import _check_api, _is_api, _shortest_context
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
@@ -108,6 +108,22 @@ async def test_a_server_of_another_model_is_warned_of() -> None:
             assert await _shortest_context(experiment, [client]) == 64
     logger.remove(sink)
     assert len(said) == 1 and "serves other, not m" in said[0]
+
+
+@run
+async def test_who_waits_for_an_api_at_the_start_says_so() -> None:
+    """One that took connections and never answered was waited for in silence, for two minutes."""
+    sock, url = place()
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING", format="{message}")
+    async with asyncio.timeout(60):
+        asked = asyncio.create_task(_check_api(url, None, "KEY", "eval"))
+        while not said:
+            await asyncio.sleep(0.01)
+        async with serving(sock, {"/v1/models": says(MODELS)}):
+            await asked
+    logger.remove(sink)
+    assert said[0].startswith(f"{url} does not answer (") and said[0].endswith("it is asked again\n")
 
 
 @run

@@ -38,7 +38,7 @@ class Counting:
 
 
 def test_episodes_go_on_while_the_disk_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fsync of half a minute held up everything, and workers' replies that lay there meanwhile came too late."""
+    """A fsync of half a minute, once a second, held up everything."""
     paths, pool = RunPaths(tmp_path), Counting()
     waited: list[bool] = []
     claim_incarnation(paths)

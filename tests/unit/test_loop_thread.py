@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -200,3 +202,29 @@ def test_how_busy_the_thread_is() -> None:
         assert 0.0 < thread.load().busy < 1.1
 
     asyncio.run(_on(LoopThread("test"), act))
+
+
+FORKS = """
+import asyncio, os, signal, sys, time
+from prime_hpc.envs.loop_thread import LoopThread
+
+async def forks():
+    if (child := os.fork()) == 0:
+        sys.exit(0)
+    return child
+
+child = LoopThread("environments").submit(forks()).result(20)
+end, found = time.monotonic() + 20, 0
+while not found and time.monotonic() < end:
+    time.sleep(0.02)
+    found, _ = os.waitpid(child, os.WNOHANG)
+if not found:
+    os.kill(child, signal.SIGKILL)
+print("ended" if found else "lives on")
+"""
+
+
+def test_a_child_that_an_environment_has_forked_may_end_itself() -> None:
+    """It went on as a second loop on the same sockets, and took the first one's wake-ups from it."""
+    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout == "ended\n", ran.stderr
