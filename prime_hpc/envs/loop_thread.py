@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +64,18 @@ class Job:
         self.task: asyncio.Task[Any] | None = None
 
 
+@contextlib.contextmanager
+def _in_this_process() -> Iterator[None]:
+    """End a child that a task has forked as soon as it comes back to the loop, which is the parent's: with `sys.exit`,
+    or because it goes on."""
+    own = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != own:
+            os._exit(0)
+
+
 class LoopThread:
     """An event loop on a daemon thread."""
 
@@ -82,14 +94,11 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        own = os.getpid()
         while not self._stopping:
             # asyncio catches an interrupt that hits a task; one that hits the loop itself just starts it again. A task
             # that raises SystemExit has failed with it, as with any other error; asyncio stops the loop all the same.
-            with contextlib.suppress(LoopInterrupt, SystemExit, KeyboardInterrupt):
+            with contextlib.suppress(LoopInterrupt, SystemExit, KeyboardInterrupt), _in_this_process():
                 self.loop.run_forever()
-            if os.getpid() != own:  # a child that a task has forked, and that was to end with `sys.exit`
-                os._exit(0)
         with contextlib.suppress(LoopInterrupt):
             self.loop.close()
 

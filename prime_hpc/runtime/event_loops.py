@@ -1,6 +1,7 @@
 """Event loops whose deadlines forgive a stall: of the process, or of the file system under it (see `clock`)."""
 
 import asyncio
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +31,19 @@ def new_event_loop(raw: Callable[[], float] = time.monotonic) -> asyncio.Abstrac
 
     wake()
     return loop
+
+
+def _let_go() -> None:
+    """In a fork: have its copies of the loops run nothing more, and take no wake-ups. The sockets, and the object that
+    polls them, are the parent's too."""
+    for loop in living_loops():
+        own: Any = loop
+        own._ready.clear()
+        own._scheduled.clear()
+        own._selector.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
