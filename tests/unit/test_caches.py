@@ -103,8 +103,8 @@ def test_by_hand_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prime_hpc.launch import local
 
     visible = {NODE_LOCAL: str(tmp_path / "local"), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    plain = {key: value for key, value in os.environ.items() if key not in CACHES} | visible
-    monkeypatch.setattr("prime_hpc.launch.checks.check", lambda *_: None)  # there is no model here
+    online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}  # there is no model here
+    plain = {key: value for key, value in os.environ.items() if key not in CACHES} | visible | online
     seen: dict[str, str] = {}
     monkeypatch.setattr(local.os, "execv", lambda *_: seen.update(os.environ))
     monkeypatch.setattr(local.os, "environ", dict(plain))
