@@ -412,4 +412,8 @@ def _outcome(episode: "asyncio.Task[EpisodeResult]", started: float) -> EpisodeR
     if error is None:
         return episode.result()
     kind = type(error).__name__
-    return _unfinished(EpisodeState.FAILED, one_line(f"{kind}: {error}"), kind, started)
+    try:
+        words = one_line(f"{kind}: {error}")
+    except Exception:  # noqa: BLE001 - the environment's own class, whose `__str__` fails
+        words = kind
+    return _unfinished(EpisodeState.FAILED, words, kind, started)

@@ -312,6 +312,12 @@ def test_a_reward_that_raises_fails_only_its_episodes(world: World) -> None:
         assert "cannot be scored" in result.reason and result.samples == []
 
 
+def test_an_error_without_words_fails_only_its_episodes(world: World) -> None:
+    results = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "speechless", "every": 2}), 4)
+    assert [result.usable for result in results] == [True, False] * 2
+    assert {result.reason for result in results[1::2]} == {"Speechless"}
+
+
 def test_a_reward_that_is_not_a_number_does_not_train(world: World) -> None:
     (result,) = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "nan"}))
     assert not result.usable and "nan" in result.reason

@@ -16,6 +16,7 @@ __all__ = ["MisbehavingTaskset"]
 
 Kind = Literal[
     "raises",
+    "speechless",
     "sleeps",
     "ignores_cancellation",
     "blocks_in_python",
@@ -31,6 +32,13 @@ Kind = Literal[
 _LEAKED: list[bytes] = []
 LEAK = 256 << 20
 """Bytes that one scoring leaks."""
+
+
+class Speechless(BaseException):
+    """Of some package: verifiers takes it for no error of the task's, and its words cannot be had."""
+
+    def __str__(self) -> str:
+        raise AttributeError("no words were given")
 
 
 class MisbehavingData(vf.TaskData):
@@ -51,6 +59,8 @@ class MisbehavingTask(vf.Task[MisbehavingData]):
         match self.data.kind:
             case "raises":
                 raise RuntimeError("this task cannot be scored")
+            case "speechless":
+                raise Speechless
             case "sleeps":
                 await asyncio.sleep(3600)
             case "ignores_cancellation":
