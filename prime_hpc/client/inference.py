@@ -191,12 +191,8 @@ class InferenceClient(ServerClient):
         An adapter is served under the model name `name`, beside those of other names; its requests in flight end with
         the version that they began with.
 
-        Returns:
-            The server's answer: `version`, `path`, `changed`, seconds of each phase.
-
-        Raises:
-            InferenceError: refused (status 4xx: the engine goes on as it was) or failed.
-        """
+        Returns the server's answer: `version`, `path`, `changed`, seconds of each phase.
+        Raises InferenceError: refused (status 4xx: the engine goes on as it was) or failed."""
         body = {"path": str(path), "version": version} | ({} if name == POLICY else {"name": name})
         return await self._call("POST", "/update_weights", body, timeout=self._update_timeout_s)
 

@@ -35,13 +35,8 @@ def key_file() -> Path:
 def server_key(stated: str | None, role: str, api_key_var: str) -> str:
     """Return the key of a server: the supervisor's for this attempt, else the config's; by hand the environment's, else
     one that the user's own clients on this machine find by themselves.
-
-    Args:
-        role: `inference` or `teacher`.
-
-    Raises:
-        ValueError: no key can be kept safely.
-    """
+    `role`: `inference` or `teacher`.
+    Raises ValueError: no key can be kept safely."""
     given = os.environ.get(KEY_VARIABLES[role]) or stated or os.environ.get(api_key_var)
     if given:
         return given

@@ -53,13 +53,8 @@ def load_site(
 ) -> SiteConfig:
     """Return the profile called `name` (or at that path), else $PRIMEHPC_SITE's, else this cluster's, else a generic
     one.
-
-    Args:
-        cluster: another cluster of the site, which takes this one's place.
-
-    Raises:
-        ConfigError: a named profile does not exist or is wrong.
-    """
+    `cluster`: another cluster of the site, which takes this one's place.
+    Raises ConfigError: a named profile does not exist or is wrong."""
     name = name or environ.get("PRIMEHPC_SITE") or None
     sites = list_sites(environ)
     if name is not None:

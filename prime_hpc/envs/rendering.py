@@ -282,11 +282,8 @@ def choose_renderer(tokenizer: Any, enable_thinking: bool, *, vision: bool = Fal
     """`auto`: what `renderers` knows for the model's name; else, of a ChatML model with Qwen's control tokens, the one
     of Qwen's renderers that agrees with its chat template; else `default` (the tokenizer's own chat template; every
     turn is then a sample of its own).
-
-    Raises:
-        EnvError: neither a template nor a name that is known, or no renderer agrees with the template: RL would show
-            the model other prompts than supervised fine-tuning does, and read its tool calls otherwise.
-    """
+    Raises EnvError: neither a template nor a name that is known, or no renderer agrees with the template: RL would show
+    the model other prompts than supervised fine-tuning does, and read its tool calls otherwise."""
     from renderers.base import MODEL_RENDERER_MAP
 
     known = MODEL_RENDERER_MAP.get(hub_name(tokenizer))

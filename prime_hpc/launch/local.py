@@ -223,11 +223,8 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
 
 def end_local(run_dir: Path, controller: int | None) -> None:
     """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job.
-
-    Args:
-        controller: its process, known to be submitit's; None: there is none. That either ends by itself meanwhile does
-            not matter.
-    """
+    `controller`: its process, known to be submitit's; None: there is none. That either ends by itself meanwhile does
+    not matter."""
     held = [row["pid"] for row in read_attempts(run_dir / ATTEMPTS_JSONL) if is_held(row)]
     for pid in held:
         with suppress(ProcessLookupError):

@@ -193,12 +193,8 @@ def for_evaluation(loaded: Loaded, *, waits: bool = False) -> Loaded:
     `seq_len`, where nobody states it, is at most the model's own context; `model.lora` has the rank of the adapters in
     `eval.weights_dir`, so that the engines have room for them.
 
-    Args:
-        waits: its job waits for another one (`slurm.dependency`), which may make the versions.
-
-    Raises:
-        ConfigError: versions that are asked for are not there.
-    """
+    `waits`: its job waits for another one (`slurm.dependency`), which may make the versions.
+    Raises ConfigError: versions that are asked for are not there."""
     experiment = loaded.experiment
     if experiment.trains:
         return loaded

@@ -32,11 +32,8 @@ class Derived:
 
 def derive_shapes(words: Sequence[str], loaded: Loaded) -> Derived:
     """Put derived shapes in the place of `auto`; an experiment that states shapes, or none, stays as it is.
-
-    Raises:
-        ConfigError: shapes are derived for `kind: rl` with engines of its own alone, and this is another run; or a
-            shape is chosen already.
-    """
+    Raises ConfigError: shapes are derived for `kind: rl` with engines of its own alone, and this is another run; or a
+    shape is chosen already."""
     experiment = loaded.experiment
     if experiment.slurm.shapes != AUTO:
         return Derived(list(words), loaded, [])

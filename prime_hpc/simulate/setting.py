@@ -93,14 +93,9 @@ def parse_shape(text: str) -> dict[str, int]:
 
 def reshaped(experiment: Experiment, shape: Mapping[str, int]) -> Experiment:
     """Return the experiment in another shape.
-
-    Args:
-        shape: of `parse_shape`: `trainer` ranks, `inference` GPUs of all engines, `servers`, `async` level, `batch`
-            size, `group` size, `concurrent` episodes.
-
-    Raises:
-        ConfigError: the numbers do not fit each other.
-    """
+    `shape`: of `parse_shape`: `trainer` ranks, `inference` GPUs of all engines, `servers`, `async` level, `batch` size,
+    `group` size, `concurrent` episodes.
+    Raises ConfigError: the numbers do not fit each other."""
     words = "--shape " + ",".join(f"{key}={value}" for key, value in shape.items())
     config = experiment.orchestrator
     changes: dict[str, Any] = {"async_level": shape.get("async", experiment.async_level)}

@@ -90,10 +90,7 @@ class RolloutArchiver:
     def up_to(self, trained: int, keep: Collection[int] = ()) -> None:
         """All ranks have taken step `trained`: what is old enough is archived, unless that still goes on. Never raises:
         a batch that could not be archived stays as it is.
-
-        Args:
-            keep: steps of checkpoints that are still being written: their batches are not touched.
-        """
+        `keep`: steps of checkpoints that are still being written: their batches are not touched."""
         if self._thread is not None and self._thread.is_alive():
             return
         last = min([trained - LEFT_PLAIN, *(step - 1 for step in keep)])

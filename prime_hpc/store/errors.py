@@ -30,10 +30,7 @@ class ArtifactError(StoreError):
 
 class Unreadable(StoreError):
     """It cannot be read now, so nothing is known of it: whether it is whole, or whether it is there at all.
-
-    Args:
-        number: errno, where the system gave one.
-    """
+    `number`: errno, where the system gave one."""
 
     def __init__(self, file: Path | str, why: str, number: int | None = None) -> None:
         code = f" [{errno.errorcode.get(number, number)}]" if number is not None else ""

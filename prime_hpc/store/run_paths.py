@@ -27,10 +27,7 @@ _MAX_CLAIMS = 1000
 @dataclass(frozen=True)
 class RunPaths:
     """Paths below one run directory.
-
-    Args:
-        checkpoints_root: where checkpoints live when not in `<root>/checkpoints` (`ckpt.path`).
-    """
+    `checkpoints_root`: where checkpoints live when not in `<root>/checkpoints` (`ckpt.path`)."""
 
     root: Path
     checkpoints_root: Path | None = None
@@ -207,10 +204,7 @@ def incarnation_starts(paths: RunPaths, names: Iterable[str] | None = None) -> d
 def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
     """Return whether an artifact of `step` came after a newer attempt had begun below it: a fenced attempt's, which
     counts as not there. What a still newer attempt went on from is the run's own, whoever wrote it.
-
-    Args:
-        starts: from `incarnation_starts`.
-    """
+    `starts`: from `incarnation_starts`."""
     below = max((number for number, start in starts.items() if number > incarnation and start < step), default=0)
     return below > max((number for number, start in starts.items() if start == step), default=0)
 

@@ -30,11 +30,8 @@ def sample_forever(
     say: Callable[[Sample], None], over: threading.Event, named: Callable[[], Collection[Hashable] | None]
 ) -> None:
     """Sample this node's GPUs every `EVERY_S` until `over`; ends at once where no program tells of GPUs.
-
-    Args:
-        named: the run's GPUs, as CUDA_VISIBLE_DEVICES takes them: by their numbers, else all that are seen are sampled
-            (a machine, or a node without cgroups, shows others' too).
-    """
+    `named`: the run's GPUs, as CUDA_VISIBLE_DEVICES takes them: by their numbers, else all that are seen are sampled (a
+    machine, or a node without cgroups, shows others' too)."""
     if not has_program():
         return
     while not over.is_set():

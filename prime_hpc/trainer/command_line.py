@@ -32,11 +32,8 @@ def is_by_hand(arguments: Sequence[str]) -> bool:
 
 def resolve(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Experiment:
     """Return the experiment of a rank's command line; `trainer.num_ranks` is torchrun's where it is not stated.
-
-    Raises:
-        ConfigError: it is wrong, states another number of ranks than torchrun started, wants what a supervisor does,
-            or its run directory is in use or would be overwritten.
-    """
+    Raises ConfigError: it is wrong, states another number of ranks than torchrun started, wants what a supervisor does,
+    or its run directory is in use or would be overwritten."""
     entrypoint, *words = arguments if arguments and arguments[0] in ENTRYPOINTS else (ENTRYPOINTS[0], *arguments)
     world_size = int(environ.get("WORLD_SIZE", "1"))
     loaded = load_experiment(words, entrypoint, {"PRIME_TRAINER__NUM_RANKS": str(world_size), **environ})

@@ -95,11 +95,8 @@ def watch_sigterm(status: RoleStatus) -> None:
 
 def select_device(experiment: Experiment) -> tuple[torch.device, str]:
     """Return this rank's device and the backend of its process group, as the plan has them; nothing is decided here.
-
-    Raises:
-        DeviceError: GPUs were planned and are not there, `trainer.backend = nccl` was planned on the CPU, or there are
-            more ranks than GPUs on this node.
-    """
+    Raises DeviceError: GPUs were planned and are not there, `trainer.backend = nccl` was planned on the CPU, or there
+    are more ranks than GPUs on this node."""
     backend = experiment.trainer.backend
     device = Device("cpu", why="trainer.backend = gloo") if backend == "gloo" else planned_device(experiment.device)
     if device.type == "cpu":

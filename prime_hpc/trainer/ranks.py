@@ -35,11 +35,8 @@ def meeting_file() -> Iterator[Path]:
 
 def stay_on_loopback(*, engines_join: bool = False) -> None:
     """For ranks of one node: none of their sockets can be reached from another.
-
-    Args:
-        engines_join: NCCL's can, for it has one interface a process: a rank sends weights to engines over it, which may
-            be on other nodes. Else it may be stated.
-    """
+    `engines_join`: NCCL's can, for it has one interface a process: a rank sends weights to engines over it, which may
+    be on other nodes. Else it may be stated."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if not engines_join:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -48,13 +45,8 @@ def stay_on_loopback(*, engines_join: bool = False) -> None:
 def file_store(world_size: int, *, engines_join: bool = False) -> FileStore | None:
     """Return the store over which this rank meets the others of its node; None where they meet as torch's variables
     say.
-
-    Args:
-        engines_join: see `stay_on_loopback`.
-
-    Raises:
-        NotPrivateError: another user has made the directory first.
-    """
+    `engines_join`: see `stay_on_loopback`.
+    Raises NotPrivateError: another user has made the directory first."""
     path = os.environ.get(RANKS_FILE)
     if not path:
         return None

@@ -31,10 +31,7 @@ Watch = Callable[[RankBatch, MicroBatchLoss], MicroBatchLoss]
 
 class TokenLog:
     """Of one run, on rank 0.
-
-    Args:
-        per_step: sequences a step; those with the best and the worst reward first.
-    """
+    `per_step`: sequences a step; those with the best and the worst reward first."""
 
     def __init__(self, path: Path, per_step: int, max_steps: int) -> None:
         self._path, self._per_step = path, per_step

@@ -142,13 +142,9 @@ class Trainer:
 
     def resume(self) -> tuple[int, dict[str, int]]:
         """Load the checkpoint that this attempt resumes from. Collective.
-
-        Returns:
-            the step it holds (0 for a fresh start) and its progress.
-
-        Raises:
-            StoreError: it does not exist or is damaged (lists those that are), or what comes after it cannot be moved.
-        """
+        Returns the step it holds (0 for a fresh start) and its progress.
+        Raises StoreError: it does not exist or is damaged (lists those that are), or what comes after it cannot be
+        moved."""
         chosen = self.context.resume_step
         info = self.control.from_first(partial(checkpoint_to_resume, self.experiment, self.paths, chosen), OF_FILES)
         if info is None:

@@ -74,10 +74,7 @@ def made(key: str) -> Environment:
 def key_for(split: str, key: str) -> str:
     """Return the key of the environment that a split's episodes are played in: that which was made, for the split that
     comes first; for the other one more of it.
-
-    Raises:
-        EnvError: it cannot be made again.
-    """
+    Raises EnvError: it cannot be made again."""
     with _LOCK:
         if _OWNERS.setdefault(key, split) == split:
             return key

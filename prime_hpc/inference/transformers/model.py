@@ -136,13 +136,8 @@ class BatchModel:
     def self_test(self) -> float:
         """Compare pieces of prompts and decoding steps in one batch with the model's own forward pass of each sequence,
         by the same experts where they are recorded.
-
-        Returns:
-            the largest difference of a log-probability.
-
-        Raises:
-            ValueError: they differ by more than rounding: the model does not take the batch's masks or positions.
-        """
+        Returns the largest difference of a log-probability.
+        Raises ValueError: they differ by more than rounding: the model does not take the batch's masks or positions."""
         noise = torch.Generator().manual_seed(0)
         lengths = [min(n, self.max_len) for n in TRIAL_TOKENS][: self.num_rows]
         tokens = [torch.randint(0, self.vocab_size, (n,), generator=noise).tolist() for n in lengths]

@@ -76,10 +76,7 @@ def rank_at_once() -> None:
 def count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Count in each row of `x`, float32 `[requests, vocabulary]`, the elements not below the row's of `values`
     `[requests, 1]`.
-
-    Returns:
-        `[requests]`, int64.
-    """
+    Returns `[requests]`, int64."""
     counts = torch.empty(len(x), dtype=torch.int64, device=x.device)
     step = max(1, _RANKED_AT_ONCE // x.shape[1])
     above = x.new_empty(min(step, len(x)), x.shape[1])  # as floats: sums of booleans take twenty times as long

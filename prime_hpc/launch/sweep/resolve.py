@@ -87,12 +87,8 @@ def load_base(path: Path, argv: list[str], environ: Mapping[str, str] = os.envir
 
     Precedence: environment < experiment file < the sweep's overrides < command line < axes.
 
-    Args:
-        argv: `--KEY VALUE` of the experiment; `--name` names the sweep.
-
-    Raises:
-        ConfigError: something is wrong that concerns every point.
-    """
+    `argv`: `--KEY VALUE` of the experiment; `--name` names the sweep.
+    Raises ConfigError: something is wrong that concerns every point."""
     spec = read_spec(path)
     parsed = parse_flags(argv, None)
     problems = [*parsed.problems, *refuse_flags_of_axes(parsed.entries, spec)]
@@ -115,14 +111,9 @@ def load_base(path: Path, argv: list[str], environ: Mapping[str, str] = os.envir
 
 def load_stored(sweep_yaml: Path, *, enter: bool = False) -> Base:
     """Return the base that `Base.stored` described.
-
-    Args:
-        enter: go to the directory from which the sweep was submitted, where it still is one: relative paths of the
-            experiment count from there.
-
-    Raises:
-        ConfigError: the file is missing or damaged.
-    """
+    `enter`: go to the directory from which the sweep was submitted, where it still is one: relative paths of the
+    experiment count from there.
+    Raises ConfigError: the file is missing or damaged."""
     try:
         text = sweep_yaml.read_text(encoding="utf-8")
     except OSError as error:

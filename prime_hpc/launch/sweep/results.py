@@ -114,13 +114,8 @@ def _natural_goal(metric: str) -> Literal["max", "min"]:
 def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *, whole: bool = False) -> list[Result]:
     """Every point's value, best first: of points that are completed, then of others; those without one at the end, by
     index.
-
-    Args:
-        whole: read all rows, for a plot.
-
-    Raises:
-        ConfigError: points have metrics, but none of this name.
-    """
+    `whole`: read all rows, for a plot.
+    Raises ConfigError: points have metrics, but none of this name."""
     seen: set[str] = set()
 
     def one(view: PointView) -> Result:

@@ -52,10 +52,7 @@ class Scorer:
     def __init__(self, config: AdvantageConfig, *, max_tokens: int) -> None:
         """Args:
             max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty on a turn.
-
-        Raises:
-            ConfigError: the algorithm is unknown or cannot be imported.
-        """
+        Raises ConfigError: the algorithm is unknown or cannot be imported."""
         registered = get_algorithm(config.type)
         self.min_group, self.teacher = registered.min_group, registered.teacher
         self._config, self._max_tokens = config, max_tokens

@@ -28,10 +28,7 @@ class Curriculum:
         """Args:
             num_prompts: groups of one batch.
             env_names: label of each source of the stream.
-
-        Raises:
-            ConfigError: a sampler or gate of the user's own cannot be imported or made.
-        """
+        Raises ConfigError: a sampler or gate of the user's own cannot be imported or made."""
         self._config = config
         self._env_names = env_names
         self._sampler = make_sampler(config.sampler, env_names)

@@ -53,10 +53,7 @@ class SeatMeter:
     def drain(self, limit: int, now: float) -> dict[str, float]:
         """Return the shares since the last call: `queue/seats`, episodes; `queue/empty_seats`, the share of the seats
         that was empty, over time; `queue/empty_<cause>` for each of `CAUSES`, which sum up to it.
-
-        Args:
-            limit: episodes that may be in flight.
-        """
+        `limit`: episodes that may be in flight."""
         self.look(self._in_flight, self._cause, now)
         self._peaks.append(self._peak)
         seats = min(limit, max(self._peaks))

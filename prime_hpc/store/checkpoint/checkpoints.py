@@ -46,10 +46,7 @@ SAVED = "saved.json"
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A whole checkpoint.
-
-    Args:
-        step: updates that it has seen; the run goes on with step + 1.
-    """
+    `step`: updates that it has seen; the run goes on with step + 1."""
 
     step: int
     path: Path

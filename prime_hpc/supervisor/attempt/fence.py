@@ -21,10 +21,7 @@ POLL_S = 0.5
 
 class Fence:
     """One attempt's.
-
-    Args:
-        unseen_s: so long the folder of the runs may be away, or another file system's, as where it is not mounted.
-    """
+    `unseen_s`: so long the folder of the runs may be away, or another file system's, as where it is not mounted."""
 
     def __init__(
         self,

@@ -107,12 +107,8 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
 
     Positions that a key names (`inference_gpu_ids`, ...) win and may overlap (one GPU shared by several roles).
 
-    Args:
-        gpus: the visible ones, as CUDA_VISIBLE_DEVICES takes them; [] is the CPU.
-
-    Raises:
-        ConfigError: the node has fewer GPUs than the roles need, or none at a position that a key names.
-    """
+    `gpus`: the visible ones, as CUDA_VISIBLE_DEVICES takes them; [] is the CPU.
+    Raises ConfigError: the node has fewer GPUs than the roles need, or none at a position that a key names."""
     roles = engine_roles(experiment)
     sizes = {role: _server_gpus(experiment, role) for role in roles}
     counts = {role: servers_of(experiment, role).num_replicas for role in roles}

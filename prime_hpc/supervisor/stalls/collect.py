@@ -119,9 +119,7 @@ def report(
     silent: Collection[str] = (),
 ) -> dict[str, Any]:
     """Put together what the nodes have seen, and name who holds the run up; `silent` are nodes that said nothing.
-
-    Returns:
-        `run`, `time`, `headline`, `diagnosis`, `processes`, `file_systems`, `gpus`, and the `facts` that are given.
+    Returns `run`, `time`, `headline`, `diagnosis`, `processes`, `file_systems`, `gpus`, and the `facts` that are given.
     """
     nodes = list(nodes)
     rows: dict[tuple[str, int], dict[str, Any]] = {}

@@ -37,10 +37,7 @@ class HostStage:
             directory: where the room is a file that nobody else sees; None: host memory.
             ranks_per_node: how many processes of this node take as much.
             wanted_by, instead: the key that asks for it, and what to do where there is no room.
-
-        Raises:
-            StoreError: too little memory, or the directory is full or not writable; says what to do.
-        """
+        Raises StoreError: too little memory, or the directory is full or not writable; says what to do."""
         offsets, size = {}, 0
         for name, part in parts.items():
             offsets[name] = size

@@ -31,14 +31,9 @@ def _reader(name: str) -> int:
 
 def verify_parts(info: CheckpointInfo, paths: RunPaths, patience_s: float | None = None) -> None:
     """Check all sums of a checkpoint, each rank some. Collective.
-
-    Args:
-        patience_s: how long to try again what cannot be read; None: `READ_S`. Short where others wait, too.
-
-    Raises:
-        Unreadable: on all ranks alike: a file differs (it is noted, and read again by the next attempt), or cannot be
-            read.
-    """
+    `patience_s`: how long to try again what cannot be read; None: `READ_S`. Short where others wait, too.
+    Raises Unreadable: on all ranks alike: a file differs (it is noted, and read again by the next attempt), or cannot
+    be read."""
     patience = Patience(READ_S if patience_s is None else patience_s, limited_by=None)
     ranks = RankGroup()
     rows = ranks.gather_all(_verify_share(info, paths, patience, ranks))

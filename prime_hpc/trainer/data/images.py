@@ -42,10 +42,7 @@ class ImageTokens:
     def __init__(self, model: Path) -> None:
         """Args:
             model: directory with config.json and preprocessor_config.json.
-
-        Raises:
-            SFTDataError: one of them is not there, or is another's.
-        """
+        Raises SFTDataError: one of them is not there, or is another's."""
         try:
             config = json.loads((model / "config.json").read_bytes())
             self.token: int = config["image_token_id"]

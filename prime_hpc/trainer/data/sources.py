@@ -101,10 +101,7 @@ class JsonLines:
         """Args:
             path: the file, possibly compressed.
             cache: directory of indices; made here where it is missing.
-
-        Raises:
-            SFTDataError: the file cannot be read, or is a JSON array.
-        """
+        Raises SFTDataError: the file cannot be read, or is a JSON array."""
         self._shown = path
         self._path = _decompressed(path, cache) if is_compressed(path) else path
         index = _cached(cache, self._path).with_suffix(".npy")
@@ -234,10 +231,7 @@ class ArrowRows:
         """Args:
             cache: directory of the Arrow files.
             images: whether the column of images is read.
-
-        Raises:
-            SFTDataError: no pyarrow, not Parquet, or without the expected columns (names those it has).
-        """
+        Raises SFTDataError: no pyarrow, not Parquet, or without the expected columns (names those it has)."""
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -327,10 +321,7 @@ class HubRows:
         """Args:
             directory: of `save_to_disk`, instead of the hub.
             images: whether the column of images is read.
-
-        Raises:
-            SFTDataError: no `datasets`, not to be had (offline?), or without the expected columns.
-        """
+        Raises SFTDataError: no `datasets`, not to be had (offline?), or without the expected columns."""
         try:
             import datasets
         except ImportError as error:

@@ -43,10 +43,7 @@ class ChatTokenizer:
             enable_thinking: handed to the template, as the environments do.
             chat_template: `auto`, `none` or a Jinja file, see `sft.data.chat_template`.
             images: reads the model's; None: rows are text alone.
-
-        Raises:
-            SFTDataError: the file cannot be read.
-        """
+        Raises SFTDataError: the file cannot be read."""
         self._tokenizer = tokenizer
         self._enable_thinking = enable_thinking
         self.images = images
@@ -119,12 +116,9 @@ class ChatTokenizer:
     def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray, bool]:
         """Tokens int32[L] of a conversation, bool[L], which of them are trained, and whether the template leaves out
         what a trained reply was thought, or the tools.
-
-        Raises:
-            SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or the
-                template merges a trained message with its neighbours, so that its own tokens cannot be told. Or it
-                leaves out a message for its role, which may be a typing error, or the tool calls of a trained one.
-        """
+        Raises SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or
+        the template merges a trained message with its neighbours, so that its own tokens cannot be told. Or it leaves
+        out a message for its role, which may be a typing error, or the tool calls of a trained one."""
         self._check_roles(talk)
         self._check_calls(talk)
         text = self.render(talk.messages, talk.tools)

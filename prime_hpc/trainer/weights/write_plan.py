@@ -299,12 +299,9 @@ class _Group:
 
 def _kept_together(weights: WeightMap, *, by_module: bool) -> list[list[str]]:
     """Return the model's names, those together of which the checkpoint stores parts in one tensor.
-
-    Args:
-        by_module: those too that stand below one module of a block. An engine makes one matrix of some of these, and
-            keeps what came of it, whole and on each of its GPUs, until the last has: over several ranks' files that
-            would be a quarter of the model.
-    """
+    `by_module`: those too that stand below one module of a block. An engine makes one matrix of some of these, and
+    keeps what came of it, whole and on each of its GPUs, until the last has: over several ranks' files that would be a
+    quarter of the model."""
     key = _module if by_module else str
     groups: list[list[str]] = []
     place: dict[str, list[str]] = {}  # of a stored tensor, or its module

@@ -63,9 +63,7 @@ def _when(given: Given, loaded: "Loaded", timeout_s: float | None) -> int:
 
 def known_of_shapes(given: Given, loaded: "Loaded") -> "tuple[list[str], Loaded, StepOf | None, list[str]]":
     """Return what `ask_when` is asked: the command line with its shapes, how their steps are predicted, and notes.
-
-    Raises:
-        ConfigError: `slurm.shapes: auto` of an experiment that has no other shapes; a run of --from tells nothing.
+    Raises ConfigError: `slurm.shapes: auto` of an experiment that has no other shapes; a run of --from tells nothing.
     """
     from prime_hpc.simulate.auto_shapes import derive_shapes
     from prime_hpc.simulate.step_times import find_predictor
