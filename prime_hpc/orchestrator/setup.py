@@ -238,11 +238,7 @@ def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
         if entry is None:
             return None
         check_file(checkpoint / ORCHESTRATOR_STATE, entry, deep=True)
-        return _read_json(checkpoint / ORCHESTRATOR_STATE)
+        return json.loads((checkpoint / ORCHESTRATOR_STATE).read_bytes())
 
     state = retry_read(read, deadline_s=30.0) if checkpoint.exists() else None
     return state if state is not None else read_state(find_batch(paths, step))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes())

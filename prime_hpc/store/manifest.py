@@ -55,16 +55,8 @@ class Manifest:
         return xxhash.xxh3_64_hexdigest(_canonical(content))
 
     def _as_json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "kind": self.kind,
-            "step": self.step,
-            "version": self.version,
-            "writer": self.writer,
-            "incarnation": self.incarnation,
-            "files": {name: {"size": e.size, "xxh3": e.xxh3} for name, e in sorted(self.files.items())},
-            "meta": self.meta,
-        }
+        files = {name: {"size": e.size, "xxh3": e.xxh3} for name, e in self.files.items()}
+        return {"format": FORMAT, **vars(self), "files": files}
 
     def to_bytes(self) -> bytes:
         """Return the content of manifest.json, with a sum of its own. Raises ValueError: `meta` is not plain JSON."""

@@ -22,7 +22,7 @@ from prime_hpc.inference.tensor_file import DTYPES
 from prime_hpc.inference.vllm import reloads
 from prime_hpc.inference.vllm.args import TRANSFER_ENGINE
 from prime_hpc.weight_transport.network.group import Group, connect
-from prime_hpc.weight_transport.network.layout import Entry, buckets, read_layout
+from prime_hpc.weight_transport.network.layout import buckets, read_layout
 
 LM_HEAD = "lm_head.weight"
 
@@ -101,7 +101,8 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
                 summed.update(values.numpy().data)
             for entry in bucket:
                 if not (tied and entry.name == LM_HEAD):
-                    yield entry.name, _view(values[entry.begin - first : entry.end - first], entry)
+                    content = values[entry.begin - first : entry.end - first]
+                    yield entry.name, content.view(DTYPES[entry.dtype]).view(entry.shape)
         if is_host and summed.hexdigest() != part.xxh3:
             raise RuntimeError(f"the values came with sum {summed.hexdigest()} instead of {part.xxh3}")
 
@@ -126,11 +127,6 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
         groups, self._groups = self._groups, ()
         for group in groups:
             group.close()
-
-
-def _view(values: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """Return bytes as the tensor that they are."""
-    return values.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def register() -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
@@ -152,14 +152,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "code": self.code,
-            "title": CODES[self.code],
-            "severity": self.severity,
-            "key": self.key,
-            "message": self.message,
-            "remedy": self.remedy,
-        }
+        return {"code": self.code, "title": CODES[self.code], **asdict(self)}
 
     def line(self, origin: str | None = None) -> str:
         """For the terminal; `origin`: where the key was stated."""

@@ -126,10 +126,6 @@ def engines_idle_s(row: Mapping[str, Any]) -> float:
     return _value(row, "time/wait_weights") + _value(row, "time/wait_servers") + pause
 
 
-def _is_read(key: str) -> bool:
-    return key in _READ
-
-
 def _value(row: Mapping[str, Any], key: str) -> float:
     return float(row.get(key) or 0)
 
@@ -147,7 +143,7 @@ def split_line(experiment: Experiment, run_dir: Path, ready: float) -> str | Non
     if gpus_in_common(experiment):
         return None  # what both have in common is not split
     files = [metrics_file(run_dir, role) for role in ("trainer", "orchestrator")]
-    rows = [[row for row in read_metrics(file, _is_read) if _value(row, "time") >= ready] for file in files]
+    rows = [[row for row in read_metrics(file, _READ.__contains__) if _value(row, "time") >= ready] for file in files]
     idle = idle_shares(*rows)
     if idle is None:
         return None

@@ -7,13 +7,13 @@ tokenizer files              of the base model
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, Unpack
 
 import torch
 from safetensors.torch import load_file
 
 from prime_hpc.config.sections.lora import LoraConfig
-from prime_hpc.store.artifact import Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.model.fingerprint import weights_fingerprint
@@ -72,6 +72,28 @@ def tokenizer_files(source: Path) -> dict[str, Path | bytes]:
     return {path.name: path for path in found if path.is_file() and path.suffix != ".safetensors"}
 
 
+class Names(TypedDict):
+    """Facts of a run that its versions carry."""
+
+    incarnation: int
+    model_name: str
+    """Of the (base) model, for the manifest and for PEFT."""
+    chat_template: NotRequired[str | None]
+    """What the run trains with, in the place of the model's."""
+
+
+def own_template(names: Names) -> dict[str, Path | bytes]:
+    """Return the file of the run's own chat template, where it has one."""
+    template = names.get("chat_template")
+    return {} if template is None else {CHAT_TEMPLATE: template.encode()}
+
+
+def version_manifest(version: int, names: Names, files: dict[str, FileEntry], **meta: Any) -> Manifest:
+    """Return the manifest of a version. `meta`: besides the model's name."""
+    meta = {"model": names["model_name"], **meta}
+    return Manifest("weights", version, version, "trainer", names["incarnation"], files, meta)
+
+
 class AdapterPublisher:
     """Writes the versions of one slot of a policy. All methods are collective."""
 
@@ -81,28 +103,23 @@ class AdapterPublisher:
         source: Path,
         paths: RunPaths,
         *,
-        incarnation: int,
-        model_name: str,
         slot: int = 0,
-        chat_template: str | None = None,
+        **names: Unpack[Names],
     ) -> None:
         """Args:
         policy: with adapters.
-        model_name: the base model's, for the manifest and for PEFT.
         slot: whose adapter.
-        chat_template: what the run trains with, in the place of the base model's.
         """
         assert policy.adapters is not None
         adapters, self._ranks = policy.adapters, RankGroup()
         self._adapters, self._paths, self._slot = adapters, paths, slot
-        self._incarnation, self._model_name = incarnation, model_name
+        self._names, self._incarnation, model_name = names, names["incarnation"], names["model_name"]
         linears = [name for name, m in policy.hf.named_modules() if isinstance(m, torch.nn.Linear)]
         base = str(source.resolve()) if Path(model_name).expanduser().is_dir() else model_name
         config = peft_config(adapters.config_of(slot), adapters.modules, linears, base)
         content = (json.dumps(config, indent=2) + "\n").encode()
         self._rank_of_adapter = config["r"]
-        own: dict[str, Path | bytes] = {} if chat_template is None else {CHAT_TEMPLATE: chat_template.encode()}
-        self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source), **own})
+        self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source), **own_template(names)})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`. Returns the manifest on rank 0, None elsewhere.
@@ -119,20 +136,9 @@ class AdapterPublisher:
             with fenced_stage(stage, self._paths, self._incarnation):
                 prepare_stage(final, self._incarnation, run=self._paths)
                 entry = write_tensors(stage / WEIGHTS_FILE, tensors)
-                manifest = Manifest(
-                    kind="weights",
-                    step=version,
-                    version=version,
-                    writer="trainer",
-                    incarnation=self._incarnation,
-                    files={WEIGHTS_FILE: entry} | self._aux_files.put(stage),
-                    meta={
-                        "model": self._model_name,
-                        "dtype": "float32",
-                        "format": "lora",
-                        "rank": self._rank_of_adapter,
-                    },
-                )
+                files = {WEIGHTS_FILE: entry} | self._aux_files.put(stage)
+                meta = {"dtype": "float32", "format": "lora", "rank": self._rank_of_adapter}
+                manifest = version_manifest(version, self._names, files, **meta)
                 manifest = commit_stage(stage, final, manifest, run=self._paths)
                 self._aux_files.committed(final)
                 return manifest

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 
@@ -22,12 +22,12 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.model.files import CHAT_TEMPLATE, INDEX
+from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
-from prime_hpc.trainer.weights.lora_files import AdapterPublisher
+from prime_hpc.trainer.weights.lora_files import AdapterPublisher, Names, own_template, version_manifest
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
 from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
 from prime_hpc.weight_transport.transport import Sender, VersionForm, WholeFile, load_transport
@@ -71,36 +71,16 @@ def build_publisher(
     paths: RunPaths,
     *,
     dtype: torch.dtype,
-    incarnation: int,
-    model_name: str,
     slot: int = 0,
     weights: WeightsConfig | None = None,
     is_kept: Callable[[int], bool] = _is_never,
-    chat_template: str | None = None,
+    **names: Unpack[Names],
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
     is."""
     if policy.adapters is not None:
-        return AdapterPublisher(
-            policy,
-            source,
-            paths,
-            incarnation=incarnation,
-            model_name=model_name,
-            slot=slot,
-            chat_template=chat_template,
-        )
-    return Publisher(
-        policy,
-        source,
-        paths,
-        dtype=dtype,
-        incarnation=incarnation,
-        model_name=model_name,
-        weights=weights,
-        is_kept=is_kept,
-        chat_template=chat_template,
-    )
+        return AdapterPublisher(policy, source, paths, slot=slot, **names)
+    return Publisher(policy, source, paths, dtype=dtype, weights=weights, is_kept=is_kept, **names)
 
 
 class Publisher:
@@ -113,22 +93,18 @@ class Publisher:
         paths: RunPaths,
         *,
         dtype: torch.dtype,
-        incarnation: int,
-        model_name: str,
         weights: WeightsConfig | None = None,
         is_kept: Callable[[int], bool] = _is_never,
-        chat_template: str | None = None,
+        **names: Unpack[Names],
     ) -> None:
         """Args:
         source: directory of the model that training began with (config, tokenizer).
         dtype: floating-point dtype of the published weights.
         weights: names the transport; default: whole files.
         is_kept: versions that stay for as long as the run, by its config.
-        chat_template: what the run trains with, in the place of the source's.
         """
         self._policy, self._source, self.paths = policy, source, paths
-        self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
-        self._chat_template = chat_template
+        self._dtype, self._names, self.incarnation = dtype, names, names["incarnation"]
         self._ranks = RankGroup()
         assert policy.weights is not None, "a policy from `load_policy`"
         weights = weights or WeightsConfig()
@@ -241,16 +217,9 @@ class Publisher:
         Raises StoreError: disk full, fenced, or other content has this name."""
         final = self.paths.weights_step(version)
         parts = [*(entries for entries, _ in sealed), aux_files]
-        dtype = str(self._dtype).removeprefix("torch.")
-        manifest = Manifest(
-            kind="weights",
-            step=version,
-            version=version,
-            writer="trainer",
-            incarnation=self.incarnation,
-            files={name: entry for part in parts for name, entry in part.items()},
-            meta={"model": self._model_name, "dtype": dtype, **self.sender.meta([facts for _, facts in sealed])},
-        )
+        files = {name: entry for part in parts for name, entry in part.items()}
+        meta = {"dtype": str(self._dtype).removeprefix("torch."), **self.sender.meta([facts for _, facts in sealed])}
+        manifest = version_manifest(version, self._names, files, **meta)
         manifest = commit_stage(stage_dir(final, self.incarnation), final, manifest, run=self.paths)
         self.sender.sent(manifest)
         if form.is_whole:
@@ -269,8 +238,7 @@ class Publisher:
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
                 found[path.name] = path
-        if self._chat_template is not None:
-            found[CHAT_TEMPLATE] = self._chat_template.encode()
+        found |= own_template(self._names)
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
