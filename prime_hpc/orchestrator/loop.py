@@ -124,20 +124,10 @@ class Orchestrator:
             on_server_error=self._server_failed,
             why_empty=lambda: why_empty(self.table, self.book, self.weights.is_updating),
         )
-        self.weights = WeightSync(
-            parts.paths,
-            parts.clients,
-            self.table,
-            parts.bus,
-            incarnation=parts.incarnation,
-            ready_timeout_s=parts.ready_timeout_s,
-            on_change=self._served_changed,
-            name=parts.served_as,
-            sleeps=exp.engines_sleep,
-        )
+        self.weights = WeightSync(parts, self.table, on_change=self._served_changed, sleeps=exp.engines_sleep)
         carried_from = 0 if config.bench else parts.incarnation
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
-        self.writer = BatchWriter(parts.paths, parts.bus, parts.handover, parts.incarnation, start_step)
+        self.writer = BatchWriter(parts, start_step)
         self.next_attempt = NextAttempt(parts, self.weights, self.writer, self.carrier, self.fail)
         figures = EngineFigures(self.table, parts.clients, self.weights.is_loading)
         self.engines: EngineFigures | AdaptiveConcurrency = figures

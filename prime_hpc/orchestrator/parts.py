@@ -37,7 +37,7 @@ class Parts:
     incarnation: int
     ready_timeout_s: float
     served_as: str = POLICY
-    """Name of the policy on the servers."""
+    """Name of the policy on the servers; of several runs on the same servers, the run's id."""
     traces: TraceLog | None = None
     teacher: Teacher | None = None
     """The scorer of the policy's tokens, where the algorithm asks for it."""

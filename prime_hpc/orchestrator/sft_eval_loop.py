@@ -86,15 +86,7 @@ class EvalLoop:
             refill=lambda: False,
             on_server_error=lambda index: self._weights.report_error(index),
         )
-        self._weights = WeightSync(
-            parts.paths,
-            parts.clients,
-            self._table,
-            parts.bus,
-            incarnation=parts.incarnation,
-            ready_timeout_s=parts.ready_timeout_s,
-            on_change=self._changed.set,
-        )
+        self._weights = WeightSync(parts, self._table, on_change=self._changed.set)
 
     async def run(self) -> None:
         """Evaluate every due version.

@@ -7,21 +7,21 @@ version that the run serves before it gets episodes again.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.client.inference import POLICY, InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.runtime.event_loops import in_loop, loop_time
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.leases import set_floor
-from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.run_paths import RunPaths, check_incarnation
+from prime_hpc.store.run_paths import check_incarnation
 from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 READER = "orchestrator"
@@ -45,38 +45,23 @@ class WeightSync:
     """Follows the trainer's versions; owns who is ready in the `ServerTable`."""
 
     def __init__(
-        self,
-        paths: RunPaths,
-        clients: Sequence[Client],
-        table: ServerTable,
-        bus: BusClient,
-        *,
-        incarnation: int,
-        ready_timeout_s: float,
-        on_change: Callable[[], None],
-        name: str = POLICY,
-        sleeps: bool = False,
+        self, parts: Parts, table: ServerTable, *, on_change: Callable[[], None], sleeps: bool = False
     ) -> None:
-        """`name`: under which the servers know this run's policy; of several runs on the same servers, the run's id.
-        `sleeps`: an attempt that crashed may have left the engines asleep (`inference.sleep`).
+        """`sleeps`: an attempt that crashed may have left the engines asleep (`inference.sleep`).
         `on_change()` is called in the event loop when the served version or the set of ready servers changed, and
         when an update begins."""
-        self._paths = paths
-        self._clients = clients
-        self._table = table
-        self._bus = bus
-        self._incarnation = incarnation
-        self._ready_timeout_s = ready_timeout_s
-        self._on_change = on_change
-        self._name, self._sleeps = name, sleeps
-        self._locks = [asyncio.Lock() for _ in clients]
+        self._paths, self._clients, self._bus = parts.paths, parts.clients, parts.bus
+        self._incarnation, self._ready_timeout_s = parts.incarnation, parts.ready_timeout_s
+        self._table, self._on_change = table, on_change
+        self._name, self._sleeps = parts.served_as, sleeps
+        self._locks = [asyncio.Lock() for _ in self._clients]
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._unloaded: dict[int, tuple[int, str]] = {}
         """By server: the version that it did not load last time, and why."""
         self._lost: set[int] = set()
         """Servers for which `prepare` does not wait."""
         self._news = asyncio.Event()
-        self._trouble = [asyncio.Event() for _ in clients]
+        self._trouble = [asyncio.Event() for _ in self._clients]
         self._closing = False
         self._asleep = False
         """From `sleep` until a newer version is there: the trainer has the GPU."""

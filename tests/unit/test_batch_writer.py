@@ -4,6 +4,8 @@ attempt."""
 import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +53,8 @@ def test_recorded_experts_count_among_what_is_kept() -> None:
 
 
 def writer_of(paths: RunPaths, bus: Bus, step: int = 0) -> BatchWriter:
-    return BatchWriter(paths, bus, HandoverServer(bus), 1, step)
+    parts: Any = SimpleNamespace(paths=paths, bus=bus, handover=HandoverServer(bus), incarnation=1)
+    return BatchWriter(parts, step)
 
 
 async def write(writer: BatchWriter, *steps: int) -> None:

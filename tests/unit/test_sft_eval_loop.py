@@ -48,6 +48,7 @@ class World:
             status=status,
             incarnation=1,
             ready_timeout_s=50.0,
+            served_as="policy",
             teacher=None,
         )
         self.loop = EvalLoop(Experiment.model_validate(tree), parts, start_step=start_step)

@@ -5,12 +5,13 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from loguru import logger
 
-from prime_hpc.client.inference import InferenceError
+from prime_hpc.client.inference import POLICY, InferenceError
 from prime_hpc.orchestrator import weight_sync
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -28,12 +29,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def sync_of(servers: list[Server], table: ServerTable, bus: Bus, folder: Path) -> weight_sync.WeightSync:
-    clients: list[Any] = list(servers)
-    shared: Any = bus
-    return weight_sync.WeightSync(
-        RunPaths(folder), clients, table, shared, incarnation=1, ready_timeout_s=5, on_change=lambda: None
-    )
+def sync_of(
+    servers: list[Server], table: ServerTable, bus: Bus, folder: Path, incarnation: int = 1, sleeps: bool = False
+) -> weight_sync.WeightSync:
+    parts: Any = SimpleNamespace(paths=RunPaths(folder), clients=servers, bus=bus, served_as=POLICY)
+    parts.incarnation, parts.ready_timeout_s = incarnation, 5
+    return weight_sync.WeightSync(parts, table, on_change=lambda: None, sleeps=sleeps)
 
 
 def test_a_server_that_is_waited_for_is_named(tmp_path: Path) -> None:
@@ -89,20 +90,9 @@ def test_engines_that_a_crash_left_asleep_are_woken(
     """Servers outlive an attempt that ended while its trainer computed; before version 1 nothing else wakes them."""
     for name in ("wait_for_artifact", "set_floor"):
         monkeypatch.setattr(weight_sync, name, lambda *args, **kwargs: None)
-    server, shared = Server(), Bus()
+    server = Server()
     server.version, server.is_asleep = found, True
-    clients: list[Any] = [server]
-    bus: Any = shared
-    sync = weight_sync.WeightSync(
-        RunPaths(tmp_path),
-        clients,
-        ServerTable(["a"], 0.0),
-        bus,
-        incarnation=2,
-        ready_timeout_s=5,
-        on_change=lambda: None,
-        sleeps=True,
-    )
+    sync = sync_of([server], ServerTable(["a"], 0.0), Bus(), tmp_path, incarnation=2, sleeps=True)
     asyncio.run(sync.prepare(version))
     assert server.version == version and not server.is_asleep
 

@@ -10,13 +10,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.runtime.role_context import LED
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
-from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.messaging.file_transfer import HandoverServer
-from prime_hpc.store.run_paths import RunPaths
 
 MOST_BYTES = 2 << 30
 """Of the arrays of the batches that are kept. With more since a checkpoint none is kept until the next one: a
@@ -44,11 +42,11 @@ class BatchContent:
 class BatchWriter:
     """Commits batches for an attempt, one at a time; from `hold` to `go_on` none."""
 
-    def __init__(self, paths: RunPaths, bus: BusClient, handover: HandoverServer, incarnation: int, step: int) -> None:
-        """`step`: of the batch before the first one; `incarnation`: of the attempt. Only in a job that is led can there
-        be a next one."""
+    def __init__(self, parts: Parts, step: int) -> None:
+        """`step`: of the batch before the first one. Only in a job that is led can there be a next attempt."""
         self._most_bytes = MOST_BYTES if os.environ.get(LED) else 0
-        self._paths, self._bus, self._handover, self._incarnation = paths, bus, handover, incarnation
+        self._paths, self._bus, self._handover = parts.paths, parts.bus, parts.handover
+        self._incarnation = parts.incarnation
         self._one = asyncio.Lock()
         self._recent: deque[BatchContent] = deque()
         self._newest = step
