@@ -180,19 +180,12 @@ class HostileStore(RuleBasedStateMachine):
             return
 
         def save() -> None:
-            final = life.paths.checkpoint_step(life.step)
-            stage = prepare_stage(final, life.incarnation, run=life.paths)
+            stage = prepare_stage(life.paths.checkpoint_step(life.step), life.incarnation, run=life.paths)
             make_dir(stage / "trainer")
             write_file(stage / "trainer" / "shard", [f"{life.incarnation} {life.step}".encode() * 30])
-            commit_checkpoint(
-                stage,
-                final,
-                step=life.step,
-                trainer_files=hash_files(stage, ["trainer/shard"]),
-                batch_dir=life.paths.rollouts_step(life.step),
-                run=life.paths,
-                incarnation=life.incarnation,
-            )
+            entries = hash_files(stage, ["trainer/shard"])
+            batch_dir = life.paths.rollouts_step(life.step)
+            commit_checkpoint(life.paths, life.step, entries, batch_dir, incarnation=life.incarnation)
 
         self.commit(life, "checkpoint", life.step, fault, save)
 

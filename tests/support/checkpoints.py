@@ -35,22 +35,13 @@ def make_checkpoint(
         if not paths.rollouts_step(step).exists():
             write_batch(paths, step, [RankBatch.empty(1)], state=state, incarnation=incarnation)
         batch_dir = paths.rollouts_step(step)
-    final = paths.checkpoint_step(step)
-    stage = prepare_stage(final, incarnation, run=paths)
+    stage = prepare_stage(paths.checkpoint_step(step), incarnation, run=paths)
     (stage / "trainer").mkdir()
     (stage / SHARD).write_bytes(bytes([step]) * 100)
     (stage / "trainer" / ".metadata").write_bytes(b"meta")
     entries = hash_files(stage, [SHARD, "trainer/.metadata"])
-    commit_checkpoint(
-        stage,
-        final,
-        step=step,
-        trainer_files=entries,
-        batch_dir=batch_dir,
-        run=paths,
-        incarnation=incarnation,
-        meta={"kind": kind, "progress": {"step": step}, **(meta or {})},
-    )
+    meta = {"kind": kind, "progress": {"step": step}, **(meta or {})}
+    commit_checkpoint(paths, step, entries, batch_dir, incarnation=incarnation, meta=meta)
 
 
 def damage(checkpoint: Path, kind: str) -> None:

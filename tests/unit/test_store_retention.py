@@ -43,13 +43,12 @@ def checkpoint(paths, step, with_batch=True):
     if with_batch:
         write_batch(paths, step, [RankBatch.empty(1)], state={"after": step})
         batch_dir = paths.rollouts_step(step)
-    final = paths.checkpoint_step(step)
-    stage = prepare_stage(final, run=paths)
+    stage = prepare_stage(paths.checkpoint_step(step), run=paths)
     (stage / "trainer").mkdir()
     (stage / "trainer" / "__0_0.distcp").write_bytes(bytes([step]) * 100)
     (stage / "trainer" / ".metadata").write_bytes(b"meta")
     entries = hash_files(stage, ["trainer/__0_0.distcp", "trainer/.metadata"])
-    return commit_checkpoint(stage, final, step=step, trainer_files=entries, batch_dir=batch_dir, run=paths)
+    return commit_checkpoint(paths, step, entries, batch_dir)
 
 
 def test_versions_are_listed(paths):
@@ -201,10 +200,9 @@ def test_the_state_that_a_checkpoint_holds_is_the_one_that_was_verified(
 
 
 def test_checkpoint_without_trainer_files_is_refused(paths):
-    final = paths.checkpoint_step(1)
-    stage = prepare_stage(final, run=paths)
+    prepare_stage(paths.checkpoint_step(1), run=paths)
     with pytest.raises(StoreError, match="nothing to resume from"):
-        commit_checkpoint(stage, final, step=1, trainer_files={}, batch_dir=None, run=paths)
+        commit_checkpoint(paths, 1, {}, None)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "manifest", "missing", "renamed", "foreign"])

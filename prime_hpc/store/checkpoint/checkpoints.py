@@ -31,6 +31,7 @@ from prime_hpc.store.artifact import (
     is_artifact,
     move_aside,
     read_manifest,
+    stage_dir,
     verify_artifact,
 )
 from prime_hpc.store.io import files
@@ -64,21 +65,18 @@ class CheckpointInfo:
 
 
 def commit_checkpoint(
-    stage: Path,
-    final: Path,
-    *,
+    run: RunPaths,
     step: int,
     trainer_files: Mapping[str, FileEntry],
     batch_dir: Path | None,
-    run: RunPaths,
+    *,
     incarnation: int = 0,
     meta: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Join both halves and commit them as one checkpoint. Trainer rank 0, after all ranks wrote and summed.
+    """Join both halves and commit them as one checkpoint. Trainer rank 0, after all ranks wrote and summed: DCP wrote
+    into `trainer` of what `artifact.prepare_stage(run.checkpoint_step(step), incarnation)` has made.
 
     Args:
-        stage: from `artifact.prepare_stage(final, incarnation)`; DCP wrote into `stage / "trainer"`.
-        final: `paths.checkpoint_step(step)`.
         trainer_files: entries of `trainer/...` from all ranks (`artifact.hash_files`).
         batch_dir: artifact of batch n, whose orchestrator state becomes `orchestrator/state.json`; None for SFT.
         meta: plain JSON, e.g. world size and model name.
@@ -87,6 +85,8 @@ def commit_checkpoint(
         ArtifactError: batch n or its state is broken.
         StoreError: no trainer files, disk full, fenced (see `artifact.commit_stage`).
     """
+    final = run.checkpoint_step(step)
+    stage = stage_dir(final, incarnation)
     if not any(name.startswith(f"{TRAINER}/") for name in trainer_files):
         raise StoreError(f"{stage}: holds no files under {TRAINER}/, nothing to resume from would be saved")
     entries = dict(trainer_files)
@@ -94,15 +94,7 @@ def commit_checkpoint(
         content = batches.read_state_bytes(batch_dir)
         files.make_dir((stage / ORCHESTRATOR_STATE).parent)
         entries[ORCHESTRATOR_STATE] = files.write_file(stage / ORCHESTRATOR_STATE, [content])
-    manifest = Manifest(
-        kind=KIND,
-        step=step,
-        version=step,
-        writer=TRAINER,
-        incarnation=incarnation,
-        files=entries,
-        meta=dict(meta or {}),
-    )
+    manifest = Manifest(KIND, step, step, TRAINER, incarnation, entries, dict(meta or {}))
     committed = commit_stage(stage, final, manifest, run=run)
     note_saved(run, step, incarnation)
     return committed

@@ -279,16 +279,8 @@ class Checkpointer:
         """Rank 0: everything is durable but the manifest."""
         entries = {name: entry for part, _ in gathered for name, entry in part.items()}
         entries |= plan.write_metadata(save.stage / TRAINER, [results for _, results in gathered])
-        commit_checkpoint(
-            save.stage,
-            save.final,
-            step=save.step,
-            trainer_files=entries,
-            batch_dir=save.batch_dir,
-            run=self._paths,
-            incarnation=self._incarnation,
-            meta=save.meta,
-        )
+        own = self._incarnation
+        commit_checkpoint(self._paths, save.step, entries, save.batch_dir, incarnation=own, meta=save.meta)
 
     def prune(self) -> None:
         """Rank 0: delete the checkpoints that retention gives up. That it cannot is no reason to end a run.
