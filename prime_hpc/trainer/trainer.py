@@ -434,7 +434,7 @@ def _build_saver(
     source: Path,
     slot: int,
 ) -> Saver:
-    rank, config = dist.get_rank(), experiment.ckpt
+    config = experiment.ckpt
     meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
     meta["optimizer"] = experiment.trainer.optim.state
     if policy.adapters is not None:
@@ -442,17 +442,8 @@ def _build_saver(
     incarnation = context.incarnation
     checkpointer = Checkpointer(policy, optimizer, paths, incarnation=incarnation, meta=meta, config=config, slot=slot)
     schedule: SaveSchedule | None = None
-    if rank == 0 and config is not None and config.interval == "auto":
+    if dist.get_rank() == 0 and config is not None and config.interval == "auto":
         trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
-    return Saver(
-        checkpointer,
-        paths,
-        bus,
-        rank=rank,
-        world_size=dist.get_world_size(),
-        config=config,
-        max_steps=experiment.max_steps,
-        schedule=schedule,
-    )
+    return Saver(checkpointer, paths, bus, config=config, max_steps=experiment.max_steps, schedule=schedule)

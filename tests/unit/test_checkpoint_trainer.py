@@ -202,7 +202,7 @@ def test_a_request_is_answered_by_the_save_of_its_own_step(group: None, model: P
     hub = BusServer(on_message=lambda _, said: heard.append((said["step"], said["ids"])))
     bus = BusClient(hub.address, "trainer[0]")
     config = CkptConfig(save_async=True)
-    saver = Saver(trainer.checkpointer, trainer.paths, bus, rank=0, world_size=1, config=config, max_steps=9)
+    saver = Saver(trainer.checkpointer, trainer.paths, bus, config=config, max_steps=9)
 
     def save(step: int) -> None:
         saver.save(step, progress={}, batch_dir=trainer.paths.rollouts_step(step))

@@ -16,6 +16,7 @@ from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule
+from prime_hpc.trainer.rank_group import RankGroup
 
 
 class Agree(Protocol):
@@ -34,8 +35,6 @@ class Saver:
         paths: RunPaths,
         bus: Bus,
         *,
-        rank: int,
-        world_size: int,
         config: CkptConfig | None,
         max_steps: int,
         schedule: SaveSchedule | None = None,
@@ -50,7 +49,7 @@ class Saver:
         self.saved_step: int | None = None
         """Newest step whose checkpoint exists or is being written."""
         self._paths, self._bus = paths, bus
-        self._rank, self._world_size = rank, world_size
+        self._ranks = RankGroup()
         self._config, self.max_steps, self._schedule = config, max_steps, schedule
         self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
@@ -105,7 +104,7 @@ class Saver:
         Raises StoreError: this save, or one that was still in flight, failed."""
         if self.saved_step != step and step:
             if self.in_flight is not None:
-                if self._rank == 0:
+                if self._ranks.rank == 0:
                     logger.warning(f"the checkpoint of step {self.in_flight} is still being written: waiting for it")
                 self.finish()
             self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
@@ -132,11 +131,11 @@ class Saver:
     def _take_note(self) -> None:
         """Note that the newest save is whole."""
         figures = self.checkpointer.take_figures()
-        if self._rank != 0 or self.saved_step is None:
+        if self._ranks.rank != 0 or self.saved_step is None:
             return
         if figures is not None:
             self._figures = figures
-            speed = figures.size * self._world_size / max(figures.write_s, 1e-9) / 1e9
+            speed = figures.size * self._ranks.world_size / max(figures.write_s, 1e-9) / 1e9
             logger.info(
                 f"saved {self._paths.checkpoint_step(self.saved_step)} ({figures.write_s:.2f} s, {speed:.2f} GB/s; "
                 f"held training up for {figures.stall_s:.3f} s)"
@@ -152,7 +151,7 @@ class Saver:
                 logger.info(news)
 
     def _answer(self, step: int) -> None:
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             self._bus.publish("saved", step=step, path=str(self._paths.checkpoint_step(step)), ids=self._answered_ids)
             self._answered_ids = []
 
@@ -165,5 +164,5 @@ class Saver:
             "ckpt/step": figures.step,
             "ckpt/stall_s": round(figures.stall_s, 4),
             "ckpt/write_s": round(figures.write_s, 4),
-            "ckpt/bytes": figures.size * self._world_size,
+            "ckpt/bytes": figures.size * self._ranks.world_size,
         }
