@@ -18,7 +18,7 @@ import numpy as np
 from prime_hpc.inference.transformers.engine import finite, wire_row
 from prime_hpc.inference.transformers.parameters import BadRequestError, SamplingParams, parse_params
 from prime_hpc.inference.transformers.sampling import Drawn
-from prime_hpc.inference.transformers.sequences import Completion, Running, StopText
+from prime_hpc.inference.transformers.sequences import Running, StopText
 
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "request_id", "stream_options"}
@@ -180,14 +180,14 @@ def token_answer(job: Job, done: Sequence[Running]) -> dict[str, Any]:
     choices = [
         {
             "index": i,
-            "token_ids": made.token_ids,
-            "logprobs": _token_logprobs(made, job.params.logprobs),
-            "finish_reason": made.finish_reason,
-            "stop_reason": made.stop_reason,
-            "weight_versions": made.spans,
+            "token_ids": sequence.token_ids,
+            "logprobs": _token_logprobs(sequence.drawn, job.params.logprobs),
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+            "weight_versions": sequence.spans,
             "routed_experts": _routed_experts(sequence),
         }
-        for i, (sequence, made) in enumerate((sequence, sequence.completion()) for sequence in done)
+        for i, sequence in enumerate(done)
     ]
     return {
         "request_id": f"generate-{uuid.uuid4().hex}",
@@ -209,16 +209,15 @@ def text_answer(job: Job, done: Sequence[Running], reader: Reader, *, chat: bool
     """Write the answer of `/v1/chat/completions` or `/v1/completions`."""
     choices = []
     for i, sequence in enumerate(done):
-        made = sequence.completion()
-        kept = made.token_ids
-        text = sequence.text.text if sequence.text is not None and made.text_end is not None else None
-        text = reader.decode(kept, job.params) if text is None else text[: made.text_end]
+        kept, watched = sequence.token_ids, sequence.text
+        is_stopped = watched is not None and watched.end is not None
+        text = watched.text[: watched.end] if watched is not None and is_stopped else reader.decode(kept, job.params)
         choice: dict[str, Any] = {
             "index": i,
-            "finish_reason": made.finish_reason,
-            "stop_reason": made.stop_reason,
-            "weight_versions": made.spans,
-            "logprobs": _text_logprobs(made, job.params.logprobs, reader, chat),
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+            "weight_versions": sequence.spans,
+            "logprobs": _text_logprobs(sequence.drawn, job.params.logprobs, reader, chat),
         }
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         if job.asked.get("return_token_ids"):
@@ -248,23 +247,22 @@ def text_answer(job: Job, done: Sequence[Running], reader: Reader, *, chat: bool
     return answer
 
 
-def _token_logprobs(made: Completion, num_top: int | None) -> dict[str, Any] | None:
-    return None if num_top is None else {"content": [wire_row(drawn, num_top) for drawn in made.drawn]}
+def _token_logprobs(drawn: Sequence[Drawn], num_top: int | None) -> dict[str, Any] | None:
+    return None if num_top is None else {"content": [wire_row(one, num_top) for one in drawn]}
 
 
-def _text_logprobs(made: Completion, num_top: int | None, reader: Reader, chat: bool) -> dict[str, Any] | None:
+def _text_logprobs(drawn: Sequence[Drawn], num_top: int | None, reader: Reader, chat: bool) -> dict[str, Any] | None:
     """Log-probabilities by the pieces of text, in the form of either route."""
     if num_top is None:
         return None
-    pieces = [reader.piece(drawn.token_id) for drawn in made.drawn]
+    pieces = [reader.piece(one.token_id) for one in drawn]
     if chat:
-        rows = zip(pieces, made.drawn, strict=True)
-        return {"content": [_chat_row(piece, drawn, reader) for piece, drawn in rows]}
+        return {"content": [_chat_row(piece, one, reader) for piece, one in zip(pieces, drawn, strict=True)]}
     offsets = list(accumulate(map(len, pieces), initial=0))[:-1]
-    tops = [{reader.piece(token): finite(value) for token, value, _ in drawn.top} for drawn in made.drawn]
+    tops = [{reader.piece(token): finite(value) for token, value, _ in one.top} for one in drawn]
     return {
         "tokens": pieces,
-        "token_logprobs": [finite(drawn.logprob) for drawn in made.drawn],
+        "token_logprobs": [finite(one.logprob) for one in drawn],
         "top_logprobs": tops if num_top else None,
         "text_offset": offsets,
     }

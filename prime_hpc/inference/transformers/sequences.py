@@ -15,21 +15,6 @@ TOKENS_BEHIND = 6
 """Tokens before the newest that decide how it is written: a character may be made of several."""
 
 
-@dataclass
-class Completion:
-    """A finished completion of L tokens, a final end-of-sequence token included."""
-
-    token_ids: list[int]
-    drawn: list[Drawn]
-    spans: list[dict[str, Any]]
-    """Policy versions, as vLLM states them: half-open spans over the tokens."""
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    """The string or token id of the request that ended it."""
-    text_end: int | None = None
-    """Characters of the text before a stop string; None: none came."""
-
-
 @dataclass(eq=False)
 class Running:
     """State of one completion; owned by the engine's thread once it is submitted."""
@@ -46,11 +31,15 @@ class Running:
     """Watches for stop strings; None: there are none."""
     drawn: list[Drawn] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    """Of the completion, a final end-of-sequence token included."""
     spans: list[dict[str, Any]] = field(default_factory=list)
+    """Policy versions, as vLLM states them: half-open spans over the tokens."""
     num_cached: int = 0
     """Tokens of prompt and completion whose keys and values are in the cache."""
     finish_reason: FinishReason | None = None
+    """None: it goes on."""
     stop_reason: int | str | None = None
+    """The string or token id of the request that ended it."""
     error: str | None = None
     """The reason that it failed; it is not answered then."""
     routed: list[np.ndarray] = field(default_factory=list)
@@ -101,12 +90,6 @@ class Running:
             self.finish_reason, self.stop_reason = "stop", found
         elif len(self.token_ids) >= self.max_tokens:
             self.finish_reason = "length"
-
-    def completion(self) -> Completion:
-        """Return what came of it."""
-        assert self.finish_reason is not None
-        end = self.text.end if self.text is not None else None
-        return Completion(self.token_ids, self.drawn, self.spans, self.finish_reason, self.stop_reason, end)
 
 
 class StopText:
