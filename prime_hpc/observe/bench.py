@@ -44,12 +44,10 @@ def mean_of(
     return total / sum(weights) if sum(weights) > 0 else 0.0
 
 
-def phases_of(
-    rows: Sequence[Mapping[str, float]], skip: Sequence[str] = (), *, num_warm: int = NUM_WARM
-) -> dict[str, float]:
-    """Mean seconds of every `time/<phase>` column but those of `skip`."""
-    names = dict.fromkeys(key for row in rows for key in row if key.startswith("time/"))
-    return {name.removeprefix("time/"): mean_of(rows, name, num_warm=num_warm) for name in names if name not in skip}
+def phases_of(rows: Sequence[Mapping[str, float]], *, num_warm: int = NUM_WARM) -> dict[str, float]:
+    """Mean seconds of every `time/<phase>` column but the whole step's."""
+    names = dict.fromkeys(key for row in rows for key in row if key.startswith("time/") and key != "time/step")
+    return {name.removeprefix("time/"): mean_of(rows, name, num_warm=num_warm) for name in names}
 
 
 def build_report(

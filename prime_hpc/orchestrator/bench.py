@@ -96,7 +96,7 @@ def bench_report(
             "in flight at most": in_flight(exp),
         },
         figures=figures | {"memory, GiB": peak_rss_gib()},
-        phases=phases_of(rows, skip=("time/step",), num_warm=warm),
+        phases=phases_of(rows, num_warm=warm),
         rows=rows,
         num_warm=warm,
         shape=shape,

@@ -53,7 +53,7 @@ def finish_bench(trainer: Trainer) -> None:
             "measured TFLOP/s": float(peak) / 1e12,
             "memory, GiB": float(largest),
         },
-        phases=phases_of(rows, skip=("time/step",)),
+        phases=phases_of(rows),
         rows=rows,
     )
     write_report(trainer.paths.root, report)

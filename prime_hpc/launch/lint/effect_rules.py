@@ -174,7 +174,7 @@ def resumed(subject: Subject) -> Iterator[Finding]:
 def _checkpoint(experiment: Experiment, step: int | Literal["latest"] | Path) -> CheckpointInfo:
     """Return the one that is meant, by sizes alone. Raises StoreError: there is none that is whole."""
     if isinstance(step, Path):
-        return find_checkpoint(step, deep=False)
+        return find_checkpoint(step)
     paths = RunPaths(experiment.run_dir, experiment.ckpt.path if experiment.ckpt is not None else None)
     return resolve_resume(paths.checkpoints, step, deep=False)
 

@@ -275,7 +275,7 @@ def _steps_done(experiment: Experiment, last: int) -> int:
     asked = ckpt.resume_step
     try:
         if isinstance(asked, Path):
-            asked = find_checkpoint(asked, deep=False).step
+            asked = find_checkpoint(asked).step
         elif asked == "latest":
             asked = resolve_resume(RunPaths(experiment.run_dir, ckpt.path).checkpoints, asked, deep=False).step
     except (StoreError, OSError):

@@ -41,36 +41,31 @@ _COPY_THREADS = 8
 _CHUNK = 8 << 20
 
 
-def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
+def find_checkpoint(path: Path) -> CheckpointInfo:
     """Return the checkpoint that a path means: a run directory's or a `checkpoints` directory's newest, or one
     `step_<n>`. A run directory says where its newest ones are; what lies inside it may be from before, or from after:
-    the word may be an older attempt's.
+    the word may be an older attempt's. Sizes are checked, and no sums.
 
-    Args:
-        path: absolute.
-        deep: check sums too, not only sizes.
-
-    Raises:
-        StoreError: there is none, or the one named is not whole; lists what is there.
-    """
+    `path`: absolute.
+    Raises StoreError: there is none, or the one named is not whole; lists what is there."""
     step = parse_step(path.name, digits=0)
     if step is not None and not (path / RUN_YAML).exists():
-        return resolve_resume(path.parent, step, deep=deep)
+        return resolve_resume(path.parent, step, deep=False)
     if not path.is_dir():
         raise StoreError(f"{path}: no such directory")
     pointed = read_pointer(RunPaths(path))
     if pointed is not None:
-        return _newest_of(RunPaths(path), pointed, deep)
+        return _newest_of(RunPaths(path), pointed)
     for root in (path / "checkpoints", path):
         if list_steps(root, digits=0):
-            return resolve_resume(root, "latest", deep=deep)
+            return resolve_resume(root, "latest", deep=False)
     raise StoreError(f"{path}: neither a run directory, nor a directory of checkpoints, nor one step_<n> of it")
 
 
-def _newest_of(paths: RunPaths, pointed: Path, deep: bool) -> CheckpointInfo:
+def _newest_of(paths: RunPaths, pointed: Path) -> CheckpointInfo:
     """Return the newest checkpoint of a run that says they are in `pointed`, and may have some inside as well."""
-    there = next(newest_first(pointed, deep=deep), None)
-    inside = next(newest_first(paths.checkpoints, deep=deep), None)
+    there = next(newest_first(pointed), None)
+    inside = next(newest_first(paths.checkpoints), None)
     if there is not None and inside is not None:
         return max(there, inside, key=lambda info: (info.manifest.incarnation, info.step))
     if there is not None:
@@ -79,7 +74,7 @@ def _newest_of(paths: RunPaths, pointed: Path, deep: bool) -> CheckpointInfo:
         logger.warning(f"{pointed}, by {paths.root / POINTER}, has no whole checkpoint; the last was saved inside")
         return inside
     if list_steps(pointed, digits=0):
-        return resolve_resume(pointed, "latest", deep=deep)  # says why none is whole
+        return resolve_resume(pointed, "latest", deep=False)  # says why none is whole
     raise StoreError(
         f"{paths.root}: its checkpoints lie in {pointed}, which lists none: is its file system mounted here?"
     )

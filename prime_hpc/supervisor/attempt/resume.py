@@ -90,7 +90,7 @@ def _asked(
     try:
         passed_over = False
         if isinstance(asked, Path):
-            info = find_checkpoint(asked, deep=False)
+            info = find_checkpoint(asked)
         elif isinstance(asked, int):
             info = _in_this_run(paths, asked, failed_reads)
         else:

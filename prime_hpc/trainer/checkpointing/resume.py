@@ -30,7 +30,7 @@ def checkpoint_to_resume(experiment: Experiment, paths: RunPaths, chosen: int | 
     if wanted is None:
         return None
     if isinstance(wanted, Path):
-        return find_checkpoint(wanted, deep=False)
+        return find_checkpoint(wanted)
     if wanted != "latest":
         return resolve_resume(paths.checkpoints, wanted, deep=False)
     # the other ranks wait meanwhile, in one collective, for all that is read again
