@@ -30,24 +30,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "COMPONENTS": "experiment",
-    "ConfigError": "errors",
-    "Experiment": "experiment",
-    "Loaded": "sources.load",
-    "Origin": "errors",
-    "Problem": "errors",
-    "load_experiment": "sources.load",
-    "load_run": "snapshot",
-    "write_snapshot": "snapshot",
+    "errors": ("ConfigError", "Origin", "Problem"),
+    "experiment": ("COMPONENTS", "Experiment"),
+    "snapshot": ("load_run", "write_snapshot"),
+    "sources.load": ("Loaded", "load_experiment"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module on first use (PEP 562)."""
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -79,10 +79,8 @@ def slurm_job(arguments: list[str]) -> int:
         _queue_successor(run_dir)
     record = read_record(run_dir)
     code = supervise(run_dir, in_job=True)
-    if mode == "successor" and code not in (
-        0,
-        EXIT_AGAIN,
-    ):  # it would start all the same: this end is none that is well
+    # it would start all the same: this end is none that is well
+    if mode == "successor" and code not in (0, EXIT_AGAIN):
         _drop_successor(run_dir, record)
     # a result under an id that comes back would call it done
     if code != EXIT_AGAIN or mode == "successor" or _is_succeeded(run_dir):

@@ -114,9 +114,8 @@ def spare_hosts(placement: Placement, allocation: Allocation) -> list[str]:
 def _check_nodes(placement: Placement, allocation: Allocation) -> None:
     asked = [component.num_nodes for component in placement.components]
     given = [len(hosts) for hosts in allocation.hosts]
-    if (
-        placement.abilities.survives_lost_node
-    ):  # one that lost a node may come back without it: a server less, if one is left
+    # one that lost a node may come back without it: a server less, if one is left
+    if placement.abilities.survives_lost_node:
         ends = {g.role: g.first_node + g.num_nodes for g in reversed(placement.groups)}
         asked = [max(ends.values())]
     if len(asked) != len(given) or any(have < want for have, want in zip(given, asked, strict=True)):

@@ -75,10 +75,7 @@ class RowReader:
     def _one(self, index: int) -> RowResult:
         try:
             result = self._tokenizer.row(self._rows.row(index), self._rows.folder(index))
-        except (
-            SFTDataError,
-            UnicodeDecodeError,
-        ) as error:  # it cannot even be read; Arrow: is no text
+        except (SFTDataError, UnicodeDecodeError) as error:  # it cannot even be read; Arrow: is no text
             skipped = self._skip
             result = RowResult([], RowCounts(rows=1, bad=int(skipped)), None if skipped else str(error))
         if result.error is None:

@@ -68,9 +68,8 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row."""
-        body = (
-            self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
-        )  # Llama 4 names it differently
+        # Llama 4 names it differently
+        body = self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
         if batch.images is None:
             states = body(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
         else:
