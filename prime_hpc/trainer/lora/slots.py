@@ -205,15 +205,8 @@ class Adapters:
         return torch.nn.Parameter(self._sharded(piece, shard))
 
     def _sharded(self, piece: _Piece, shard: torch.Tensor) -> DTensor:
-        stride = (piece.shape[1], 1)
-        return DTensor.from_local(
-            shard,
-            self._mesh,
-            [Shard(piece.dim)],
-            run_check=False,
-            shape=torch.Size(piece.shape),
-            stride=stride,
-        )
+        shape, stride = torch.Size(piece.shape), (piece.shape[1], 1)
+        return DTensor.from_local(shard, self._mesh, [Shard(piece.dim)], run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def _fill(self, piece: _Piece, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:

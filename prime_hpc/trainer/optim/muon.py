@@ -178,23 +178,15 @@ def _local_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
     mesh, placements = sharded.device_mesh, sharded.placements
     shape, offset = compute_local_shape_and_global_offset(sharded.shape, mesh, placements)
     part = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
-    return DTensor.from_local(
-        part.reshape(shape).contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    return _sharded_like(sharded, part.reshape(shape).contiguous())
 
 
 def _local(sharded: Any, direction: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`direction` of a stack of which every rank holds some whole matrices."""
-    return DTensor.from_local(
-        direction(sharded.to_local()),
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    return _sharded_like(sharded, direction(sharded.to_local()))
+
+
+def _sharded_like(sharded: Any, part: torch.Tensor) -> DTensor:
+    """Return what this rank's part belongs to, sharded as another tensor is."""
+    mesh, placements = sharded.device_mesh, sharded.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=sharded.shape, stride=sharded.stride())
