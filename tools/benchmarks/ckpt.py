@@ -22,32 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from _random_qwen3 import save_qwen3
 
 NUM_ROUNDS = 7
 TOKENS = 1024
 VOCAB = 16_384
 DD_TIMEOUT_S = 300.0
-
-
-def save_model(folder: Path) -> int:
-    """A Qwen3 of about 40M parameters, few and large as those of real models; returns how many."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=TOKENS,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 class Bench:
@@ -170,7 +150,10 @@ def run() -> dict[str, Any]:
         folder = Path(name)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            num_parameters = save_model(folder / "model")
+            # about 40M parameters, few and large as those of real models
+            num_parameters = save_qwen3(
+                folder / "model", vocab=VOCAB, hidden=1024, layers=2, head_dim=64, context=TOKENS
+            )
             rows = measure(Bench(folder / "model", folder / "run"), folder, Path(memory) / "source")
         finally:
             dist.destroy_process_group()

@@ -11,17 +11,14 @@ for every number; the first of its four batches warms up and is not counted.
 `preempted_share`: requests thrown out an episode. `of_best`: episodes per second over those of the best constant.
 """
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-TOP = HERE.parents[1]
+import _orchestrator_alone
+
 BATCH = 2048
 RUN_S = 900.0
 SEQ_LEN = 512
@@ -78,21 +75,9 @@ def preempted(url: str, key: str) -> float:
 
 
 def play(tree: dict[str, Any], url: str, key: str) -> dict[str, Any]:
-    """One orchestrator, to its end.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it said.
-    """
-    run_dir = Path(tree["output_dir"]) / tree["name"]
-    path = run_dir.with_suffix(".yaml")
-    path.write_text(json.dumps(tree))
-    environment = os.environ | {"PYTHONPATH": f"{TOP}:{HERE}", "HF_HUB_OFFLINE": "1", "BENCH_KEY": key}
+    """One orchestrator, to its end."""
     before = preempted(url, key)
-    argv = [sys.executable, "-m", "prime_hpc.cli", "orchestrator", "@", str(path)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{tree['name']} failed ({done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}")
-    report = json.loads((run_dir / "bench" / "orchestrator.json").read_text())
+    report = _orchestrator_alone.play(tree, key, RUN_S)
     rows = report["steps"]
     return {
         "per_s": report["figures"]["rollouts/s"],

@@ -7,18 +7,15 @@ that stay together (as always), and groups whose episodes go wherever there is r
 `hit_share`: prompt tokens that the servers took from their caches. `gain`: episodes per second, together over spread.
 """
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-TOP = HERE.parents[1]
+import _orchestrator_alone
+
 BATCH, GROUP, RUN_S = 128, 8, 600.0
 KEY = "of-the-benchmark"
 WIDER = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 10, "num_attention_heads": 6}
@@ -81,23 +78,10 @@ def counted(urls: list[str]) -> tuple[float, float]:
 
 
 def play(tree: dict[str, Any], urls: list[str], spread: bool) -> dict[str, float]:
-    """One orchestrator, to its end.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it said.
-    """
-    run_dir = Path(tree["output_dir"]) / tree["name"]
-    path = run_dir.with_suffix(".yaml")
-    path.write_text(json.dumps(tree))
-    environment = os.environ | {"PYTHONPATH": f"{TOP}:{HERE}", "HF_HUB_OFFLINE": "1", "BENCH_KEY": KEY}
-    if spread:
-        environment["PRIME_HPC_BENCH_SPREAD"] = "1"
+    """One orchestrator, to its end."""
     before = counted(urls)
-    argv = [sys.executable, "-m", "prime_hpc.cli", "orchestrator", "@", str(path)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{tree['name']} failed ({done.returncode}):\n{(done.stdout + done.stderr)[-3000:]}")
-    report = json.loads((run_dir / "bench" / "orchestrator.json").read_text())
+    spreading = {"PRIME_HPC_BENCH_SPREAD": "1"} if spread else {}
+    report = _orchestrator_alone.play(tree, KEY, RUN_S, **spreading)
     asked_for, found = (now - then for now, then in zip(counted(urls), before, strict=True))
     return {"per_s": report["figures"]["rollouts/s"], "hit_share": found / max(1.0, asked_for)}
 

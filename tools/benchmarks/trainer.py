@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from _random_qwen3 import save_qwen3
 from _trl_train import Alternation, Samples, now, train_grpo, train_sft
 
 NUM_PAIRS = 5
@@ -73,27 +74,6 @@ def build_batch(rows: list[list[int]], rng: np.random.Generator) -> Any:
     micro = [list(range(a, b)) for a, b in itertools.pairwise(edges)]
     masks = [np.ones(n, bool) for n in lengths]
     return build_rank_batch(micro, ids, masks, rng.standard_normal(len(lengths)).astype(np.float32))
-
-
-def save_model(folder: Path) -> int:
-    """A small Qwen3 with random weights; returns its number of parameters."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=ROW_TOKENS,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
@@ -283,7 +263,7 @@ def run() -> dict[str, Any]:
     ragged = ragged_lengths(np.random.default_rng(0))
     with tempfile.TemporaryDirectory() as made, process_group():
         folder = Path(made) / "model"
-        num_parameters = save_model(folder)
+        num_parameters = save_qwen3(folder, vocab=VOCAB, hidden=256, layers=6, head_dim=32, context=ROW_TOKENS)
         build_tokenizer(ROW_TOKENS).save_pretrained(folder)
         part = partial(measure, folder=folder)
         workloads = [

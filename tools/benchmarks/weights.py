@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from _random_qwen3 import save_qwen3
 from _ranks import COMMAND_TIMEOUT_S, NUM_RANKS, load_rank, started_ranks
 
 VARIANTS = {"--delta": "_weights_delta", "--gloo": "_weights_network", "--gather": "_weights_gather"}
@@ -39,31 +40,12 @@ READY_S = 300.0
 
 def save_model(folder: Path) -> int:
     """A float32 Qwen3 with tokenizer, its tensors as large as those of real small models; returns the parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from tests.support.tiny_tokenizer import make_tokenizer
 
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return model.num_parameters()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    return save_qwen3(folder, vocab=VOCAB, hidden=1024, layers=4, head_dim=64, context=1024, **ends)
 
 
 def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> None:
