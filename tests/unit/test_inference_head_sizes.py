@@ -242,6 +242,21 @@ def test_delta_nets_in_float32_are_refused_on_a_cpu(kind: str, tmp_path: Path) -
         assert [refusal.key for refusal in load_backend("vllm").refusals(tree)] == ["model.dtype"] * count
 
 
+@pytest.mark.parametrize(("keys", "values", "expected"), [(128, 64, 1), (32, 32, 1), (64, 64, 0), (None, None, 0)])
+def test_sizes_of_delta_nets_without_a_kernel_are_refused_on_a_cpu(
+    keys: int | None, values: int | None, expected: int, tmp_path: Path
+) -> None:
+    """Of Qwen3.5 with heads of 32 the engine died with the first request."""
+    tree = experiment(tmp_path / "a", 64, device="cpu")
+    own = {"linear_key_head_dim": keys, "linear_value_head_dim": values}
+    text = {"text_config": own, "head_dim": 64, "model_type": "qwen3_5"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(SMALL | text))
+    found = list(load_backend("vllm").refusals(tree))
+    assert [refusal.key for refusal in found] == ["model.name"] * expected
+    assert all(f"keys of size {keys} and values of size {values}" in refusal.reason for refusal in found)
+    assert not list(load_backend("vllm").refusals(tree.model_copy(update={"device": "cuda"})))
+
+
 def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path) -> None:
     """Engines with adapters multiply experts by Triton's kernels."""
     tree = experiment(tmp_path / "a", 32, launch="local", device="cpu")

@@ -41,6 +41,8 @@ SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
 DELTA_FAMILIES = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
 """model_type of those with gated delta nets, of which vLLM 0.32's CPU kernels take bfloat16 alone: in float32 an engine
 starts, and ends with its first request."""
+CPU_DELTA_SIZES = (64, 128)
+"""Of heads, keys' and values' alike, that these kernels take; others end the engine with its first request, too."""
 STATED_ROUTERS: dict[str, dict[str, str | bool]] = {
     **{kind: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} for kind in (*SPARSE_FAMILIES, "deepseek_v3")},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -141,8 +143,7 @@ class VllmBackend:
                 installed.require_plain_paths()
             installed.load_libnuma()
             print(describe_cpu(start.device), flush=True)
-        if experiment.model.vision is not None:
-            installed.require_torchvision()
+        installed.require_torchvision(experiment.model)
         port = 0 if start.sock is None else start.sock.getsockname()[1]
         argv = build_argv(experiment, device=device, replica=start.replica, port=port)
         compiled = open_cache(config.compile_cache, argv, os.environ) if config.compile_cache is not None else None
@@ -238,6 +239,13 @@ def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[R
             f"on a CPU vLLM computes the linear attention of {name} ({config['model_type']}) in bfloat16 alone",
             "use bfloat16, inference.backend = transformers, or GPUs",
         )
+    if (sizes := delta_sizes(config)) and (len(set(sizes)) > 1 or sizes[0] not in CPU_DELTA_SIZES):
+        yield Refusal(
+            "model.name",
+            f"{name} has linear attention with keys of size {sizes[0]} and values of size {sizes[1]}, and on a CPU "
+            f"vLLM has kernels for {' and '.join(map(str, CPU_DELTA_SIZES))} only, the same for both",
+            elsewhere,
+        )
     latent = latent_size(config)
     if latent is not None and experiment.trains and not adapted and latent != PLAIN_SIZE:
         yield Refusal(
@@ -305,6 +313,16 @@ def head_size(config: Mapping[str, Any]) -> int | None:
     if isinstance(stated, int) and stated:
         return stated
     return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads else None
+
+
+def delta_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the sizes of keys and values of a model's gated delta nets by its config.json; None without any.
+    Unstated they are 128."""
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    if config.get("model_type") not in DELTA_FAMILIES:
+        return None
+    return own.get("linear_key_head_dim") or 128, own.get("linear_value_head_dim") or 128
 
 
 def slides_in_part(config: Mapping[str, Any]) -> bool:
