@@ -157,6 +157,26 @@ def test_an_adapter_that_no_engine_would_use_is_refused(targets: list[str], expe
     assert not [r for r in load_backend("vllm").refusals(alone) if r.key == "model.lora.target_modules"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets", "expected"),
+    [
+        ("glm4", ["q_proj", "gate_up_proj"], ["model.lora.target_modules"]),
+        ("glm4", ["q_proj", "down_proj"], []),
+        ("glm", ["gate_up_proj"], []),
+        ("gptj", ["q_proj"], ["model.lora"]),
+        ("stablelm", ["q_proj"], ["model.lora"]),
+    ],
+)
+def test_adapters_that_an_engine_would_refuse_are_refused(
+    kind: str, targets: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    """GLM 4's at the first version, after its training step, the others' at the engine's start."""
+    tree = experiment(tmp_path / "a", 64, device="cuda")
+    tree = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig(target_modules=targets)})})
+    (tmp_path / "a" / "config.json").write_text(json.dumps(SMALL | {"model_type": kind}))
+    assert [refusal.key for refusal in load_backend("vllm").refusals(tree)] == expected
+
+
 def test_lint_refuses_latent_attention_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICE, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -228,6 +248,24 @@ def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> Non
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma3n_text"}))
     (message,) = refused(tree)
     assert "(gemma3n_text): on a CPU vLLM samples from another distribution" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "expected"),
+    [
+        ("mpt", "cuda", 1),
+        ("rwkv", "cpu", 1),
+        ("olmo_hybrid", "cpu", 1),
+        ("olmo_hybrid", "cuda", 0),
+        ("jamba", "cpu", 1),
+    ],
+)
+def test_families_that_no_engine_starts_with_are_refused(kind: str, device: str, expected: int, tmp_path: Path) -> None:
+    tree = experiment(tmp_path / "a", 64, device=device)
+    (tmp_path / "a" / "config.json").write_text(json.dumps(SMALL | {"head_dim": 64, "model_type": kind}))
+    found = list(load_backend("vllm").refusals(tree))
+    assert [refusal.key for refusal in found] == ["model.name"] * expected
+    assert all(f"({kind})" in refusal.reason for refusal in found)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
