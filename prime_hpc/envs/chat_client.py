@@ -5,6 +5,7 @@ What passes (rate limits, a server's errors, broken or cut answers) is asked aga
 """
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
 from prime_hpc.client.http import NoAnswerError, ServerClient
+from prime_hpc.envs.legacy.messages import whole_characters
 from prime_hpc.envs.model_client import FULL, ContextFullError, RequestRefusedError, SampledTurn
 from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.runtime.event_loops import loop_time
@@ -98,7 +100,7 @@ class ChatClient(ServerClient, Client):
             did = f"answered {status}" if status else "gave no answer"
             if status == 200:
                 try:
-                    answer = from_json(raw)
+                    answer = _read(raw)
                     response = dialect.parse_response(dialect.validate_response(answer))
                     response.raw, self._num_forbidden = answer, 0
                     if session_id in self._answered:
@@ -158,6 +160,20 @@ class ChatClient(ServerClient, Client):
         if any(words in text.lower() for words in FULL):
             return ContextFullError(said, status_code=status)
         return RequestRefusedError(said, status_code=status)
+
+
+def _read(raw: bytes) -> Any:
+    """Return an answer's JSON, with a replacement for each half of a character: sampled anew there may be one again.
+    Raises ValueError: it is none."""
+    try:
+        return from_json(raw)
+    except ValueError:
+        if b"\\u" not in raw:
+            raise
+        try:
+            return from_json(whole_characters(json.dumps(json.loads(raw), ensure_ascii=False)))
+        except RecursionError as error:
+            raise ValueError("it is nested too deep") from error
 
 
 def _why(error: Exception) -> str:

@@ -66,9 +66,11 @@ class PendingConnections:
 
     def _look_again(self, address: Address) -> None:
         # After a pause of the loop (an engine's, a busy node's) this timer runs before the request that waits in the
-        # socket: whoever sent one is known by the time the next timer runs.
+        # socket: whoever sent one is known by the time the next timer runs; after a second pause once what was read
+        # together with it is dealt with.
         transport, _ = self._unknown[address]
-        timer = asyncio.get_running_loop().call_later(LAST_LOOK_S, self._end, address)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(LAST_LOOK_S, loop.call_soon, self._end, address)
         self._unknown[address] = transport, timer
 
     def _end(self, address: Address) -> None:

@@ -34,6 +34,7 @@ from prime_hpc.store.model.files import (
     other_vocabulary,
     quantised,
     stored_tensors,
+    without_head,
 )
 from prime_hpc.store.run_paths import list_steps, parse_step, step_name
 from prime_hpc.store.weights import holds_changes, went_over_network
@@ -136,7 +137,7 @@ def trained_models(experiment: Experiment) -> list[Problem]:
             if is_local_path(name):
                 problems.append(Problem(str(error), key))
         wrong = [quantised(config.parent, tensors), other_vocabulary(config.parent, tensors)]
-        wrong += [other_format(config.parent)] if whole else []
+        wrong += [other_format(config.parent), without_head(config.parent, tensors)] if whole else []
         problems += [Problem(message, key) for message in wrong if message]
     return problems
 
@@ -175,10 +176,10 @@ def _not_there(name: str, key: str) -> Problem:
 def _broken(folder: Path, key: str) -> list[Problem]:
     """Say that a directory's weights are not whole, from their headers."""
     try:
-        stored_tensors(folder)
+        problem = without_head(folder, stored_tensors(folder))
     except ValueError as error:
-        return [Problem(str(error), key)]
-    return []
+        problem = str(error)
+    return [Problem(problem, key)] if problem else []
 
 
 def _context(folder: Path, wanted: int, key: str, stated: str = "seq_len") -> list[Problem]:

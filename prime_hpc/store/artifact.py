@@ -28,7 +28,7 @@ from prime_hpc.store.errors import (
     WaitCancelled,
 )
 from prime_hpc.store.io import files, lustre
-from prime_hpc.store.io.disk import disk_error
+from prime_hpc.store.io.disk import disk_error, disk_errors
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest, check_file, read_manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
@@ -99,7 +99,9 @@ def prepare_stage(
 def _check_writer(run: RunPaths, incarnation: int) -> None:
     """Raise FencedError for an artifact of an old attempt, StoreError for one of a run whose directory is gone: that is
     not made again."""
-    if check_incarnation(run, incarnation) < incarnation and not run.root.is_dir():
+    with disk_errors(run.incarnation):
+        newest = check_incarnation(run, incarnation)
+    if newest < incarnation and not run.root.is_dir():
         raise StoreError(f"{run.root} was deleted or moved under the run: nothing more is written there")
 
 

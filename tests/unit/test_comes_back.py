@@ -480,9 +480,18 @@ def test_a_number_that_was_purged_from_scratch_is_no_run_directory_that_is_gone(
             clock.now += FENCE_LOOK_S
 
 
+def test_a_folder_of_runs_that_was_deleted_takes_its_runs_along(tmp_path: Path) -> None:
+    """An evaluation in it failed once it had played all, with words on what it could not write."""
+    fence = fence_of(tmp_path / "runs" / "own" / "run", Clock())
+    shutil.rmtree(tmp_path / "runs")
+    assert fence.true_end(Ended(1, "no such file")).code == EXIT_GONE
+
+
 def test_a_file_system_that_is_not_mounted_for_a_while_has_deleted_nothing(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     fence = fence_of(runs / "run", clock := Clock())
+    assert fence._device is not None
+    fence._device += 1  # that of a file system of its own
     runs.rename(tmp_path / "elsewhere")
     for _ in range(59):
         fence.look()

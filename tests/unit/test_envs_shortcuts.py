@@ -12,7 +12,7 @@ from renderers import base, parsing, reasoning
 from verifiers.v1 import errors, graph, rollout
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.task import task_key
-from verifiers.v1.types import Request, Tool, TurnTokens, UserMessage
+from verifiers.v1.types import AssistantMessage, Request, Tool, ToolCall, TurnTokens, UserMessage
 from verifiers.v1.utils import decorators
 
 from prime_hpc.envs.lazy_runtime import LazyRuntime
@@ -209,6 +209,19 @@ def test_sums_over_tools_and_tasks_are_those_of_verifiers() -> None:
     assert task.hash != other.hash
     task.data = other.data
     assert task.hash == other.hash
+
+
+def test_a_call_whose_arguments_nest_too_deep_has_a_sum_too() -> None:
+    """The episode failed with a RecursionError, and so was left out of the scores."""
+    patch_verifiers()
+    deep = "[" * 100_000 + "]" * 100_000
+
+    def sum_of(arguments: str) -> Any:
+        call = ToolCall(id="c", name="add", arguments=arguments)
+        return graph.message_hash(AssistantMessage(content=None, tool_calls=[call]))
+
+    assert sum_of(deep) == sum_of(deep) != sum_of(deep + " ")
+    assert sum_of('{"b": 1, "a": 2}') == sum_of('{"a":2,"b":1}')
 
 
 def test_a_trace_has_its_private_attributes_and_no_others() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -144,6 +145,27 @@ async def test_an_answer_that_is_none_is_told_with_what_it_lacks() -> None:
     await client.close()
     assert "(choices.0.finish_reason: Field required)" in said[0] and '"index": 0' in said[0], "and what it was"
     assert not any("answered 50" in words for words in said)
+
+
+@run
+async def test_half_a_character_in_an_answer_is_replaced() -> None:
+    """The request was sent again, seven times, and then the episode failed."""
+    message = {"index": 0, "message": {"role": "assistant", "content": "a\ud83d\U0001f600"}, "finish_reason": "stop"}
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [message]}
+    bodies = [json.dumps(answer).encode(), b'{"\\ud83d": ' + b"[" * 100_000]
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(body=bodies.pop(0), content_type="application/json")
+
+    sock, url = place()
+    async with serving(sock, {"/v1/chat/completions": complete}):
+        client = ChatClient(url, None, ChatOptions(200.0, 0), 200.0)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        response = await client.get_response(ChatDialect(), body, SamplingConfig())
+        assert response.message.content == "a\ufffd\U0001f600" and response.raw["id"] == "c"
+        with pytest.raises(ProviderError, match="no completion .ValueError: it is nested too deep"):
+            await client.get_response(ChatDialect(), body, SamplingConfig())
+        await client.close()
 
 
 @run

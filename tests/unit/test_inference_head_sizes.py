@@ -157,6 +157,26 @@ def test_an_adapter_that_no_engine_would_use_is_refused(targets: list[str], expe
     assert not [r for r in load_backend("vllm").refusals(alone) if r.key == "model.lora.target_modules"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets", "expected"),
+    [
+        ("glm4", ["q_proj", "gate_up_proj"], ["model.lora.target_modules"]),
+        ("glm4", ["q_proj", "down_proj"], []),
+        ("glm", ["gate_up_proj"], []),
+        ("gptj", ["q_proj"], ["model.lora"]),
+        ("stablelm", ["q_proj"], ["model.lora"]),
+    ],
+)
+def test_adapters_that_an_engine_would_refuse_are_refused(
+    kind: str, targets: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    """GLM 4's at the first version, after its training step, the others' at the engine's start."""
+    tree = experiment(tmp_path / "a", 64, device="cuda")
+    tree = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig(target_modules=targets)})})
+    (tmp_path / "a" / "config.json").write_text(json.dumps(SMALL | {"model_type": kind}))
+    assert [refusal.key for refusal in load_backend("vllm").refusals(tree)] == expected
+
+
 def test_lint_refuses_latent_attention_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICE, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -230,6 +250,24 @@ def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> Non
     assert "(gemma3n_text): on a CPU vLLM samples from another distribution" in message
 
 
+@pytest.mark.parametrize(
+    ("kind", "device", "expected"),
+    [
+        ("mpt", "cuda", 1),
+        ("rwkv", "cpu", 1),
+        ("olmo_hybrid", "cpu", 1),
+        ("olmo_hybrid", "cuda", 0),
+        ("jamba", "cpu", 1),
+    ],
+)
+def test_families_that_no_engine_starts_with_are_refused(kind: str, device: str, expected: int, tmp_path: Path) -> None:
+    tree = experiment(tmp_path / "a", 64, device=device)
+    (tmp_path / "a" / "config.json").write_text(json.dumps(SMALL | {"head_dim": 64, "model_type": kind}))
+    found = list(load_backend("vllm").refusals(tree))
+    assert [refusal.key for refusal in found] == ["model.name"] * expected
+    assert all(f"({kind})" in refusal.reason for refusal in found)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
 def test_delta_nets_in_float32_are_refused_on_a_cpu(kind: str, tmp_path: Path) -> None:
     """Their engines start, and die of the first request."""
@@ -240,6 +278,21 @@ def test_delta_nets_in_float32_are_refused_on_a_cpu(kind: str, tmp_path: Path) -
         tree = tree.model_copy(update={"model": tree.model.model_copy(update={"dtype": dtype})})
         (tmp_path / str(number) / "config.json").write_text(json.dumps(SMALL | {"head_dim": 64, "model_type": kind}))
         assert [refusal.key for refusal in load_backend("vllm").refusals(tree)] == ["model.dtype"] * count
+
+
+@pytest.mark.parametrize(("keys", "values", "expected"), [(128, 64, 1), (32, 32, 1), (64, 64, 0), (None, None, 0)])
+def test_sizes_of_delta_nets_without_a_kernel_are_refused_on_a_cpu(
+    keys: int | None, values: int | None, expected: int, tmp_path: Path
+) -> None:
+    """Of Qwen3.5 with heads of 32 the engine died with the first request."""
+    tree = experiment(tmp_path / "a", 64, device="cpu")
+    own = {"linear_key_head_dim": keys, "linear_value_head_dim": values}
+    text = {"text_config": own, "head_dim": 64, "model_type": "qwen3_5"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(SMALL | text))
+    found = list(load_backend("vllm").refusals(tree))
+    assert [refusal.key for refusal in found] == ["model.name"] * expected
+    assert all(f"keys of size {keys} and values of size {values}" in refusal.reason for refusal in found)
+    assert not list(load_backend("vllm").refusals(tree.model_copy(update={"device": "cuda"})))
 
 
 def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
-"""What vLLM needs on a CPU, libnuma and paths that g++ takes: they are there, or an error in words says what to do."""
+"""What vLLM needs on a CPU, libnuma, torchvision and paths that g++ takes: they are there, or an error in words says
+what to do."""
 
 import ctypes
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prime_hpc.inference.vllm.installed import load_libnuma, require_plain_paths
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.inference.vllm import installed
+from prime_hpc.inference.vllm.installed import load_libnuma, require_plain_paths, require_torchvision
 
 
 @pytest.fixture
@@ -49,3 +54,28 @@ def test_a_space_in_the_path_of_what_compiles_is_said_before_an_engine_dies_of_i
     monkeypatch.syspath_prepend(package.parents[1])
     with pytest.raises(ValueError, match="torch is in .*my project.*PRIME_HPC_VENV"):
         require_plain_paths({})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vision", "needed"),
+    [
+        ("Qwen3_5ForCausalLM", None, True),  # engines for its text alone died of the import
+        ("Gemma3ForConditionalGeneration", None, True),
+        ("Qwen3ForCausalLM", None, False),
+        ("Qwen3VLForConditionalGeneration", "frozen", True),
+    ],
+)
+def test_models_that_import_torchvision_are_refused_without_it(
+    architecture: str, vision: Any, needed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    model = ModelConfig(name=str(tmp_path), vision=vision)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    if needed:
+        with pytest.raises(ValueError, match="vLLM needs torchvision for models that see images, also where"):
+            require_torchvision(model)
+    monkeypatch.setattr(installed, "find_spec", lambda name: sys)
+    require_torchvision(model)
+    if not needed:
+        monkeypatch.setattr(installed, "find_spec", lambda name: None)
+        require_torchvision(model)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -138,6 +139,31 @@ def test_a_request_that_came_while_the_server_stood_still_is_answered(monkeypatc
         pause.join()
         late.close()
     guarded.close()
+
+
+def test_a_request_that_is_read_with_the_last_timer_after_a_second_pause_is_answered(monkeypatch):
+    """Its connection was closed between the read of the key and its guard's look at it."""
+    monkeypatch.setattr("prime_hpc.inference.guard.LAST_LOOK_S", 0.0)
+    address = ("127.0.0.1", 1)
+    ended: list[str] = []
+    visitor = SimpleNamespace(get_extra_info=lambda name: address, abort=lambda: ended.append("aborted"))
+
+    async def look() -> None:
+        loop, visitors = asyncio.get_running_loop(), PendingConnections()
+
+        async def guard() -> None:
+            visitors.forget(address)
+            ended.append("known")
+
+        visitors.add(visitor)  # type: ignore[arg-type]
+        visitors._look_again(address)  # its timer is due at once
+        loop.call_soon(lambda: guards.append(loop.create_task(guard())))  # as uvicorn reads a request
+        while not ended:
+            await asyncio.sleep(0)
+
+    guards: list[Any] = []
+    asyncio.run(look())
+    assert ended == ["known"]
 
 
 def test_the_oldest_stranger_goes_where_there_are_too_many(guarded, monkeypatch):

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.fetch import hub as hub_module
+from prime_hpc.launch.fetch.fetch import require_model
 from prime_hpc.launch.lint.lint import lint
 from tests.support.hub_server import Hub, serving
 
@@ -57,6 +58,26 @@ def test_names_that_the_hub_does_not_know(hub: Hub, tmp_path: Path, monkeypatch:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert said(name="owner/none") == [] and list(hub_module._SILENT) == ["http://127.0.0.1:9"], "nobody there"
+
+
+def test_a_role_by_hand_says_that_its_model_is_nowhere_or_the_hub_silent(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server waited without a word, and then named none."""
+
+    def required(name: str) -> str:
+        experiment = Experiment.model_validate({"model": {"name": name}})
+        require_model(Loaded(experiment, {}, [], "inference"))
+        return capsys.readouterr().err
+
+    assert required("owner/model") == ""
+    with pytest.raises(ConfigError, match="the hub has no model owner/modle, or none that you may see"):
+        required("owner/modle")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "owner/modle is not on this disk, and the hub does not answer" in required("owner/modle")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE keeps it from the hub"):
+        required("owner/modle")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Quantised weights, and weights of another vocabulary than their config's, are refused before anything is loaded."""
+"""Quantised weights, and weights that are not their config's, are refused before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
-from prime_hpc.store.model.files import other_vocabulary, quantised, read_header, stored_tensors
+from prime_hpc.store.model.files import other_vocabulary, quantised, read_header, stored_tensors, without_head
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from tests.support.tiny_families import VOCAB, make_family
@@ -130,6 +131,24 @@ def test_another_vocabulary(group: None, model: Path) -> None:
     assert len(linted(model)) == 1
     edit_config(model, vocab_size=3, text_config={"vocab_size": VOCAB})
     assert other_vocabulary(model, stored_tensors(model)) is None
+
+
+def test_an_output_head_that_is_nowhere(group: None, model: Path) -> None:
+    """vLLM was ready with one of whatever was in memory."""
+    tensors = {n: t for n, t in load_file(model / "model.safetensors").items() if n != "lm_head.weight"}
+    save_file(tensors, model / "model.safetensors")
+    edit_config(model, tie_word_embeddings=False)
+    played = {"kind": "eval", "model": {"name": str(model)}, "inference": {}, "eval": {"environment_ids": ["wordle"]}}
+    with pytest.raises(ConfigError) as caught:
+        check(Loaded(Experiment.model_validate(played), {}, [], "eval"))
+    for message in (refusal(model), *linted(model), str(caught.value)):
+        assert "config.json says tie_word_embeddings = false, and no file holds an output head" in message
+    assert len(linted(model)) == 1
+    edit_config(model, tie_word_embeddings=True)
+    assert without_head(model, stored_tensors(model)) is None
+    edit_config(model, tie_word_embeddings=False)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, model / "model.safetensors")
+    assert linted(model) == []
 
 
 def test_files_that_are_no_safetensors(tmp_path: Path) -> None:

@@ -157,6 +157,17 @@ def test_killed_at_every_operation(paths):
     spawn(_kill_at_every_operation, (str(paths.root),), 1)
 
 
+def test_an_io_error_of_the_look_for_a_newer_attempt_is_in_words(paths, monkeypatch):
+    """The role ended because of a bug, with a traceback."""
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(files, "list_dir", fail)
+    with pytest.raises(StoreError, match="incarnation: the file system reports an I/O error"):
+        write(paths.weights_step(1))
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_disk_error_at_every_operation(paths, number):
     final = paths.weights_step(1)

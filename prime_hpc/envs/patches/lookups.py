@@ -1,4 +1,5 @@
-"""Patches of verifiers, renderers and pydantic: look up once what they look up for every episode. Same results."""
+"""Patches of verifiers, renderers and pydantic: look up once what they look up for every episode. Same results, but of
+a tool call whose arguments are nested too deep for `json`: its episode goes on."""
 
 import asyncio
 import functools
@@ -33,6 +34,7 @@ _decode_reply = parsing._decode
 _decoders: WeakKeyDictionary[Any, Callable[[list[int]], str] | None] = WeakKeyDictionary()
 _decoded: WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 _tools_hash = graph._tools_hash
+_canonical_arguments = graph._canonical_tool_arguments
 _task_hash = Task.hash
 _serve_interception = rollout.serve_interception
 _serve_tools = rollout.serve_tools
@@ -71,6 +73,7 @@ def patch_verifiers() -> None:
     vars(parsing)["_decode"] = _decode_directly
     # The sum over no tools, three times a turn; that over a task's data, twice a rollout.
     vars(graph)["_tools_hash"] = _hash_tools
+    vars(graph)["_canonical_tool_arguments"] = _canonical_or_as_they_are
     Task.hash = property(_hash_task)
     # Private attributes: else pydantic asks each time whether they are descriptors. `Trace` has none that is.
     Trace.__getattr__ = _private_attribute
@@ -253,6 +256,14 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str] | None:
 def _hash_tools(tools: Sequence[Any] | None) -> str:
     """`graph._tools_hash`, known for no tools."""
     return _tools_hash(tools) if tools else _NO_TOOLS
+
+
+def _canonical_or_as_they_are(arguments: str) -> str:
+    """`graph._canonical_tool_arguments`, which lets through what is no JSON, and not what nests too deep for it."""
+    try:
+        return _canonical_arguments(arguments)
+    except RecursionError:
+        return arguments
 
 
 def _hash_task(self: Any) -> str:

@@ -36,11 +36,22 @@ OTHER_ON_CPU = frozenset(
 """model_type of those that vLLM 0.32's CPU engines compute otherwise than transformers (`tools/proofs
 served_families`)."""
 
+_UNSERVED = "bamba codegen diffllama gpt_neo gpt_neox_japanese minimax mpt openai-gpt recurrent_gemma rwkv xglm"
+UNSERVED_FAMILIES = frozenset(_UNSERVED.split())
+"""model_type of those of which vLLM 0.32 has no code, nor can serve transformers': an engine ends as it starts."""
+UNSERVED_ON_CPU = frozenset(("jamba", "olmo_hybrid"))
+"""model_type of those whose kernels it has for GPUs alone: a CPU engine ends as it starts, or with a request."""
 SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
 """model_type of those with latent attention to chosen tokens, for which vLLM 0.32 has kernels on GPUs alone."""
 DELTA_FAMILIES = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
 """model_type of those with gated delta nets, of which vLLM 0.32's CPU kernels take bfloat16 alone: in float32 an engine
 starts, and ends with its first request."""
+CPU_DELTA_SIZES = (64, 128)
+"""Of heads, keys' and values' alike, that these kernels take; others end the engine with its first request, too."""
+_UNADAPTED = """bloom cohere2_moe deepseek_v4 falcon falcon_mamba gemma3n gemma3n_text gpt-sw3 gpt2 gptj hrm_text
+    kimi_linear mamba mamba2 mimo_v2_flash stablelm"""
+UNADAPTED_FAMILIES = frozenset(_UNADAPTED.split())
+"""model_type of those of which vLLM 0.32's classes take no adapters: an engine refuses them as it starts."""
 STATED_ROUTERS: dict[str, dict[str, str | bool]] = {
     **{kind: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} for kind in (*SPARSE_FAMILIES, "deepseek_v3")},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -141,8 +152,7 @@ class VllmBackend:
                 installed.require_plain_paths()
             installed.load_libnuma()
             print(describe_cpu(start.device), flush=True)
-        if experiment.model.vision is not None:
-            installed.require_torchvision()
+        installed.require_torchvision(experiment.model)
         port = 0 if start.sock is None else start.sock.getsockname()[1]
         argv = build_argv(experiment, device=device, replica=start.replica, port=port)
         compiled = open_cache(config.compile_cache, argv, os.environ) if config.compile_cache is not None else None
@@ -181,6 +191,9 @@ def speculates(extra: Mapping[str, Any]) -> bool:
 def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield what vLLM 0.32 computes otherwise than transformers, or refuses.
     `overrides`: what vLLM is told in the place of parts of `config`."""
+    if (kind := config.get("model_type")) in UNSERVED_FAMILIES:
+        reason = f"{name} ({kind}): vLLM serves no models of its kind"
+        yield Refusal("model.name", reason, "use inference.backend = transformers, or another model")
     if unstated := router_unstated({**config, **overrides}):
         yield Refusal(
             "model.name",
@@ -200,16 +213,31 @@ def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str
 
 
 def _not_adapted(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield adapters that vLLM 0.32 loads and does not use."""
+    """Yield adapters that vLLM 0.32 refuses once it runs, or loads and does not use."""
     lora, text = experiment.model.lora, config.get("text_config")
     own = {**config, **text} if isinstance(text, Mapping) else config
-    if lora is None or own.get("model_type") not in LATENT_FAMILIES | SPARSE_FAMILIES or not own.get("kv_lora_rank"):
+    name, kind = experiment.model.name, own.get("model_type")
+    if lora is None:
         return
-    modules = [f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(int(own.get("num_hidden_layers") or 1))]
-    if any(matches(target, module) for target in lora.target_modules for module in modules):
+    if kind in UNADAPTED_FAMILIES:
+        reason = f"{name} ({kind}): vLLM has no adapters for models of its kind"
+        yield Refusal("model.lora", reason, "leave it out, or use another model")
+    layers = range(int(own.get("num_hidden_layers") or 1))
+
+    def is_adapted(module: str) -> bool:
+        return any(matches(target, f"model.layers.{n}.{module}") for target in lora.target_modules for n in layers)
+
+    if kind == "glm4" and is_adapted("mlp.gate_up_proj"):
         yield Refusal(
             "model.lora.target_modules",
-            f"{experiment.model.name} has latent attention, into which vLLM folds the base model's kv_b_proj as it "
+            f"{name} ({kind}) holds gate and up as one gate_up_proj, and vLLM takes adapters of the two alone",
+            "leave gate_up_proj out",
+        )
+    latent = kind in LATENT_FAMILIES | SPARSE_FAMILIES and own.get("kv_lora_rank")
+    if latent and is_adapted("self_attn.kv_b_proj"):
+        yield Refusal(
+            "model.lora.target_modules",
+            f"{name} has latent attention, into which vLLM folds the base model's kv_b_proj as it "
             "loads: an adapter of it would train, and no engine would sample with it",
             "leave kv_b_proj out",
         )
@@ -232,11 +260,21 @@ def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[R
             "in transformers, by which it is trained",
             elsewhere,
         )
+    if config.get("model_type") in UNSERVED_ON_CPU:
+        reason = f"{name} ({config['model_type']}): on a CPU vLLM has no kernels for models of its kind"
+        yield Refusal("model.name", reason, elsewhere)
     if config.get("model_type") in DELTA_FAMILIES and experiment.model.dtype != "bfloat16":
         yield Refusal(
             "model.dtype",
             f"on a CPU vLLM computes the linear attention of {name} ({config['model_type']}) in bfloat16 alone",
             "use bfloat16, inference.backend = transformers, or GPUs",
+        )
+    if (sizes := delta_sizes(config)) and (len(set(sizes)) > 1 or sizes[0] not in CPU_DELTA_SIZES):
+        yield Refusal(
+            "model.name",
+            f"{name} has linear attention with keys of size {sizes[0]} and values of size {sizes[1]}, and on a CPU "
+            f"vLLM has kernels for {' and '.join(map(str, CPU_DELTA_SIZES))} only, the same for both",
+            elsewhere,
         )
     latent = latent_size(config)
     if latent is not None and experiment.trains and not adapted and latent != PLAIN_SIZE:
@@ -305,6 +343,16 @@ def head_size(config: Mapping[str, Any]) -> int | None:
     if isinstance(stated, int) and stated:
         return stated
     return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads else None
+
+
+def delta_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the sizes of keys and values of a model's gated delta nets by its config.json; None without any.
+    Unstated they are 128."""
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    if config.get("model_type") not in DELTA_FAMILIES:
+        return None
+    return own.get("linear_key_head_dim") or 128, own.get("linear_value_head_dim") or 128
 
 
 def slides_in_part(config: Mapping[str, Any]) -> bool:

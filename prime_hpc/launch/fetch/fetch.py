@@ -15,6 +15,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.fetch.hub import ask
 from prime_hpc.launch.fetch.needs import Need, needs_of
 from prime_hpc.launch.fetch.presence import Presence, absent_models, benchmark_file, datasets_cache, job_environ, look
 from prime_hpc.launch.for_slurm import is_for_slurm
@@ -57,12 +58,23 @@ class Fetched:
 
 def require_model(loaded: Loaded) -> None:
     """Raise a ConfigError where a role that starts here at once would not find its model: nothing of it is on disk, and
-    the environment keeps it off the hub."""
-    said = next((name for name in OFFLINE[:2] if is_on(os.environ, name)), None)
-    if said and "model.name" in absent_models(loaded.experiment, os.environ):
-        message = f"{loaded.experiment.model.name} is not on this disk, and {said} keeps it from the hub"
-        remedy = f"`prime-hpc fetch FILE`, or unset {said}"
-        raise ConfigError(Problem(f"{message}; {remedy}", "model.name", loaded.provenance.get("model.name")))
+    the environment keeps it off the hub, or the hub has none. Say so where the hub is silent: libraries wait for it,
+    for minutes."""
+    if "model.name" not in absent_models(loaded.experiment, os.environ):
+        return
+    name = loaded.experiment.model.name
+    message = f"the hub has no model {name}, or none that you may see; correct the name, or state HF_TOKEN"
+    if said := next((name for name in OFFLINE[:2] if is_on(os.environ, name)), None):
+        message = (
+            f"{name} is not on this disk, and {said} keeps it from the hub; `prime-hpc fetch FILE`, or unset {said}"
+        )
+    elif (word := ask("model", name, os.environ)) is None:
+        words = f"{name} is not on this disk, and the hub does not answer; it is asked again, for minutes"
+        print(f"note: model.name: {words}", file=sys.stderr, flush=True)
+        return
+    elif word.is_there:
+        return
+    raise ConfigError(Problem(message, "model.name", loaded.provenance.get("model.name")))
 
 
 def fetch_all(

@@ -45,6 +45,8 @@ _TOKEN_TABLES = (
     "embed_in.weight",
     "tok_embeddings.weight",
 )
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|output|output_projection)\.")
+"""Of an output head, in the families whose table of tokens is called `embed_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -196,3 +198,17 @@ def other_vocabulary(folder: Path, tensors: Mapping[str, StoredTensor]) -> str |
                 f"{tensor.shape[0]} if only the config is wrong, or fetch the model again"
             )
     return None
+
+
+def without_head(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Say where config.json states an output head of its own, and the weights, tied ones, hold none; else None. vLLM
+    serves such a model, from a head of whatever was in memory."""
+    config = read_config(folder)
+    table = next((name for name in tensors if name.endswith(_TOKEN_TABLES[0])), None)
+    stated = config.get("tie_word_embeddings") is False and "text_config" not in config  # two may say two things
+    if table is None or not stated or any(_HEAD.search(name) for name in tensors):
+        return None
+    return (
+        f"{folder / 'config.json'} says tie_word_embeddings = false, and no file holds an output head beside {table}: "
+        "set it to true if the model was trained so, or fetch the model again"
+    )

@@ -81,7 +81,7 @@ class Fence:
             return fenced
 
     def _is_folder_there(self) -> bool:
-        """Return whether the folder of the runs answers as it did: then what it does not hold is not there."""
+        """Return whether the folder of the runs answers as it did, or was deleted: what is not there is gone."""
         return self._device is not None and self._folders_device() == self._device
 
     def _config_file(self) -> tuple[int, int] | None:
@@ -94,10 +94,16 @@ class Fence:
         return found.st_dev, found.st_ino
 
     def _folders_device(self) -> int | None:
-        try:
-            return self._paths.root.parent.stat().st_dev
-        except OSError:
-            return None
+        """Return the device of the folder of the runs; of what is left above it, where it was deleted too: below a
+        mount point that is none any more that is another one."""
+        for folder in self._paths.root.parents:
+            try:
+                return folder.stat().st_dev
+            except FileNotFoundError:
+                continue
+            except OSError:
+                break
+        return None
 
 
 def gone_words(paths: RunPaths, incarnation: int) -> str:

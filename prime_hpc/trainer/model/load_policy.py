@@ -17,7 +17,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.moe import replay
 from prime_hpc.moe.routers import use_float32_routers
 from prime_hpc.runtime.failures import NodeError
-from prime_hpc.store.model.files import StoredTensor, other_vocabulary, quantised, stored_tensors
+from prime_hpc.store.model.files import StoredTensor, other_vocabulary, quantised, stored_tensors, without_head
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.lora import Adapters, add_lora
 from prime_hpc.trainer.model.conversions import WeightMap, map_weights
@@ -66,7 +66,7 @@ def _stored_weights(source: Path) -> dict[str, StoredTensor]:
     stored = stored_tensors(source)
     if not stored:
         raise ValueError(f"{source} holds no safetensors; `save_pretrained` of transformers writes them")
-    for wrong in (quantised(source, stored), other_vocabulary(source, stored)):
+    for wrong in (quantised(source, stored), other_vocabulary(source, stored), without_head(source, stored)):
         if wrong is not None:
             raise ValueError(wrong)
     return stored
