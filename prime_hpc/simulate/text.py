@@ -1,5 +1,6 @@
 """The answer of `prime-hpc simulate`, for people and for scripts."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ def missing_text(missing: Missing, file: str, name: str, sources: Sequence[str])
 
 def commands(file: str, name: str) -> list[str]:
     """Return the commands that measure what a calibration needs."""
+    file, name = shlex.quote(file), shlex.quote(name)
     return [
         "to measure it, on the machine that will run it:",
         f"  rl @ {file} --bench --name {name}-bench                    # lengths, engines, trainer: each side alone",
