@@ -120,11 +120,11 @@ def prediction_text(
 
 
 def _table(rows: Sequence[Prediction], steps: int) -> list[list[str]]:
-    head = ["shape", "s/step", "trainer idle", "engines idle", "lag", "sampled again", "in flight", "trainer GiB"]
-    head += ["weights GiB", "ckpt loss", f"to step {steps}", "device-hours", ""]
+    above = ["", "", "trainer", "engines", "", "sampled", "in", "trainer", "weights", "ckpt", "to step", "device", ""]
+    head = ["shape", "s/step", "idle", "idle", "lag", "again", "flight", "GiB", "GiB", "loss", str(steps), "hours", ""]
     fastest = min(rows, key=lambda row: (row.longest_s, row.device_hours))
     cheapest = min(rows, key=lambda row: (row.longest_s * row.setting.devices, row.longest_s))
-    found = [head]
+    found = [above, head]
     for row in rows:
         outcome = row.outcome
         doubt = "?" if row.range_s is not None else ""
@@ -147,7 +147,8 @@ def _table(rows: Sequence[Prediction], steps: int) -> list[list[str]]:
                 ", ".join(marks),
             ]
         )
-    return found
+    shown = [column for column in zip(*found, strict=True) if any(column[2:])]  # nobody knows some of all shapes
+    return [list(row) for row in zip(*shown, strict=True)]
 
 
 def prediction_tree(

@@ -266,6 +266,13 @@ def test_an_interpreter_that_a_bare_machine_gets_brings_all_of_its_headers(tmp_p
     assert [header for header in headers if not Path(f"{root}{header}").exists()] == []
 
 
+def test_a_list_of_points_is_read_as_far_as_anybody_likes() -> None:
+    program = "import runpy; runpy.run_path('tools/faults')['show'](map(str, range(100_000)))"
+    command = f"{shlex.join([sys.executable, '-c', program])} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+
+
 @pytest.mark.parametrize("option", [["--dir", "a b"], ["--dir=a b"]])
 def test_the_dev_cluster_names_commands_that_can_be_pasted(tmp_path: Path, option: list[str]) -> None:
     done = subprocess.run(
