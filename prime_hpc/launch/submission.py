@@ -309,7 +309,7 @@ def follow_job(job_id: str, log: Path) -> int:
                 asked = float("-inf")  # at once: what was told is of the job before
             time.sleep(FOLLOW_POLL_S)
     except KeyboardInterrupt:
-        print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel` ends it)", flush=True)
+        print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel {job_id}` ends it)", flush=True)
         return 130
 
 
