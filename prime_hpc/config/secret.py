@@ -9,6 +9,7 @@ every source may state a secret: `@FILE`, a file that nobody else can read.
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,12 +148,12 @@ def _refuse_if_open_to_others(path: Path, about: os.stat_result) -> None:
     if about.st_uid != os.geteuid():
         raise ConfigError(
             f"{path}: belongs to another user (uid {about.st_uid}), who could change it; a secret is read from a file "
-            f"of your own: cp {path} YOURS && chmod 600 YOURS"
+            f"of your own: cp {shlex.quote(str(path))} YOURS && chmod 600 YOURS"
         )
     if about.st_mode & 0o077:
         raise ConfigError(
             f"{path}: others can read or change it (mode {stat.S_IMODE(about.st_mode):04o}); a secret is read from a "
-            f"file for your eyes alone: chmod 600 {path}"
+            f"file for your eyes alone: chmod 600 {shlex.quote(str(path))}"
         )
 
 

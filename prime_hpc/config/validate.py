@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,7 @@ def check_secrets(experiment: Experiment, provenance: dict[str, Origin]) -> list
 
 
 def _mode_fix(origin: Origin) -> str:
-    return f", or chmod 600 {origin.where}" if origin.source == "file" else ""
+    return f", or chmod 600 {shlex.quote(origin.where)}" if origin.source == "file" else ""
 
 
 def _is_open(path: Path) -> bool:

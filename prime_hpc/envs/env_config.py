@@ -6,6 +6,7 @@ prime-hpc ships, and any dotted module path, is therefore entered into `sys.modu
 
 import difflib
 import importlib
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def _not_importable(name: str, error: ModuleNotFoundError) -> EnvError:
         f"taskset {name!r} is not installed: no bundled taskset has this name and no module {module!r} can be "
         f"imported.{hint} Bundled: {', '.join([*BUNDLED, *BENCHMARKS])}. To use another one, install it "
         "into this Python, e.g. "
-        f"`{sys.executable} -m pip install {name.rsplit('/', 1)[-1]}` or `-m pip install -e path/to/it`"
+        f"`{shlex.quote(sys.executable)} -m pip install {name.rsplit('/', 1)[-1]}` or `-m pip install -e path/to/it`"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -19,6 +20,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import GENERIC, load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
+from prime_hpc.config.sources.coerce import FALSE, TRUE
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.fetch.fetch import require_model
 from prime_hpc.launch.fetch.presence import absent_models
@@ -46,6 +48,9 @@ END_TIMEOUT_S = 30.0
 USAGE = ConfigError.exit_code
 """Nothing of the run was begun."""
 RESUME = ["--ckpt.resume-step", "latest"]
+_RESUME_FLAGS = ("--ckpt.resume-step", "--ckpt.resume_step")
+_SAID_ANEW = re.compile(r"--(no-)?(clean|ckpt\.resume[-_]step)(=|$)")
+"""Flags that the command that goes on does not repeat."""
 
 
 def run(loaded: Loaded) -> int:
@@ -90,11 +95,14 @@ def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
 def _command_again(*, deletes: bool) -> str:
     """Return this command as it goes on from the newest checkpoint, for the eyes of others. `deletes`: it began with
     `clean`, which a file may say too."""
-    words = [word for word in sys.argv[1:] if word not in ("--clean", "--no-clean")]
-    if RESUME[0] in words[:-1]:
-        words[words.index(RESUME[0]) + 1] = RESUME[1]
-    else:
-        words += RESUME
+    words, rest = [], sys.argv[1:]
+    while rest:
+        word = rest.pop(0)
+        if not _SAID_ANEW.match(word):
+            words.append(word)
+        elif rest and (word in _RESUME_FLAGS or (word == "--clean" and rest[0].lower() in TRUE | FALSE)):
+            del rest[0]
+    words += RESUME
     words += ["--no-clean"] if deletes else []
     return shlex.join(masked_command([Path(sys.argv[0]).name, *words]))
 

@@ -25,11 +25,12 @@ from prime_hpc.launch.lint.attention_rules import REMEDY, flash_problem
 from prime_hpc.launch.monitor.diff import config_changes, flatten, stated_config
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.slurm.submission_record import LOCK
-from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
+from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere, saved_claims
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.model.config import read_config
-from prime_hpc.store.run_paths import refuse_other_owner
+from prime_hpc.store.run_paths import list_steps, refuse_other_owner
+from prime_hpc.supervisor.attempt.start import run_paths
 
 MOST_CHANGES = 20
 """Keys of a run that goes on that are named."""
@@ -140,11 +141,10 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     if is_parent(experiment):
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
-        raise ConfigError(
-            f"{run_dir} already holds a run; resume it with --ckpt.resume-step latest, choose another --name, or "
-            "delete it with --clean",
-            "name",
-        )
+        has_saved = saved_claims(attempts) or list_steps(run_paths(experiment, run_dir).checkpoints, digits=0)
+        words = "; resume it with --ckpt.resume-step latest," if has_saved else ", which saved no checkpoint;"
+        words = f"{run_dir} already holds a run{words} choose another --name, or delete it with --clean"
+        raise ConfigError(words, "name")
 
 
 def refuse_to_delete(run_dir: Path) -> None:

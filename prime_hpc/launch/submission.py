@@ -64,7 +64,7 @@ def submit(
         ConfigError: the experiment is wrong, or its run directory is in use.
         SlurmRefused: Slurm refuses the job or cannot be reached.
     """
-    if not uses_slurm(loaded.experiment):
+    if not uses_slurm(loaded.experiment, asks=not dry_run):
         from prime_hpc.launch.local import submit_local
 
         return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
@@ -92,10 +92,11 @@ def submit(
         return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)
 
 
-def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
+def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ, *, asks: bool = False) -> bool:
     """Return whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster.
+    `asks`: a job is to be sent, so that where `launch` says so there has to be a Slurm.
     Raises SlurmRefused: there is none, though the experiment is meant for one: it would run on the login node."""
-    if experiment.launch != "auto":
+    if experiment.launch == "local" or (experiment.launch == "slurm" and not asks):
         return experiment.launch == "slurm"
     why = why_not_in_force(environ)
     if why is None:
@@ -109,7 +110,9 @@ def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) 
 def _refuse_login_node(experiment: Experiment, environ: Mapping[str, str], why: str) -> None:
     """Raise where an experiment states what only Slurm has, or a site was chosen: here it was not meant to run."""
     stated = sorted(experiment.slurm.model_dump(exclude_defaults=True))
-    if stated:
+    if experiment.launch == "slurm":
+        meant = "launch = slurm asks for one"
+    elif stated:
         meant = f"the experiment states slurm.{stated[0]}"
     elif environ.get("PRIMEHPC_SITE"):
         meant = f"PRIMEHPC_SITE is {environ['PRIMEHPC_SITE']}"
@@ -306,7 +309,7 @@ def follow_job(job_id: str, log: Path) -> int:
                 asked = float("-inf")  # at once: what was told is of the job before
             time.sleep(FOLLOW_POLL_S)
     except KeyboardInterrupt:
-        print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel` ends it)", flush=True)
+        print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel {job_id}` ends it)", flush=True)
         return 130
 
 

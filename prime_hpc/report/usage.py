@@ -1,6 +1,7 @@
 """Hours that runs cost: charged, effective, lost, queued; by run, by sweep, by user. One run is read at a time."""
 
 import pwd
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ def read_usage(
                 own.append((path, name))
                 parents.add(path.resolve())
             elif parent not in parents:
-                left_out[name] = f"its hours are its parent's: prime-hpc usage {parent}"
+                left_out[name] = f"its hours are its parent's: prime-hpc usage {shlex.quote(str(parent))}"
         lives = ask_lives([path for path, _ in own])
         for path, name in own:
             try:

@@ -223,7 +223,12 @@ def shortened(costs: Costs, setting: Setting) -> tuple[Costs, float]:
 def differences(run: Measured, experiment: Experiment) -> list[str]:
     """Name what makes a run's costs those of something else: model, machine, what is computed."""
     theirs, ours = _facts(run.experiment), _facts(experiment)
-    return [f"{key} {_word(theirs[key])}, here {_word(ours[key])}" for key in ours if theirs[key] != ours[key]]
+    facts = ((key, theirs[key], ours[key]) for key in ours)
+    return [  # `auto` may come to the same
+        f"{key} {_word(then)}, here {_word(now)}"
+        for key, then, now in facts
+        if then != now and "auto" not in (then, now)
+    ]
 
 
 def _word(value: object) -> str:

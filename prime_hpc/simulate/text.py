@@ -1,5 +1,6 @@
 """The answer of `prime-hpc simulate`, for people and for scripts."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ def missing_text(missing: Missing, file: str, name: str, sources: Sequence[str])
 
 def commands(file: str, name: str) -> list[str]:
     """Return the commands that measure what a calibration needs."""
+    file, name = shlex.quote(file), shlex.quote(name)
     return [
         "to measure it, on the machine that will run it:",
         f"  rl @ {file} --bench --name {name}-bench                    # lengths, engines, trainer: each side alone",
@@ -118,11 +120,11 @@ def prediction_text(
 
 
 def _table(rows: Sequence[Prediction], steps: int) -> list[list[str]]:
-    head = ["shape", "s/step", "trainer idle", "engines idle", "lag", "sampled again", "in flight", "trainer GiB"]
-    head += ["weights GiB", "ckpt loss", f"to step {steps}", "device-hours", ""]
+    above = ["", "", "trainer", "engines", "", "sampled", "in", "trainer", "weights", "ckpt", "to step", "device", ""]
+    head = ["shape", "s/step", "idle", "idle", "lag", "again", "flight", "GiB", "GiB", "loss", str(steps), "hours", ""]
     fastest = min(rows, key=lambda row: (row.longest_s, row.device_hours))
     cheapest = min(rows, key=lambda row: (row.longest_s * row.setting.devices, row.longest_s))
-    found = [head]
+    found = [above, head]
     for row in rows:
         outcome = row.outcome
         doubt = "?" if row.range_s is not None else ""
@@ -145,7 +147,8 @@ def _table(rows: Sequence[Prediction], steps: int) -> list[list[str]]:
                 ", ".join(marks),
             ]
         )
-    return found
+    shown = [column for column in zip(*found, strict=True) if any(column[2:])]  # nobody knows some of all shapes
+    return [list(row) for row in zip(*shown, strict=True)]
 
 
 def prediction_tree(

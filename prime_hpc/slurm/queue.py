@@ -275,7 +275,7 @@ def send(
     except KeyboardInterrupt:
         note(
             "interrupted while sbatch was asked; whether the job was queued is not known: `prime-hpc cancel "
-            f"{directory}` takes it out, the same command again finds it"
+            f"{shlex.quote(str(directory))}` takes it out, the same command again finds it"
         )
         raise
     except OSError as error:

@@ -112,9 +112,10 @@ def error_lines(stderr: str) -> str:
 
 def _partitions() -> str:
     try:
-        names = sorted(set(run_slurm(["sinfo", "-h", "-o", "%R"], LOOK_TIMEOUT_S, of_user=True).split()))
+        lines = run_slurm(["sinfo", "-h", "-o", "%R"], LOOK_TIMEOUT_S, of_user=True).splitlines()
     except SlurmError:
         return ""  # the refusal itself is what matters
+    names = sorted({line.strip() for line in lines if len(line.split()) == 1})  # a site's wrapper says sentences
     return f"there are {', '.join(names)}" if names else "sinfo shows you none"
 
 

@@ -231,7 +231,8 @@ def test_what_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFi
     row |= {"pid": os.getpid(), "process": process_token(os.getpid())}
     (run_dir / "attempts.jsonl").write_text(json.dumps(row) + "\n")
     told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=3)
-    assert "end it first" in told and not (tmp_path / "a.tar").exists() and run_dir.exists()
+    assert f"end it first (prime-hpc cancel {run_dir})" in told
+    assert not (tmp_path / "a.tar").exists() and run_dir.exists()
 
 
 def test_another_users_run_is_not_deleted(

@@ -275,6 +275,10 @@ def test_a_report_for_people_and_a_short_one(tmp_path: Path) -> None:
     assert from_lines(lines[1:])[-1]["host"] == "n2"
     text = text_of(json.loads(json.dumps(document)), with_stacks=True)
     assert text.splitlines()[0] == document["headline"] and "job 7 is RUNNING" in text and "innermost first" in text
+    column = [line[10:12] for line in text.partition("\n\n")[0].splitlines()[1:]]
+    assert len(column) > 4 and all(place[0] == " " != place[1] for place in column), (
+        "titles, and one column beside them"
+    )
     many = {**seen, "rows": [orchestrator(tasks=[{"name": "t", "frames": [LOOP] * 40}] * 64)]}
     assert len(json.dumps(shortened(many, 3000))) < 3000 < len(json.dumps(many))
 

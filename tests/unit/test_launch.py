@@ -341,9 +341,19 @@ def test_what_goes_on_does_not_delete_what_a_file_says_to(
     assert words in local.how_to_go_on(one.experiment, tmp_path, local._command_again(deletes=one.experiment.clean))
 
 
-def test_the_command_that_goes_on_names_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["rl", "@", "e.yaml", "--ckpt.resume-step", "3", "--max-steps", "5"])
-    assert local._command_again(deletes=False) == "rl @ e.yaml --ckpt.resume-step latest --max-steps 5"
+@pytest.mark.parametrize(
+    "stated",
+    [
+        "--ckpt.resume-step 3",
+        "--ckpt.resume-step=3",
+        "--ckpt.resume_step 3 --clean=true",
+        "--no-ckpt.resume-step --clean true",
+        "--no-clean --clean",
+    ],
+)
+def test_the_command_that_goes_on_names_one_step(monkeypatch: pytest.MonkeyPatch, stated: str) -> None:
+    monkeypatch.setattr("sys.argv", ["rl", "@", "e.yaml", *stated.split(), "--max-steps", "5"])
+    assert local._command_again(deletes=False) == "rl @ e.yaml --max-steps 5 --ckpt.resume-step latest"
 
 
 def test_an_attempt_whose_end_could_not_be_written_says_how_it_goes_on(

@@ -33,6 +33,9 @@ def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) 
     one = loaded(tmp_path, model)
     run_dir = prepare_run(one)
     (run_dir / "attempts.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="already holds a run, which saved no checkpoint; choose another --name"):
+        prepare_run(one)
+    (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run; resume it with --ckpt.resume-step latest"):
         prepare_run(one)
     prepare_run(loaded(tmp_path, model, ckpt={"resume_step": "latest"}))
@@ -262,3 +265,19 @@ def test_clean_leaves_another_users_run(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"belongs to another user .*uid 12345"):
         _clean(tmp_path, model)
     assert (run_dir / "weights").exists()
+
+
+def test_the_words_of_a_sites_wrapper_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["Welcome to Foo, Slurm 23.11\nRelease 2.0\n\n12.batch\n12.0\n12+1.3\n12_4.1\nbye.1\n", "23.11x\n"])
+    cancelled: list[str] = []
+
+    def answer(argv: list[str], timeout_s: float) -> str:
+        if argv[0] == "squeue":
+            return next(answers)
+        cancelled.append(argv[1])
+        return ""
+
+    monkeypatch.setattr(crash_recovery, "run_slurm", answer)
+    monkeypatch.setattr(crash_recovery.time, "sleep", lambda _: None)
+    crash_recovery.cancel_stale_steps(Allocation("12", (("n1",),), "n1", restarts=1))
+    assert cancelled == ["12.0", "12+1.3", "12_4.1"]

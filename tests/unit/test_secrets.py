@@ -91,13 +91,14 @@ def test_names_tell_a_secret(name: str, secret: bool) -> None:
 
 
 def test_a_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    path = key_file(tmp_path)
+    (folder := tmp_path / "my keys").mkdir()
+    path = key_file(folder)
     assert read_key_file(path) == CANARY
     path.chmod(0o400)
     assert read_key_file(path) == CANARY
     for mode in (0o644, 0o640, 0o604, 0o620):
         path.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"others can read or change it \(mode {mode:04o}\).*chmod 600 {path}"):
+        with pytest.raises(ConfigError, match=rf"others can read or change it \(mode {mode:04o}\).*chmod 600 '{path}'"):
             read_key_file(path)
     path.chmod(0o600)
     path.write_text("\n")

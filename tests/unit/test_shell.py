@@ -152,7 +152,7 @@ def test_what_is_not_there(
     ):
         refusal(capsys, run_dir, *words, code=exit_code, said=said)
     at = ("--role", "trainer", "--rank", "1")
-    fake.behave("sinfo", say="down*")
+    fake.behave("sinfo", say="Welcome to Foo\nn2 down*\nn2 down*")
     refusal(capsys, run_dir, *at, code=3, said="node n2 is lost: Slurm says down*")
     fake.change(job, nodes="n1")
     refusal(capsys, run_dir, *at, code=3, said="node n2 is no longer of job")

@@ -1,7 +1,9 @@
 """`prime-hpc simulate` from the runs that calibrate it to what it says, and what runs write down for it."""
 
+import itertools
 import json
 import random
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import yaml
 from prime_hpc.cli import main
 from prime_hpc.observe.bench import build_report, write_report
 from prime_hpc.orchestrator.rollouts.server_load import MOST_EPISODES, LoadMeter
-from prime_hpc.simulate.calibration import Calibration, Missing, calibrate
+from prime_hpc.simulate.calibration import Calibration, Missing, calibrate, differences
 from prime_hpc.simulate.measured import read_measured
+from prime_hpc.simulate.text import commands
 from prime_hpc.store.run_paths import RunPaths
 from tests.support.measured_runs import OUTSIDE_S, SHARED_S, TOKEN_S, calibrated, make_measured, rows_of, tree_of
 
@@ -134,6 +137,23 @@ def test_the_verb_predicts_shapes_and_states_its_error(tmp_path: Path, capsys: p
     assert any("machine other-node" in note for note in found["notes"])
     code, out, _ = simulated(capsys, file, "--from", run, "--shape", "trainer=1,inference=7,async=0")
     assert code == 0 and "trainer=1,inference=7,async=0" in out and "asked" in out and "measured 4 s" in out
+    header = out.splitlines().index(next(line for line in out.splitlines() if line.startswith("shape ")))
+    table = list(itertools.takewhile(bool, out.splitlines()[header - 1 :]))
+    assert len(table) >= 4 and max(map(len, table)) <= 130 and "loss" not in table[1], "nothing is saved there"
+
+
+def test_a_device_that_is_not_stated_is_no_difference(tmp_path: Path) -> None:
+    run = read_measured(make_measured(tmp_path / "run"), "run")
+    stated, auto = (run.experiment.model_copy(update={"device": name}) for name in ("cpu", "auto"))
+    assert differences(replace(run, experiment=stated), auto) == []
+    assert differences(replace(run, experiment=stated), auto.model_copy(update={"device": "cuda"})) == [
+        "device cpu, here cuda"
+    ]
+
+
+def test_commands_that_measure_can_be_pasted() -> None:
+    for command in commands("my exp.yaml", "first")[1:]:
+        assert "my exp.yaml" in shlex.split(command, comments=True)
 
 
 def test_the_experiments_own_run_calibrates_where_none_is_named(

@@ -140,6 +140,7 @@ def test_the_config_is_not_read_for_steps_that_are_known(run: Run, monkeypatch: 
     read: list[str] = []
     monkeypatch.setattr("prime_hpc.launch.monitor.run_progress.line_of", lambda path, *_, **__: read.append(path))
     run.sent().attempt(ended=100, outcome="completed").word(state="ended", step=10, max_steps=10, reward=0.5)
+    assert run.status().roles == {}, "its servers were ready when it ended"
     (status,), _ = collect([run.path], run.path.parent, ask=answering())
     assert (status.max_steps, read) == (10, [])
 

@@ -91,7 +91,11 @@ def test_lint_errors_reach_no_queue(fake: FakeSlurm, config: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "advice"),
     [
-        ("sbatch: error: Batch job submission failed: Invalid partition name specified", "slurm.partition", "cpu, gpu"),
+        (
+            "sbatch: error: Batch job submission failed: Invalid partition name specified",
+            "slurm.partition",
+            "are cpu, gpu",
+        ),
         ("sbatch: error: Job submission failed: Requested node configuration is not available", "slurm", "exclude"),
         (
             "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
@@ -117,6 +121,7 @@ def test_what_sbatch_refuses_is_said_and_leaves_the_way_free(
     fake: FakeSlurm, config: Path, words: str, key: str, advice: str
 ) -> None:
     fake.behave("sbatch", code=1, stderr=words)
+    fake.behave("sinfo", say="Welcome to Foo!\ngpu\ncpu\n")  # of a site's wrapper
     with pytest.raises(SlurmRefused) as caught:
         submit(load(config))
     (problem,) = caught.value.problems
@@ -145,8 +150,9 @@ def test_no_sbatch(fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatc
         assert not uses_slurm(plain)  # nothing speaks of Slurm: a laptop
         with pytest.raises(SlurmRefused, match="PRIMEHPC_SITE is mine"):
             uses_slurm(plain, {**os.environ, "PRIMEHPC_SITE": "mine"})
-    with pytest.raises(SlurmRefused, match="sbatch is not found on PATH.*--launch local"):
-        submit(load(config))
+    with pytest.raises(SlurmRefused, match="no sbatch on PATH.*launch = slurm asks for one.*--launch local"):
+        submit(load(config, "--trainer.num-ranks", "3"))  # before anything that lint says of it
+    assert not run_dir(config).exists() and submit(load(config), dry_run=True) == 0
 
 
 def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
@@ -191,7 +197,7 @@ def test_after_its_end_a_run_is_resumed_or_deleted(fake: FakeSlurm, config: Path
     submit(load(config))
     fake.change("100", state="FAILED")
     ended(config)
-    with pytest.raises(ConfigError, match="already holds a run; resume it"):
+    with pytest.raises(ConfigError, match="already holds a run, which saved no checkpoint"):
         submit(load(config))
     assert submit(load(config, "--ckpt.resume-step", "latest")) == 0
     fake.change("101", state="FAILED")

@@ -15,7 +15,7 @@ from prime_hpc.config import ConfigError
 from prime_hpc.launch import submission
 from prime_hpc.launch.submission import submit
 from prime_hpc.runtime.process_tree import alive, family
-from prime_hpc.slurm import sbatch_errors, submission_record
+from prime_hpc.slurm import client, sbatch_errors, submission_record
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
 from tests.support import forked
@@ -30,15 +30,20 @@ from tests.support.submissions import (
 )
 
 
-def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_hpc.slurm.executors.SBATCH_TIMEOUT_S", 6.0)
+def take_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sbatch take the job and be given up, as if it had hung then for all of its time."""
+
+    def run_slurm(argv: list[str], timeout_s: float, **how: Any) -> str:
+        client.run_slurm(argv, 200, **how)
+        raise client.SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s")
+
+    monkeypatch.setattr("prime_hpc.slurm.executors.run_slurm", run_slurm)
 
 
 def test_a_hanging_sbatch_that_took_the_job(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shorten_patience(monkeypatch)
-    fake.behave("sbatch", hang="after")
+    take_without_an_answer(monkeypatch)
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
     record = read_record(run_dir(config))
@@ -49,9 +54,8 @@ def test_a_hanging_sbatch_that_took_the_job(
 def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shorten_patience(monkeypatch)
+    take_without_an_answer(monkeypatch)
     down = {"code": 1, "stderr": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"}
-    fake.behave("sbatch", hang="after")
     fake.behave("squeue", **down)
     with pytest.raises(SlurmRefused, match="Whether the job was queued is not known: give the same command again"):
         submit(load(config))
@@ -59,7 +63,6 @@ def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
     with pytest.raises(SlurmRefused, match="nothing was changed"):
         submit(load(config))
     assert read_record(run_dir(config)) == before
-    fake.behave("sbatch")
     fake.behave("squeue")
     capsys.readouterr()
     assert submit(load(config)) == 0
@@ -72,12 +75,10 @@ def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
 )
 def test_a_refusal_that_is_none(fake: FakeSlurm, config: Path, words: str) -> None:
     """slurmctld accepted the job, and its answer to sbatch was lost on the way."""
-    from prime_hpc.slurm.client import SlurmError
-
     fake.behave("sbatch", say="")
     assert submit(load(config)) == 0  # no job id in the answer either
     assert len(fake.jobs()) == 1
-    assert SlurmError(["sbatch"], 1, f"sbatch: error: Batch job submission failed: {words}").is_unreachable
+    assert client.SlurmError(["sbatch"], 1, f"sbatch: error: Batch job submission failed: {words}").is_unreachable
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,12 @@ def test_a_refusal_that_is_none(fake: FakeSlurm, config: Path, words: str) -> No
 )
 def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict[str, Any], jobs_at_kill: int) -> None:
     fake.behave("sbatch", **how)
-    client = submit_in_a_process(config, fake)
+    process = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch") and len(fake.jobs()) >= jobs_at_kill)
     record = read_record(run_dir(config))
     assert record is not None and record["state"] == "sending" and record["job_id"] is None
-    client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=280)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=280)
     if "late" in how:
         wait_for(fake.jobs)
     fake.behave("sbatch")
@@ -106,32 +107,32 @@ def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict
 
 def test_the_killed_clients_sbatch_dies_with_it(fake: FakeSlurm, config: Path) -> None:
     fake.behave("sbatch", hang="before")
-    client = submit_in_a_process(config, fake)
+    process = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch"))
-    children = family(client.pid)[1:]
+    children = family(process.pid)[1:]
     assert children
-    client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=280)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=280)
     wait_for(lambda: not alive(children))
 
 
 def test_interrupted_while_sbatch_is_asked(fake: FakeSlurm, config: Path) -> None:
     fake.behave("sbatch", hang="after")
-    client = submit_in_a_process(config, fake)
+    process = submit_in_a_process(config, fake)
     wait_for(fake.jobs)
-    client.send_signal(signal.SIGINT)
-    _, err = client.communicate(timeout=280)
-    assert client.returncode == 130 and "whether the job was queued is not known" in err
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=280)
+    assert process.returncode == 130 and "whether the job was queued is not known" in err
     assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
 
 
 def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm, config: Path) -> None:
     """The one case in which two jobs can be in the queue: the older one ends at its first line."""
     fake.behave("sbatch", late=3.0)
-    client = submit_in_a_process(config, fake)
+    process = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch"))
-    client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=280)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=280)
     fake.behave("sbatch")
     assert submit(load(config)) == 0
     wait_for(lambda: len(fake.jobs()) == 2)
@@ -190,14 +191,14 @@ def test_killed_before_the_record(fake: FakeSlurm, config: Path) -> None:
 
 def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:
     fake.behave("sbatch", hang="before", only_once=True)
-    client = submit_in_a_process(config, fake)
+    process = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch"))
     try:
         with pytest.raises(ConfigError, match="another submit of this run is under way"):
             submit(load(config))
     finally:
-        client.kill()
-        client.communicate(timeout=280)
+        process.kill()
+        process.communicate(timeout=280)
     assert fake.jobs() == []
 
 

@@ -20,7 +20,7 @@ class Tmux:
     """tools/tmux and tmux in an environment where nobody else's sessions are."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.program = folder, TOOL
         self.outputs = folder / "outputs"
         (folder / "sockets").mkdir()
         quiet = {k: v for k, v in os.environ.items() if not k.startswith(("TMUX", "PRIME"))}
@@ -29,7 +29,7 @@ class Tmux:
 
     def tool(self, *arguments: str, code: int = 0, **env: str) -> str:
         """Run tools/tmux; returns what it printed."""
-        return self._run([str(TOOL), *arguments], code, env)
+        return self._run([str(self.program), *arguments], code, env)
 
     def tmux(self, *arguments: str) -> str:
         """Run tmux itself."""
@@ -107,7 +107,7 @@ def test_panes_wait_for_the_run_and_follow_it(tmux: Tmux) -> None:
 @pytest.mark.slow
 def test_two_experiments_side_by_side_and_only_ours_are_killed(tmux: Tmux) -> None:
     for name in ("exp.1", "exp_1"):  # tmux would call both of them the same
-        tmux.tool(name, "--detach")
+        assert tmux.tool(name, "--detach").endswith(f"it ends with: tools/tmux kill {name}\n")
     tmux.tmux("new-session", "-d", "-s", "prime-hpc-mine")
     assert len(set(tmux.sessions())) == 3
     assert "not of tools/tmux" in tmux.tool("kill", "mine", code=1)
@@ -118,7 +118,12 @@ def test_two_experiments_side_by_side_and_only_ours_are_killed(tmux: Tmux) -> No
 
 @pytest.mark.slow
 def test_roles_by_hand(tmux: Tmux) -> None:
-    """Each pane runs its role's entrypoint on the config; here a wrong one, so that each says so and leaves a shell."""
+    """Each pane runs its role's entrypoint on the config; here a wrong one, so that each says so and leaves a shell.
+    The checkout has no .venv: its environment is elsewhere."""
+    tmux.program = tmux.folder / "checkout" / "tools" / "tmux"
+    tmux.program.parent.mkdir(parents=True)
+    shutil.copy(TOOL, tmux.program)
+    tmux.env["PRIME_HPC_VENV"] = str(TOOL.parents[1] / ".venv")
     (tmux.folder / "my exp.yaml").write_text("no_such_key: 1\n")
     tmux.tool("hand", "--config", "my exp.yaml", "--max-steps", "5", "--detach")
     for role in ("Trainer", "Orchestrator", "Inference"):
@@ -142,10 +147,10 @@ def test_without_tmux_it_says_so(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
     result = subprocess.run(
-        [str(tmp_path / "bash"), str(TOOL), "x"], env=env, capture_output=True, text=True, timeout=280, check=False
+        [str(tmp_path / "bash"), str(TOOL), "x y"], env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert result.returncode == 1
-    assert "there is no tmux here" in result.stderr and "prime-hpc logs x -f" in result.stderr
+    assert "there is no tmux here" in result.stderr and "prime-hpc logs x\\ y -f" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["a", "b"], ["--frob"], ["--config", "x.yaml"], ["a", "--config", "no.yaml"]])

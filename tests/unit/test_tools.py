@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,19 +24,6 @@ def program(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
     path.chmod(0o755)
-
-
-def test_a_checkout_whose_path_holds_a_space_is_refused_where_vllm_would_die_of_it(tmp_path: Path) -> None:
-    checkout = tmp_path / "my project"
-    (checkout / "tools").mkdir(parents=True)
-    shutil.copy(ROOT / "tools" / "setup", checkout / "tools")
-    shutil.copy(ROOT / "pyproject.toml", checkout)
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "tools/setup", "cpu"], cwd=checkout, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1 and "my project/.venv holds a space" in done.stderr, done.stderr
-    assert "PRIME_HPC_VENV=FOLDER" in done.stderr and not (checkout / ".venv").exists()
 
 
 @pytest.mark.parametrize("tool", ["bare", "bench", "install", "ladder", "lock", "quickstart", "setup", "test", "tmux"])
@@ -61,9 +49,7 @@ def test_quickstart_fits_the_gpus_that_are_there(
     shutil.copy(ROOT / "tools" / "quickstart", tmp_path / "tools")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     program(tmp_path / "tools" / "setup", "true")
-    venv = tmp_path / (
-        ".venv" if backend == "vllm" else "elsewhere"
-    )  # setup's word where a checkout's path has a space
+    venv = tmp_path / (".venv" if backend == "vllm" else "else where")
     program(venv / "bin" / "python", f'[ "$1" != -c ] || echo {num_gpus}')
     said = tmp_path / "said"
     folder = "outputs/reverse-text-sft/weights/step_000400"
@@ -278,3 +264,19 @@ def test_an_interpreter_that_a_bare_machine_gets_brings_all_of_its_headers(tmp_p
     headers = [word for word in needs if f"/{include.name}/" in word]
     assert str(include / "pyconfig.h") in headers
     assert [header for header in headers if not Path(f"{root}{header}").exists()] == []
+
+
+def test_a_list_of_points_is_read_as_far_as_anybody_likes() -> None:
+    program = "import runpy; runpy.run_path('tools/faults')['show'](map(str, range(100_000)))"
+    command = f"{shlex.join([sys.executable, '-c', program])} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+
+
+@pytest.mark.parametrize("option", [["--dir", "a b"], ["--dir=a b"]])
+def test_the_dev_cluster_names_commands_that_can_be_pasted(tmp_path: Path, option: list[str]) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "devcluster"), *option, "status"], cwd=tmp_path, capture_output=True, text=True
+    )
+    (told,) = re.findall("`slurm/devcluster (.*) up`", done.stderr)
+    assert done.returncode == 3 and shlex.split(told) == option

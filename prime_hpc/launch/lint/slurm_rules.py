@@ -324,5 +324,5 @@ def networks(subject: Subject) -> Iterator[Finding]:
                 "inference.server.host",
                 f"{host} is of one node alone; in a job of several the servers listen on all addresses, or on those of "
                 "network.serving",
-                "nothing to do",
+                "leave it out",
             )

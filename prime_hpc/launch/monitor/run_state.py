@@ -112,9 +112,7 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     is_over = is_new or status.state == "requeued" or (last is not None and last.get("ended") is not None)
     status.is_between = last is not None and is_over and status.is_under_way
     if status.is_final or status.is_between:
-        status.servers, status.gpus, status.doing = {}, {}, {}
-        if last is not None and last.get("ended") is None:  # nobody wrote how they ended
-            status.roles = {}
+        status.roles, status.servers, status.gpus, status.doing = {}, {}, {}, {}  # what they were last
     if status.is_final:
         status.time_left_s = None
         return status

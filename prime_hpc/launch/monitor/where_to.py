@@ -145,9 +145,10 @@ def _job_with(job: JobInfo, host: str, stand_in: str) -> tuple[str, int | None]:
 def _refuse_lost(host: str) -> None:
     """Raise a NotThereError where Slurm says that a node does not answer; srun would wait for it."""
     try:
-        answer = run_slurm(["sinfo", "-h", "-N", "-n", host, "-o", "%T"], ASK_TIMEOUT_S).split()
+        answer = run_slurm(["sinfo", "-h", "-N", "-n", host, "-o", "%N %T"], ASK_TIMEOUT_S)
     except SlurmError:
         return  # srun will say what it thinks of it
-    state = answer[0].lower() if len(answer) == 1 or len(set(answer)) == 1 else ""
+    lines = (line.split() for line in answer.splitlines())  # one a partition, and what a site's wrapper says
+    state = next((words[1].lower() for words in lines if len(words) == 2 and words[0] == host), "")
     if state.endswith("*") or state.startswith(_LOST):
         raise NotThereError(f"node {host} is lost: Slurm says {state}")

@@ -1,5 +1,7 @@
 """Words for what the roles of an experiment do, a line each: for plans."""
 
+import shlex
+
 from prime_hpc.config import Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import EngineRole, sampling_role
@@ -45,9 +47,10 @@ def runs_line(experiment: Experiment) -> str:
             f"{experiment.model.lora.rank} or less at once, served where {TINKER_URL} says when it is ready"
         )
     known = f"{len(names)} below it: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "none yet"
+    run_dir = shlex.quote(str(experiment.run_dir))
     return (
         f"at most {trainer.max_concurrent_runs} at once, an adapter and an orchestrator each; {known}; ends "
-        f"{trainer.runs_idle_timeout_s:g} s after the last (prime-hpc runs add {experiment.run_dir} RUN.yaml)"
+        f"{trainer.runs_idle_timeout_s:g} s after the last (prime-hpc runs add {run_dir} RUN.yaml)"
     )
 
 

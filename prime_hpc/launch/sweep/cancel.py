@@ -123,7 +123,8 @@ def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: floa
     _note_cancel(sweep, [view for view in live if view not in running])
     ask = PatientAsk(ASK_EVERY_S)
     if running and save:
-        say(f"asked {len(running)} points to save and end; waiting up to {timeout_s:.0f} s")
+        points = f"{len(running)} point{'s' if len(running) > 1 else ''}"
+        say(f"asked {points} to save and end; waiting up to {timeout_s:.0f} s")
         for view in running:
             (sweep.run_dir(view.row) / STOP).touch()
         try:

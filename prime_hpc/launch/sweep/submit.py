@@ -66,7 +66,7 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     wanted = {view.row.index for view in views if view.state in (*states, "invalid")}
     jobs = jobs_of(sweep, pairs, wanted)
     first = next((point.loaded.experiment for point in points if point.loaded), None)  # of those that are valid
-    by_slurm = first is not None and uses_slurm(first)
+    by_slurm = first is not None and uses_slurm(first, asks=not dry_run)
     if by_slurm:
         _stay_here(points)
     site = load_site(first.slurm.site if first is not None else None)

@@ -1,6 +1,7 @@
 """Attempts of a run that ended without a word: killed with their node, or at once. The next attempt finds out what it
 can."""
 
+import re
 import shlex
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ from prime_hpc.supervisor.attempt.start import newest_saved_step, refuse_held
 
 STEPS_TIMEOUT_S = 10.0
 STALE_TRIES = 20
+_STEP = re.compile(r"\d+([_+]\d+)?\.\d+")
+"""`12.0`, `12+1.0` or `12_3.0`; not the batch script's own."""
 
 
 def close_crashed_attempts(
@@ -58,7 +61,8 @@ def cancel_stale_steps(allocation: Allocation) -> None:
     for again in range(STALE_TRIES):
         try:
             table = run_slurm(["squeue", "-h", "-s", "-j", ",".join(ids), "-o", "%i"], timeout_s=STEPS_TIMEOUT_S)
-            stale = [step for step in table.split() if step.rpartition(".")[2].isdigit()]
+            lines = [line.strip() for line in table.splitlines()]  # a site's wrapper may say more
+            stale = [line for line in lines if _STEP.fullmatch(line)]
             if not stale:
                 return
             logger.warning(f"steps of an earlier attempt are still there: {', '.join(stale)}")

@@ -156,7 +156,7 @@ def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:
         doing = phase(row["word"]) if row["word"] else row["comm"]
         doing = ", ".join(filter(None, (doing, call_text(row, document["time"]))))
         who = f"{label(row, rows)}, {row['host']}, process {row['pid']}"
-        lines.append(f"  {'processes' if n == 0 else '':<9} {who}: {row['state']}, {row['cpu']:.0%} CPU, {doing}")
+        lines.append(f"  {'process' if n == 0 else '':<9}{who}: {row['state']}, {row['cpu']:.0%} CPU, {doing}")
     if with_stacks:
         lines += _stacks(rows)
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ file's path, size and time of change; rank 0 makes it, the others open it.
 import gzip
 import io
 import os
+import shlex
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -207,7 +208,8 @@ def _unpack_zstd(path: Path, plain: BinaryIO) -> None:
         import zstandard
     except ImportError as error:
         raise SFTDataError(
-            f"{path}: needs the package zstandard (pip install 'prime-hpc[data]'), or unpack it: zstd -d {path.name}"
+            f"{path}: needs the package zstandard (pip install 'prime-hpc[data]'), or unpack it: "
+            f"zstd -d {shlex.quote(path.name)}"
         ) from error
     frame = None
     try:

@@ -4,6 +4,8 @@ Written before the run ends; a restart of the run rewinds its own batches and we
 touches `failed/`.
 """
 
+import shlex
+
 from loguru import logger
 
 from prime_hpc.config import Experiment, write_snapshot
@@ -51,7 +53,7 @@ def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankB
     write_snapshot(experiment, kept.root, ["replay"])
     logger.error(
         f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
-        f"prime-hpc replay {kept.root}"
+        f"prime-hpc replay {shlex.quote(str(kept.root))}"
     )
 
 

@@ -102,7 +102,8 @@ def _is_idle(run_dir: Path) -> bool:
     if status.state in _IDLE:
         return True
     what = f"{run_dir} is {status.state}{f': {status.note}' if status.note else ''}"
-    print(f"prime-hpc archive: error: {what}; end it first (prime-hpc cancel)", file=sys.stderr)
+    ends = f"prime-hpc cancel {shlex.quote(str(run_dir))}"
+    print(f"prime-hpc archive: error: {what}; end it first ({ends})", file=sys.stderr)
     return False
 
 

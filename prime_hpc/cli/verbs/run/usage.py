@@ -12,6 +12,7 @@ from typing import get_args
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.observe.console import local_time
 from prime_hpc.observe.table import align
 from prime_hpc.report.chosen_runs import choose_runs
 from prime_hpc.report.usage import By, Usage, accounted_note, grouped, read_usage, totals
@@ -44,7 +45,7 @@ def run(argv: list[str], program: str) -> int:
         tree["left_out"] = [{"name": name, "why": why} for name, why in left_out.items()]
         print_json({**tree, "total": [row.as_dict() for row in totals(found)]})
     else:
-        print(_text(found, by), end="")
+        print(_text(found, by) if found else _none(since), end="")
     return 0
 
 
@@ -67,9 +68,11 @@ def _since(word: str | None, now: float) -> float | None:
         raise ConfigError(f"--since {word}: a date (2026-11-01), a time (2026-11-01T12:00) or 36h, 7d, 4w") from error
 
 
+def _none(since: float | None) -> str:
+    return f"no run has cost anything {'yet' if since is None else f'since {local_time(since)}'}\n"
+
+
 def _text(found: list[Usage], by: By) -> str:
-    if not found:
-        return "no run has cost anything in that time\n"
     users = ("USER",) if by == "run" else ()
     head = (by.upper(), *users, "RUNS", "UNIT", "CHARGED", "EFFECTIVE", "LOST", "QUEUED")
     lines = align([head, *(_cells(row, by) for row in [*found, *totals(found)])])
