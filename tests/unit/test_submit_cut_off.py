@@ -31,7 +31,7 @@ from tests.support.submissions import (
 
 
 def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_hpc.slurm.executors.SBATCH_TIMEOUT_S", 6.0)
+    monkeypatch.setattr("prime_hpc.slurm.client.SBATCH_TIMEOUT_S", 6.0)
 
 
 def test_a_hanging_sbatch_that_took_the_job(
