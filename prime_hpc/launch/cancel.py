@@ -129,7 +129,7 @@ class _Cancel:
         try:
             there = [info for info in jobs_of(self.run_dir) if info.job_id in ids]
             left = next((info.job_id for info in there if info.is_pending), None)
-            if left is not None and not self._wait_for_job(left):  # scancel said nothing, and did nothing
+            if left is not None and self._wait_for_job(left) is not None:  # scancel said nothing, and did nothing
                 return self._not_gone(left)
         except (SlurmError, OSError) as error:
             return self._not_gone(waiting[-1].job_id, error)
@@ -146,18 +146,20 @@ class _Cancel:
             run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
         self._note_cancel()
         try:
-            gone = self._wait_for_job(job_id)
-            if not gone and row is not None:  # another attempt began in it
+            state = self._wait_for_job(job_id)
+            is_over = state == "COMPLETING" and row is not None and is_well(row)
+            if state is not None and row is not None and not is_over:  # another attempt began in it
                 self._tell(f"job {job_id} goes on after its attempt ended; ending it")
                 run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
-                gone = self._wait_for_job(job_id)
+                state = self._wait_for_job(job_id)
         except (SlurmError, OSError) as error:
             return self._not_gone(job_id, error)
-        if not gone:
+        if state is not None and not is_over:
             return self._not_gone(job_id)
         step = saved_step(self.run_dir, job_id)
         if row is not None:
-            return self._ended(*own_end(self.run_dir, row, step), job_id)
+            outcome, how = own_end(self.run_dir, row, step)
+            return self._ended(outcome, how + ("; Slurm still cleans up its nodes" if is_over else ""), job_id)
         return self._ended("cancelled", f"ended without a new save{newest_words(self.run_dir, step)}", job_id)
 
     def _not_gone(self, job_id: str, trouble: SlurmError | OSError | None = None) -> Ended:
@@ -166,31 +168,32 @@ class _Cancel:
         unknown = f"was asked to end; whether it has cannot be asked: {trouble}"
         return self._ended("unknown", f"job {job_id} {unknown if trouble else still}", job_id, ended=False)
 
-    def _wait_for_job(self, job_id: str) -> bool:
-        """Wait for the job to leave its nodes. Raises SlurmError, OSError where that cannot be told until the
-        deadline."""
+    def _wait_for_job(self, job_id: str) -> str | None:
+        """Wait for the job to leave its nodes. Returns the state in which it has not; None: it has. Raises SlurmError,
+        OSError where that cannot be told until the deadline."""
+        state: str | None = None
         began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
         trouble: SlurmError | OSError | None = None
         while time.monotonic() - began < GONE_TIMEOUT_S:
             try:
-                if not self._is_left(job_id):
-                    return True
+                if (state := self._state_of(job_id)) is None:
+                    return None
                 trouble = None
             except (SlurmError, OSError) as error:  # a controller that is busy with the end of many, a disk
                 trouble = error
             time.sleep(pause.next())
         if trouble is not None:
             raise trouble
-        return False
+        return state
 
-    def _is_left(self, job_id: str) -> bool:
-        """Return whether the job has not ended; what of the run waits meanwhile is taken out of the queue. Raises
+    def _state_of(self, job_id: str) -> str | None:
+        """Return the job's state, None: it has ended; what of the run waits meanwhile is taken out of the queue. Raises
         SlurmError."""
         active = [info for info in jobs_of(self.run_dir) if info.is_active]
         for info in active:
             if info.is_pending:  # it had requeued itself a moment before, or queued its successor
                 run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
-        return any(info.job_id == job_id for info in active)
+        return next((info.state for info in active if info.job_id == job_id), None)
 
     def _is_on_nodes(self, job_id: str) -> bool:
         """Return whether the job holds nodes, as far as can be told now."""

@@ -1,4 +1,5 @@
-"""Host memory that this process may still take: of the machine, and of the cgroup in which its job runs."""
+"""Host memory that this process may still take, of the machine and of the cgroup in which its job runs, and what the
+kernel did when there was none."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,11 +16,25 @@ _MEMORY = (
 """Limit, use, and what of it the kernel gives back (pages of files), as MemAvailable has it: cgroups v2, v1."""
 
 
+_OOM_COUNTS = ("memory.events", "memory.oom_control")
+"""Files of cgroups v2 and v1."""
+
+
 def available_bytes() -> int:
     """Return how much may be taken now: what the machine has, and each limit above this process leaves."""
     lines = (PROC / "meminfo").read_text(encoding="ascii").splitlines()
     machine = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), 0)
     return int(max(0, min([machine, *(_left(folder) for folder in _cgroups())])))
+
+
+def oom_kills() -> int:
+    """Count the processes of this one's cgroup that the kernel ended for want of memory; 0 where it does not say."""
+    for folder in _cgroups():
+        for name in _OOM_COUNTS:
+            with contextlib.suppress(OSError, StopIteration):
+                rows = (line.split() for line in (folder / name).read_text().splitlines())
+                return next(int(row[1]) for row in rows if row[0] == "oom_kill")
+    return 0
 
 
 def _cgroups() -> Iterator[Path]:

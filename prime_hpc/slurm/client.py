@@ -8,8 +8,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _WHOLE_ANSWERS = {"SCONTROL_ALL": "1", "SINFO_ALL": "1", "SQUEUE_ALL": "1", "SLU
 """For all commands but sbatch, which would hand them on: hidden partitions and their nodes are shown too, which else
 root alone sees; and times as epoch seconds, since of the hour when clocks are set back each is there twice."""
 _OF_PARTITIONS = ("SCONTROL_ALL", "SINFO_ALL")
+_TOLD: set[str] = set()
+"""Words of sbatch that were shown: a sweep's hundred jobs get the same."""
 _PAUSES_S = (1.0, 3.0)
 """Before a busy controller is asked the same again."""
 
@@ -171,6 +174,21 @@ def sbatch_answer(text: str) -> tuple[str, str | None]:
     raise SlurmError(["sbatch", "--parsable"], 0, f"its answer holds no job id: {text.strip()!r}")
 
 
+def send_script(script: Path, options: Sequence[str], extra: Mapping[str, str]) -> tuple[str, str | None]:
+    """Hand a batch script to sbatch; return the job's id and, where it names one, the cluster.
+
+    What a site's rules say of a job that they take (another partition, hours that run out) goes to standard error.
+    `extra`: variables that the job gets. Raises SlurmError: sbatch refuses, hangs, is missing, or gives no job id.
+    """
+    said: list[str] = []
+    argv = ["sbatch", "--parsable", *options, str(script)]
+    answer = run_slurm(argv, SBATCH_TIMEOUT_S, extra=extra, dies_with_us=True, hear=said.append)
+    if (words := "".join(said).strip()) and words not in _TOLD:
+        _TOLD.add(words)
+        print(words, file=sys.stderr, flush=True)
+    return sbatch_answer(answer)
+
+
 def run_slurm(
     argv: Sequence[str],
     timeout_s: float = TIMEOUT_S,
@@ -179,6 +197,7 @@ def run_slurm(
     extra: Mapping[str, str] | None = None,
     dies_with_us: bool = False,
     with_stderr: bool = False,
+    hear: Callable[[str], object] | None = None,
     of_user: bool = False,
 ) -> str:
     """Run a Slurm command; return its standard output.
@@ -190,6 +209,7 @@ def run_slurm(
         extra: variables added to its environment (sbatch hands them on to the job).
         dies_with_us: it is killed when this process is: an sbatch that lives on could make a job of which nobody knows.
         with_stderr: standard error follows it: the answer of some is there.
+        hear: gets standard error of a command that did its work.
         of_user: it shows no partition that is hidden from this user, or closed to his group.
 
     Raises:
@@ -206,6 +226,8 @@ def run_slurm(
         try:
             left_s = timeout_s if busy is None else end - time.monotonic()
             done = _run_once(argv, environment, left_s, stdin, dies_with_us)
+            if hear is not None:
+                hear(done.stderr)
             return done.stdout + (done.stderr if with_stderr else "")
         except SlurmError as error:
             if busy is not None and argv[0] == "scancel" and error.is_unknown_job:

@@ -22,7 +22,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.site import has_accounting
 from prime_hpc.runtime.atomic_write import write_atomic
-from prime_hpc.slurm.client import SBATCH_TIMEOUT_S, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm, sbatch_answer, send_script
 from prime_hpc.slurm.jobs import ENDED, history, jobs
 from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import read_rows
@@ -197,9 +197,6 @@ class RunExecutor(slurm.SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._text
 
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["sbatch", "--parsable", *self._options, str(submission_file_path)]
-
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         """Return the job id in sbatch's answer."""
@@ -213,10 +210,7 @@ class RunExecutor(slurm.SlurmExecutor):
         script = self._directory / JOB_SBATCH
         write_atomic(script, self._make_submission_file_text("", ""))
         Path(self.folder).mkdir(parents=True, exist_ok=True)  # also `logs`, without which Slurm has no log
-        answer = run_slurm(
-            self._make_submission_command(script), SBATCH_TIMEOUT_S, extra=self._extra, dies_with_us=True
-        )
-        job_id, self.cluster = sbatch_answer(answer)
+        job_id, self.cluster = send_script(script, self._options, self._extra)
         return job_id
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:

@@ -17,11 +17,10 @@ from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.slurm.client import (
     ASK_TIMEOUT_S,
     COMMENT_PREFIX,
-    SBATCH_TIMEOUT_S,
     SlurmError,
     on_cluster,
     run_slurm,
-    sbatch_answer,
+    send_script,
     show_job,
 )
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, jobs
@@ -348,13 +347,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     script = run_dir / JOB_SBATCH
     if not script.exists():
         run_slurm(["scontrol", "write", "batch_script", job_id, str(script)], ASK_TIMEOUT_S)
-    answer = run_slurm(
-        ["sbatch", "--parsable", *options, str(script)],
-        SBATCH_TIMEOUT_S,
-        extra=submission_environment(run_dir, token),
-        dies_with_us=True,
-    )
-    successor, _ = sbatch_answer(answer)
+    successor, _ = send_script(script, options, submission_environment(run_dir, token))
     add_to_record(run_dir, successor=successor, no_successor=None)
     with suppress(SlurmError):  # asked again at the attempt's end
         return _keep_one(run_dir, token, job_id) or successor

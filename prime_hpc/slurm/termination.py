@@ -182,6 +182,8 @@ def parse_termination(
         return Verdict("node_lost", f"node {', '.join(lost)} was lost", again, tuple(lost))
     if words == "PREEMPTION" or state == "PREEMPTED" or job.preempt_time not in ("", "None", "N/A"):
         return Verdict("preempted", "preempted by a job of higher priority", again)
+    if again and job.reason.replace("_", " ").startswith("launch failed"):  # `launch failed requeued held`
+        return Verdict("requeued", "a node's prolog failed: Slurm put the job back into the queue, and holds it", True)
     if words == "JOB REQUEUE":
         return Verdict("requeued", "put back into the queue by scontrol requeue", True)
     if again and words is None and "REQUEUE" in mode:

@@ -69,7 +69,7 @@ class FakeSlurm:
 
         Args:
             command: e.g. `sbatch`.
-            how: `hang`: `before` or `after` it did its work; `code` and `stderr`: fail before doing anything;
+            how: `hang`: `before` or `after` it did its work; `code`: fail before doing anything; `stderr`: said beside;
                 `late`: seconds after which the work is done by a process of its own, while the command hangs;
                 `say`: replaces its answer; `only_once`: the next call behaves again.
         """

@@ -62,8 +62,9 @@ def main(command: str, folder: str, argv: list[str]) -> int:
         is_request = is_late and os.fork() == 0
         if is_request:
             os.setsid()
+    if "stderr" in how:
+        print(how["stderr"], file=sys.stderr)
     if "code" in how:
-        print(how.get("stderr", ""), file=sys.stderr)
         return int(how["code"])
     if how.get("hang") == "before":
         time.sleep(HANG_S)

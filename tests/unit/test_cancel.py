@@ -64,7 +64,11 @@ def test_cancel_of_a_job_that_begins_before_scancel_comes(
     assert (result.ended, result.outcome, result.note) == (True, "cancelled", "ended without a new save")
 
 
-def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> None:
+@pytest.mark.parametrize(("state", "more"), [("COMPLETED", ""), ("COMPLETING", "; Slurm still cleans up its nodes")])
+def test_cancel_of_a_running_job_lets_it_save(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, state: str, more: str
+) -> None:
+    monkeypatch.setattr(cancel_module, "GONE_TIMEOUT_S", 200.0 if state == "COMPLETED" else 0.1)  # of a long epilog
     submit(load(config))
     fake.change("100", state="RUNNING", nodes="n1")
 
@@ -72,10 +76,10 @@ def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> 
         wait_for((run_dir(config) / "STOP").exists)
         (run_dir(config) / "STOP").unlink()
         ended(config, "stopped", saved_step=15)
-        fake.change("100", state="COMPLETED")
+        fake.change("100", state=state)
 
     result = cancel_beside(config, supervisor)
-    assert (result.outcome, result.note) == ("stopped", "saved at step 15 and ended")
+    assert (result.ended, result.outcome, result.note) == (True, "stopped", f"saved at step 15 and ended{more}")
     assert fake.calls("scancel") == []
 
 
@@ -137,8 +141,7 @@ def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, con
 
     def supervisor() -> None:
         wait_for((run_dir(config) / "STOP").exists)
-        path = run_dir(config) / "attempts.jsonl"
-        new = Attempt(2, 2, time.time(), "preempted", job_id="100")
+        path, new = run_dir(config) / "attempts.jsonl", Attempt(2, 2, time.time(), "preempted", job_id="100")
         write_attempt(path, new)
         wait_for(lambda: len(fake.calls("squeue")) > asked)
         assert (run_dir(config) / "STOP").exists(), "nobody has obeyed it"
@@ -149,8 +152,7 @@ def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, con
 
     asked = len(fake.calls("squeue"))
     result = cancel_beside(config, supervisor)
-    assert (result.outcome, result.note) == ("stopped", "saved at step 45 and ended")
-    assert fake.calls("scancel") == []
+    assert (result.note, fake.calls("scancel")) == ("saved at step 45 and ended", [])
 
 
 def test_cancel_waits_for_the_attempt_that_follows_a_crash_in_the_same_job(fake: FakeSlurm, config: Path) -> None:

@@ -161,6 +161,17 @@ def test_options_and_environment_reach_sbatch(fake: FakeSlurm, run_dir: Path) ->
     assert job["dependency"] == "afterany:7" and job["environ"]["PRIMEHPC_SUBMISSION"] == "t /d"
 
 
+def test_what_a_site_says_of_a_job_that_it_takes_is_shown_once(
+    fake: FakeSlurm, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = f"sbatch: Your project {tmp_path.name} has used 95 % of its hours.\nsbatch: The job goes to partition all."
+    fake.behave("sbatch", stderr=words)
+    for name in ("one", "two"):
+        RunExecutor(tmp_path / name, SCRIPT).submit(local_job, str(tmp_path / name), {})
+    assert len(fake.jobs()) == 2
+    assert capfd.readouterr().err == f"{words}\n"
+
+
 @pytest.mark.parametrize(
     ("answer", "job_id"),
     [("12", "12"), ("12;cluster", "12"), ("site: hello\n12\n", "12")],

@@ -136,6 +136,17 @@ def test_a_job_has_the_memory_that_its_cgroup_leaves(machine: Path) -> None:
     assert host_memory.available_bytes() == 0 == pinned.most_bytes(1)
 
 
+def test_processes_that_the_kernel_ended_for_want_of_memory_are_counted(machine: Path) -> None:
+    assert host_memory.oom_kills() == 0  # no cgroups at all
+    limited(machine, "0::/job_7/step_0\n", "job_7/step_0", max="max\n")
+    assert host_memory.oom_kills() == 0  # a kernel that does not say
+    limited(machine, "0::/job_7/step_0\n", "job_7/step_0", events="low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
+    limited(machine, "0::/job_7/step_0\n", "job_7", events="oom 9\noom_kill 5\n")  # of another step too
+    assert host_memory.oom_kills() == 2
+    limited(machine, "4:memory:/job_7\n", "memory/job_7", oom_control="under_oom 0\noom_kill 1\n")
+    assert host_memory.oom_kills() == 1
+
+
 def test_the_buffer_is_pinned_to_its_size_or_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 

@@ -103,6 +103,46 @@ def test_a_server_over_several_nodes_has_no_stand_in(world: World) -> None:
     assert not world.role("inference", "n2", "n3").can_be_substituted, "a job of one node is no part of its group"
 
 
+def test_a_role_whose_node_ran_out_of_memory_says_so(world: World) -> None:
+    role = world.role("trainer", "n1", "n2")
+    for host in ("n1", "n2"):
+        role.on_message(said("hello", 2, host))
+    role.on_message(said("exited", 2, "n2", code=-9, oom_kills=1))
+    assert not role.running
+    why = "out of memory on n2, where the kernel ended processes of the job: more slurm.mem"
+    assert role.death().cause == f"trainer was killed by signal 9; {why}"
+    role.start_number, role._oom_kills = 3, {}  # as a new start leaves it
+    role.on_message(said("exited", 3, "n2", code=-9, oom_kills=0))
+    assert role.death().cause == "trainer was killed by signal 9"
+
+
+KILLED = "srun: error: n1: task 0: Killed\nsrun: error: n[2-3]: tasks 1-2: Killed\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "lost", "cause"),
+    [
+        ("srun: error: n1: task 0: Exited with exit code 1\n", ["n2", "n3"], ""),  # srun says nothing of a dead node
+        (KILLED, ["n2", "n3"], ""),  # as of nodes that are shut down
+        (f"0: slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***\n{KILLED}", None, ""),
+        (f"1: slurmstepd-n2: error: *** STEP 7.1 ON n2 CANCELLED AT 2026 ***\n{KILLED}", [], "step was cancelled"),
+        (KILLED.replace("0: Killed", "0: Out Of Memory"), [], "killed by signal 9; out of memory on n1, where"),
+    ],
+)
+def test_nodes_on_which_slurm_ended_the_step_are_not_lost(
+    world: World, log: str, lost: list[str] | None, cause: str
+) -> None:
+    role = world.role("trainer", "n1", "n2", "n3")
+    for host in role.hosts:
+        role.on_message(said("hello", 2, host))
+    role.on_message(said("exited", 2, "n1", code=-9))
+    role.log_file.write_text("srun: error: n1: task 0: Out Of Memory\n\n$ srun of this start\n" + log)
+    world.now += 100.0
+    expected = ["n2", "n3"] if lost is None else lost
+    assert role.lost_hosts(30.0) == role.silent_hosts(-1.0) == expected
+    assert not role.running and cause in role.death().cause
+
+
 class Code(int):
     """An exit code upon whose reading the next one arrives, as from the bus's thread."""
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -33,11 +33,11 @@ from tests.support.submissions import (
 def take_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sbatch take the job and be given up, as if it had hung then for all of its time."""
 
-    def run_slurm(argv: list[str], timeout_s: float, **how: Any) -> str:
-        client.run_slurm(argv, 200, **how)
-        raise client.SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s")
+    def send_script(*given: Any) -> NoReturn:
+        client.send_script(*given)
+        raise client.SlurmError(["sbatch"], None, f"timed out: no answer within {client.SBATCH_TIMEOUT_S:g} s")
 
-    monkeypatch.setattr("prime_hpc.slurm.executors.run_slurm", run_slurm)
+    monkeypatch.setattr("prime_hpc.slurm.executors.send_script", send_script)
 
 
 def test_a_hanging_sbatch_that_took_the_job(

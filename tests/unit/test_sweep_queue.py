@@ -157,6 +157,11 @@ def test_more_points_than_an_array_may_have(slurm: FakeSlurm, folder: Path, monk
     (slurm.bin / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 100001'\n")
     submit(write_sweep(folder, "seeds: 27\n"))
     assert slurm.jobs()[-1]["array"] == "25-26"
+    # and one whose arrays have fewer tasks than indices
+    said = "MaxArraySize            = 1001\nSchedulerParameters     = bf_interval=2,max_array_tasks=4,defer\n"
+    (slurm.bin / "scontrol").write_text(f"#!/bin/sh\necho '{said}'\n")
+    submit(write_sweep(folder, "seeds: 33\n"))
+    assert [job["array"] for job in slurm.jobs()[-3:]] == ["3", "0-3", "0"]
 
 
 def test_scattered_indices_stay_below_sbatchs_limit(

@@ -306,7 +306,7 @@ class Role:
         elif words:
             told = words[0]
             if self.is_server:  # each worker of an engine tells its whole traceback, the first of them the cause
-                last_start = _COMMAND_LINE.split(log_tail(self.log_file, 20_000, 2_000_000))[-1]
+                last_start = self._said_since_start(20_000, 2_000_000)
                 told = death_reason(self.spec.backend, words[0], last_start)
             return Death(f"{self.spec.label}: {told}", rows[0].get("permanent", False))
         code = self.exit_code
@@ -318,8 +318,12 @@ class Role:
         """Say how a process ended that left no word, and why where its log or its standard error knows."""
         told = native_reason(log_tail(self._stderr_of(rank), 1000)) if self.spec.name == "trainer" else None
         if told is None and code > 0:
-            told = exception_of(_COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1])
+            told = exception_of(self._said_since_start(1000))
         return ending(code) + (f": {told}" if told else "")
+
+    def _said_since_start(self, lines: int, most_bytes: int = 64_000) -> str:
+        """Return the end of its log, without what an earlier start left there."""
+        return _COMMAND_LINE.split(log_tail(self.log_file, lines, most_bytes))[-1]
 
     def _stderr_of(self, rank: int) -> Path:
         return self.log_dir / f"rank_{rank}.stderr.log"
@@ -334,7 +338,7 @@ class Role:
 
     def _first_failed_rank(self) -> tuple[int, int] | None:
         """Rank and exit code of torchrun's root cause, which closes its log; that of an earlier start is none."""
-        tail = _COMMAND_LINE.split(log_tail(self.log_file, 60))[-1]
+        tail = self._said_since_start(60)
         ranks, codes = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
         return (int(ranks[-1]), int(codes[-1])) if ranks and codes else None
 

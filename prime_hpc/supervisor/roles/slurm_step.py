@@ -22,7 +22,7 @@ from prime_hpc.runtime.role_context import ATTEMPT, INCARNATION
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.containers import Container, one_node_srun
-from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.options import options_with
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import LaunchOrder
@@ -37,6 +37,9 @@ SCANCEL_TIMEOUT_S = 10.0
 SRUN_GRACE_S = 2.0
 WITHOUT_SRUN_S = 8.0
 """Agents whose srun is gone are gone too once they have been silent for so long."""
+_TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
+_OUT_OF_MEMORY = "Out Of Memory"
+_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT (?!.*NODE FAILURE)")
 
 Hellos = Mapping[str, dict[str, Any]]
 """First words of the agents, by `host/local rank`."""
@@ -181,6 +184,8 @@ class StepRole(Role):
         self._hellos: dict[str, dict[str, Any]] = {}
         self._exits: dict[str, int] = {}
         self._problems: dict[str, str] = {}
+        self._oom_kills: dict[str, int] = {}
+        """Of each agent, processes that the kernel ended on its node."""
         self._beats: dict[str, float] = {}
         self._ordered = False
         self._ending = False
@@ -232,6 +237,7 @@ class StepRole(Role):
         self._cancel_substitute()
         self.start_number += 1
         self._hellos, self._exits, self._beats, self._problems, self._adopted = {}, {}, {}, {}, {}
+        self._oom_kills = {}
         self._ordered = self._ending = False
         arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.start_number)]
         if self.is_substitute_job:
@@ -304,6 +310,7 @@ class StepRole(Role):
             who = f"the process of {self.spec.label} on {message['host']}"
             logger.warning(f"{who} {ending(int(message['code']))}: it alone is started again")
         elif event == "exited":
+            self._oom_kills[key] = int(message.get("oom_kills", 0))
             self._exits[key] = int(message["code"])
             if message.get("problem"):
                 self._problems[key] = str(message["problem"])
@@ -342,7 +349,8 @@ class StepRole(Role):
         """Hosts whose agents spoke once and have been silent for longer than `silence_s`."""
         now = self._clock()
         beats = list(self._beats.items())
-        return self._hosts_of(key for key, at in beats if key not in self._exits and now - at > silence_s)
+        quiet = self._hosts_of(key for key, at in beats if key not in self._exits and now - at > silence_s)
+        return self._without_ended(quiet)
 
     def silent_hosts(self, wait_s: float) -> list[str]:
         """Hosts whose agents neither beat nor report their end within `wait_s`. Waits for so long at most.
@@ -354,8 +362,30 @@ class StepRole(Role):
             beats = list(self._beats.items())
             quiet = self._hosts_of(key for key, at in beats if at <= began and key not in self._exits)
             if not quiet or self._clock() - began > wait_s:
-                return quiet
+                return self._without_ended(quiet)
             time.sleep(0.1)
+
+    def _without_ended(self, quiet: list[str]) -> list[str]:
+        """Of silent hosts leave out those on which Slurm ended the step, and take that for its agents' last word.
+
+        Where one task ran out of memory a site may end all (`OOMKillStep`), and anybody may `scancel` a step: no node
+        is lost by that. Elsewhere `Killed` proves nothing: a node that is shut down says so too.
+        """
+        text = self._said_since_start(1000) if quiet else ""
+        ended = {host: how for hosts, how in _TASKS_ENDED.findall(text) for host in expand_hosts(hosts)}
+        is_cancelled = _STEP_CANCELLED.search(text) is not None
+        if not is_cancelled and _OUT_OF_MEMORY not in ended.values():
+            return quiet
+        for key in list(self._beats):
+            how = ended.get(key.split("/")[0])
+            if how == _OUT_OF_MEMORY:
+                self._oom_kills[key] = 1
+            if how is None or key in self._exits:
+                continue
+            if _OUT_OF_MEMORY not in ended.values():
+                self._problems[key] = "its step was cancelled: `scancel` of this one step, or a rule of the site"
+            self._exits[key] = -signal.SIGKILL
+        return [host for host in quiet if host not in ended]
 
     def missing_hosts(self) -> list[str]:
         """Hosts whose agents have not said hello though the deadline is over."""
@@ -376,12 +406,17 @@ class StepRole(Role):
             self._beats[key] = self._clock()
 
     def death(self) -> Death:
-        """As for `Role`; a step whose agents never spoke is named with its hosts."""
+        """As for `Role`; a step whose agents never spoke is named with its hosts, and nodes without memory are."""
+        self._without_ended(self.hosts)
         if self._problems:
             return Death(f"{self.spec.label}: {next(iter(self._problems.values()))}")
         if not self._hellos:
             return Death(f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)")
-        return super().death()
+        death = super().death()
+        if hosts := self._hosts_of(key for key, count in list(self._oom_kills.items()) if count > 0):
+            why = f"out of memory on {', '.join(hosts)}, where the kernel ended processes of the job: more slurm.mem"
+            return death._replace(cause=f"{death.cause}; {why}")
+        return death
 
     def ask_to_end(self) -> None:
         """Politely: the agents end what they started. Returns at once."""
