@@ -97,6 +97,33 @@ def test_a_mount_that_cannot_sync_a_directory_takes_a_run(paths: RunPaths, monke
         files.fsync_dir(paths.root)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_stage_that_cannot_be_listed_for_a_moment_is_committed(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    scandir, refused = os.scandir, list[Any]()
+
+    def fails_twice(path: Any) -> Any:
+        if ".stage-" in str(path) and len(refused) < 2:
+            refused.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fails_twice)
+    make_weights(paths, 1)
+    assert len(refused) == 2 and read_manifest(paths.weights_step(1)).version == 1
+
+
+def test_a_stage_that_cannot_be_listed_is_an_error_of_the_file_system(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "STALE_S", 0.0)
+    claim_incarnation(paths)
+    refuse(monkeypatch, os, "scandir", errno.EIO)
+    with pytest.raises(StoreError, match=r"weights/.stage-.*: the file system reports an I/O error"):
+        make_weights(paths, 1, incarnation=1)
+
+
 def test_a_stage_that_is_gone_is_not_taken_for_a_lost_answer(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     claim_incarnation(paths)
     make_weights(paths, 1, incarnation=1)
