@@ -11,6 +11,7 @@ import contextvars
 import ctypes
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,8 @@ BEHIND_S = 5.0
 _LEFT_BEHIND: list[asyncio.Task[Any]] = []
 """Tasks that ignored their cancellation until their loop was gone. Kept, because collecting a half-run coroutine runs
 its clean-up code on whatever thread the collector happens to be on."""
+
+_ALARMS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
 
 class LoopInterrupt(BaseException):
@@ -74,6 +77,28 @@ def _in_this_process() -> Iterator[None]:
     finally:
         if os.getpid() != own:
             os._exit(0)
+
+
+def _nothing(number: int, frame: object) -> None:
+    """Handle a signal: a handler, unlike `SIG_IGN`, is not inherited by the programs that episodes start."""
+
+
+def outlive_alarms() -> None:
+    """Have this process outlive the alarms that an environment's code sets on a thread, where it can set no handler:
+    HumanEval's `time_limit` sets its alarm first, and fails then. What it forks they end, as ever."""
+    for signum in _ALARMS:
+        with contextlib.suppress(ValueError):  # not on the main thread
+            if signal.getsignal(signum) is signal.SIG_DFL:
+                signal.signal(signum, _nothing)
+
+
+def _end_by_alarms() -> None:
+    for signum in _ALARMS:
+        if signal.getsignal(signum) is _nothing:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_by_alarms)
 
 
 class LoopThread:

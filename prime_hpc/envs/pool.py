@@ -23,7 +23,7 @@ from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import NO_SIGNAL, EnvError
-from prime_hpc.envs.loop_thread import BEHIND_S, Job, LoopThread, ThreadLoad
+from prime_hpc.envs.loop_thread import BEHIND_S, Job, LoopThread, ThreadLoad, outlive_alarms
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
@@ -337,6 +337,7 @@ class EnvPool:
         if not own:
             return
         self._warn_of_math(own)
+        outlive_alarms()
         worker = self._make_thread()
         runner = EpisodeRunner(self.sources, self._settings, self._renderer, own)
         opening = asyncio.wrap_future(worker.submit(runner.open()))

@@ -1,11 +1,11 @@
 """The directories in which a run keeps its files, and their room: looked at before anything starts."""
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 
 from prime_hpc.config import Experiment, Problem
+from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model.files import INDEX, weight_files
 
@@ -49,7 +49,7 @@ def storage_problems(experiment: Experiment, role: str | None, by_slurm: bool) -
         asked = f"the job's preflight wants {preflight.min_free_gib:g} GiB (slurm.preflight.min_free_gib)"
         wants.append(("output_dir", round(preflight.min_free_gib * 2**30), asked))
     for key, root in roots.items():
-        free, (needed, why) = shutil.disk_usage(root).free, max(want[1:] for want in wants if want[0] == key)
+        free, (needed, why) = free_bytes(root), max(want[1:] for want in wants if want[0] == key)
         if free < needed:
             text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {why}"
             problems.append(Problem(f"{text}; free some space or choose another {key}", key))

@@ -5,6 +5,7 @@ injected; this module imports nothing, so that every room may use it.
 """
 
 import contextlib
+import errno
 import os
 import uuid
 from pathlib import Path
@@ -39,8 +40,16 @@ def write_atomic(
             temporary.unlink()
         raise
     if sync_name:
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_names(path.parent)
+
+
+def sync_names(directory: Path) -> None:
+    """Have the names in a directory on the disk, where its file system can say when they are (SMB's cannot)."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)

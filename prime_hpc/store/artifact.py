@@ -144,7 +144,7 @@ def commit_stage(
     """
     run = run or RunPaths(final.parent.parent)
     with fenced_stage(stage, run, manifest.incarnation):
-        strays = set(_walk(stage)) - set(manifest.files) - {MANIFEST}
+        strays = set(_files_in(stage)) - set(manifest.files) - {MANIFEST}
         if strays:
             raise StoreError(f"{stage}: files that the manifest does not name: {', '.join(sorted(strays)[:5])}")
         files.write_file(stage / MANIFEST, [manifest.to_bytes()])
@@ -379,10 +379,17 @@ class ArtifactWriter:
                 files.clear_away(self.path)
 
     def _commit(self) -> Manifest:
-        rest = [name for name in _walk(self.path) if name not in self._entries]
+        rest = [name for name in _files_in(self.path) if name not in self._entries]
         entries = self._entries | hash_files(self.path, rest)
         manifest = Manifest(**self._identity, incarnation=self._incarnation, files=entries, meta=self.meta)  # type: ignore[arg-type]
         return commit_stage(self.path, self.final, manifest, run=self._run)
+
+
+def _files_in(stage: Path) -> list[str]:
+    """Relative posix names of all files of a stage; asked for again where a server that fails over gives no answer.
+    Raises StoreError: it gives none."""
+    with disk_errors(stage):
+        return files.retry_read(lambda: _walk(stage), deadline_s=files.STALE_S)
 
 
 def _walk(directory: Path) -> list[str]:

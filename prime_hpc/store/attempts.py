@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
+from loguru import logger
+
 from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.io import files
 from prime_hpc.store.io.file_age import file_age_s
@@ -185,10 +187,11 @@ def _take(log_dir: Path) -> bool:
 
 
 def show_latest_logs(paths: RunPaths, attempt: Attempt) -> None:
-    """Let `logs/latest` lead to an attempt's logs. Raises StoreError: disk full, not writable."""
+    """Let `logs/latest` lead to an attempt's logs, where links are. Raises StoreError: disk full, not writable."""
     latest = paths.root / "logs" / "latest"
     files.make_dir(latest.parent)
-    files.replace_link(latest, f"attempt_{attempt.attempt}")
+    if not files.replace_link(latest, name := f"attempt_{attempt.attempt}"):
+        logger.warning(f"{latest} cannot be made on this file system: this attempt's logs are in logs/{name}")
 
 
 def is_same_process(row: AttemptRow, attempt: Attempt) -> bool:

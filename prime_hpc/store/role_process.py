@@ -6,7 +6,9 @@ status failed, one line of reason and exit code 1 otherwise.
 
 import argparse
 import asyncio
+import contextlib
 import os
+import posix
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -27,6 +29,10 @@ from prime_hpc.store.io.disk import in_words
 from prime_hpc.store.messaging.bus import BusClient
 
 Work = Callable[[Experiment, RoleContext, BusClient, RoleStatus], Coroutine[Any, Any, None]]
+
+
+class OtherCodeError(RuntimeError):
+    """Code that is not ours broke the process for all."""
 
 
 def run_role(
@@ -59,6 +65,12 @@ def run_role(
             runner.run(until_stopped(found, bus.subscribe, status.done, role, advice))
     except BaseException as error:
         reason = in_words(error)
+        if taken := _given_back():
+            reason = OtherCodeError(
+                f"{error!r}, after code in this process set {', '.join(taken)} to None, as HumanEval's "
+                "reliability_guard does: state `workers` of the environment whose rewards run programs themselves"
+            )
+            expected = (OtherCodeError,)
         if not isinstance(reason, expected):
             logger.exception(f"the process of {role} ends because of a bug")
             status.failed(error)
@@ -73,8 +85,21 @@ def run_role(
         bus.close()
 
 
+def _given_back() -> list[str]:
+    """Give `os` the system's functions back that other code has set to None; without them no end could be reported.
+    Returns their names."""
+    taken = [name for name in sorted(vars(posix)) if vars(os).get(name, name) is None]
+    for name in taken:
+        setattr(os, name, getattr(posix, name))
+    return [f"os.{name}" for name in taken[:3]]
+
+
 def leave(exit_code: int) -> None:
-    """End the process at once: taking apart the thousands of modules behind verifiers would cost a second of CPU."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End the process at once: taking apart the thousands of modules behind verifiers would cost a second of CPU.
+
+    What can no longer be written (a full disk, a stream that an environment has closed) is no other end.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     os._exit(exit_code)

@@ -64,6 +64,15 @@ def test_one_that_sets_handlers_of_signals_as_it_is_loaded(world: World, workers
             signal.signal(signum, handler)
 
 
+@pytest.mark.usefixtures("forked_hosts")
+def test_one_whose_rewards_set_alarms_without_a_handler(world: World) -> None:
+    """HumanEval's `time_limit` does on a thread. The process of the episodes outlives them, what it forks does not."""
+    env = EnvConfig(id="tests.support.misbehaving", args={"kind": "alarms"}, workers=1)
+    (result,) = world.play(env)
+    assert result.usable, result.reason
+    assert result.reward == 1.0
+
+
 def test_an_endless_one_that_ends_the_process_fails_the_episode_of_that_task(world: World) -> None:
     results = world.play(odd("exits_later"), 3)
     assert [result.usable for result in results] == [True, True, False]

@@ -6,6 +6,7 @@ user's own taskset would be.
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterable
 from typing import Literal
@@ -23,6 +24,7 @@ Kind = Literal[
     "blocks_in_c",
     "nan",
     "none",
+    "alarms",
     "exits",
     "exits_on_a_thread",
     "system_exit",
@@ -73,6 +75,11 @@ class MisbehavingTask(vf.Task[MisbehavingData]):
                 time.sleep(25)
             case "nan":
                 return float("nan")
+            case "alarms":
+                signal.setitimer(signal.ITIMER_REAL, 0.01)
+                await asyncio.sleep(0.1)
+                if os.waitstatus_to_exitcode(os.waitpid(await asyncio.to_thread(_fork_that_has_an_alarm), 0)[1]) != -14:
+                    return 0.0
             case "exits":
                 os._exit(3)
             case "exits_on_a_thread":
@@ -87,6 +94,15 @@ class MisbehavingTask(vf.Task[MisbehavingData]):
                 _LEAKED.append(b"x" * (8 * LEAK))
                 time.sleep(25)
         return 1.0
+
+
+def _fork_that_has_an_alarm() -> int:
+    """Start a process that bounds itself by an alarm, as checkers of programs do."""
+    if pid := os.fork():
+        return pid
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    time.sleep(200)
+    os._exit(0)
 
 
 def _exit_later() -> None:

@@ -300,8 +300,15 @@ def test_what_there_is_no_time_to_write_is_left_out(tmp_path: Path, monkeypatch:
     assert carrier(paths, 2).num_left == 2
 
 
+def test_groups_are_kept_before_the_first_batch_is_there(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    carrier(paths, 1).save([make_group(5, [make_result([1])])])
+    assert carrier(paths, 2).num_left == 1
+
+
 def test_a_place_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     carrier(RunPaths(tmp_path / "gone"), 1).save([make_group(5, [make_result([1])])])
+    assert not (tmp_path / "gone").exists()
 
 
 def test_of_a_long_run_the_newest_states_alone_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

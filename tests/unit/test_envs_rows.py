@@ -18,6 +18,7 @@ from prime_hpc.config.env_files import REWARDS
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import as_json
 from prime_hpc.envs.math_answers import speaks_of
 from prime_hpc.envs.rows.scoring import NAMED, Reply, exact_score, find_functions, math_score
 from prime_hpc.envs.rows.taskset import RowData
@@ -205,10 +206,20 @@ def test_what_is_wrong_is_said(folder: Path, row: dict[str, Any], args: dict[str
         data_of(files=[jsonl(folder / "a.jsonl", row)], **args)
 
 
+def test_rows_with_half_a_surrogate_pair_can_be_told_apart(folder: Path) -> None:
+    """An evaluation names each of its tasks by its content: one row of a million ended it."""
+    rows = [SUM | {"source": f"cut \ud83d{n}"} for n in range(2)]
+    first, other, again = data_of(files=[jsonl(folder / "a.jsonl", *rows, rows[0])])
+    assert as_json(first, {"idx"}) == as_json(again, {"idx"}) != as_json(other, {"idx"})
+
+
 def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None:
     (folder / "cut.jsonl").write_text(json.dumps(SUM) + '\n{"prompt": "a')
     with pytest.raises(EnvError, match=r"cut.jsonl, line 2: no row can be read"):
         data_of(files=["cut.jsonl"])
+    (folder / "deep.jsonl").write_text(json.dumps(SUM) + "\n" + "[" * 20000)
+    with pytest.raises(EnvError, match=r"deep.jsonl, line 2: no row can be read"):
+        data_of(files=["deep.jsonl"])
     (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(EnvError, match=r"cut.parquet, row 1: no row can be read"):
         data_of(files=["cut.parquet"])

@@ -8,7 +8,8 @@ from pathlib import Path
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import load_experiment
 from prime_hpc.config.snapshot import write_snapshot
-from prime_hpc.runtime.role_context import role_environment
+from prime_hpc.observe.role_status import read_status
+from prime_hpc.runtime.role_context import RoleContext, role_environment
 from prime_hpc.store.messaging.bus import BusServer
 
 ROLE = """
@@ -47,3 +48,34 @@ def test_programs_of_episodes_are_not_told_the_run_s_messages_nor_its_servers_ke
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PRIMEHPC_INCARNATION=0" in done.stdout
     assert "the-secret" not in done.stdout and "the-key" not in done.stdout
+
+
+GUARDED = """
+import os, sys
+from prime_hpc.store.role_process import leave, run_role
+
+async def work(experiment, context, bus, status):
+    os.replace = os.rename = os.kill = None
+    os.rename("a", "b")
+
+code = run_role("eval", work, ())
+sys.stdout.flush()
+sys.stdout = None
+os.close(2)
+leave(code)
+"""
+
+
+def test_a_process_whose_functions_an_environment_took_away_says_so(tmp_path: Path) -> None:
+    """HumanEval's reliability_guard does that, in whatever process its checker runs."""
+    argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name", "e"]
+    experiment = load_experiment(argv, "eval", {}).experiment
+    write_snapshot(experiment, experiment.run_dir, ["test"])
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED, str(experiment.run_dir)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    status = read_status(RoleContext("eval", experiment.run_dir).log_dir)
+    assert status is not None and status["state"] == "failed"
+    for told in (done.stdout, status["error"]):
+        assert "set os.kill, os.rename, os.replace to None" in told and "workers" in told

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from prime_hpc.trainer.data.messages import Conversation, SFTDataError
+from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.trainer.data.messages import Conversation, SFTDataError, parse_line, parse_row
 from prime_hpc.trainer.data.template import ChatTokenizer
 from tests.support.sft_samples import refusal, result, sample, samples, trained_text
 from tests.support.tiny_model import CHATML, QWEN3, STRIPPING
@@ -26,6 +27,7 @@ CONVERSATION: list[dict[str, Any]] = [
     {"role": "tool", "content": "higher"},
     {"role": "assistant", "content": "add\nmultiply"},
 ]
+DIGITS, DEEP = f"[{'9' * 5000}]", "[" * 20000
 THINKING = [
     {"role": "user", "content": "add"},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nname"},
@@ -312,6 +314,9 @@ def test_header_that_is_not_in_the_conversation_is_refused(tokenizer: Any) -> No
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": 3}]}, ["`tool_calls` as a list, got 3"]),
         ({"messages": [{"role": "user", "content": [{"text": ["a"]}]}]}, ["`text` of a content part as a string"]),
         ({"messages": CONVERSATION, "tools": "[{"}, ["`tools`", "JSON"]),
+        ({"messages": CONVERSATION, "tools": DIGITS}, ["`tools`", "JSON", "4300 digits"]),
+        ({"messages": CONVERSATION, "tools": DEEP}, ["`tools`", "JSON", "recursion"]),
+        ({"messages": [{"role": "assistant", "function_call": DEEP}]}, ["`function_call`", "JSON", "recursion"]),
         ([1], ["JSON object"]),
         ({"prompt": 3, "completion": "x"}, ["string or a list of messages"]),
         ({"messages": []}, ["list of messages is empty"]),
@@ -324,6 +329,21 @@ def test_bad_rows_are_named(chat: ChatTokenizer, row: Any, words: list[str]) -> 
     assert all(word in message for word in words)
     skipped = result(row, chat, bad_rows="skip")
     assert (skipped.error, skipped.samples, skipped.counts.bad) == (None, [], 1)
+
+
+@pytest.mark.parametrize("text", [DIGITS, DEEP], ids=["digits", "deep"])
+def test_json_that_python_cannot_hold_is_text(text: str) -> None:
+    """In a call of a model, which may be malformed in any way, as in a prompt that may be a list of messages."""
+    data = SFTDataConfig(path="rows.jsonl")
+    function = {"name": "f", "arguments": text}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    talk = parse_row({"messages": [call]}, data, data, True)
+    assert isinstance(talk, Conversation) and talk.messages[0]["tool_calls"][0]["function"] == function
+    asked = text.replace("[", "[{", 1)
+    talk = parse_row({"prompt": asked, "completion": "number"}, data, data, True)
+    assert isinstance(talk, Conversation) and talk.messages[0]["content"] == asked
+    with pytest.raises(SFTDataError, match="not JSON"):
+        parse_line(text.encode(), Path("rows.jsonl"))
 
 
 def test_rows_without_anything_to_train_are_left_out_and_counted(chat: ChatTokenizer) -> None:

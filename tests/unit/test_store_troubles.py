@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from prime_hpc.runtime import atomic_write
 from prime_hpc.store import attempts
 from prime_hpc.store.artifact import FencedError, StoreError, read_manifest
 from prime_hpc.store.checkpoint import failed_reads
@@ -52,6 +53,75 @@ def test_a_rename_whose_answer_was_lost_has_been_done(paths: RunPaths, monkeypat
     with pytest.raises(StoreError, match="swept up the unfinished file"):
         lose_answers(monkeypatch, "saved.json", lambda: (paths.root / "saved.json").write_bytes(b"another's"))
         files.write_atomic(paths.root / "saved.json", b"{}")
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, number: int) -> None:
+    """The system call answers so."""
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(where, name, refused)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_mount_without_links_and_modes_takes_a_run(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """An SMB share, an object store: `logs/latest` is a convenience, and modes are the mount's."""
+    refuse(monkeypatch, os, "fchmod", number)
+    refuse(monkeypatch, os, "symlink", number)
+    paths.root.mkdir()
+    attempts.show_latest_logs(paths, attempts.Attempt(1, 1, 0.0, "first start"))
+    assert not list((paths.root / "logs").iterdir())
+    (paths.root / "whole").write_bytes(b"x")
+    assert files.finalize_file(paths.root / "whole", 0o644) == files.hash_bytes(b"x")
+    refuse(monkeypatch, os, "symlink", errno.ENOSPC)
+    with pytest.raises(StoreError, match="disk full"):
+        attempts.show_latest_logs(paths, attempts.Attempt(1, 1, 0.0, "first start"))
+
+
+def test_a_mount_that_cannot_sync_a_directory_takes_a_run(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def files_alone(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").resolve().is_dir():
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", files_alone)
+    make_weights(paths, 1)
+    atomic_write.write_atomic(paths.root / "record", "{}", sync_name=True)
+    refuse(monkeypatch, os, "fsync", errno.EIO)
+    with pytest.raises(StoreError, match="I/O error"):
+        files.fsync_dir(paths.root)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_stage_that_cannot_be_listed_for_a_moment_is_committed(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    scandir, refused = os.scandir, list[Any]()
+
+    def fails_twice(path: Any) -> Any:
+        if ".stage-" in str(path) and len(refused) < 2:
+            refused.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fails_twice)
+    make_weights(paths, 1)
+    assert len(refused) == 2 and read_manifest(paths.weights_step(1)).version == 1
+
+
+def test_a_stage_that_cannot_be_listed_is_an_error_of_the_file_system(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "STALE_S", 0.0)
+    claim_incarnation(paths)
+    refuse(monkeypatch, os, "scandir", errno.EIO)
+    with pytest.raises(StoreError, match=r"weights/.stage-.*: the file system reports an I/O error"):
+        make_weights(paths, 1, incarnation=1)
 
 
 def test_a_stage_that_is_gone_is_not_taken_for_a_lost_answer(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

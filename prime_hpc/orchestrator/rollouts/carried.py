@@ -198,6 +198,7 @@ class GroupCarrier:
             "states": {str(step): digest for step, digest in self._states.items()},
         }
         try:
+            self._path.parent.mkdir(exist_ok=True)  # before the first batch it is not there
             files.write_atomic(self._path, encode_groups(kept, meta), sync=False)
         except (StoreError, OSError, TypeError, ValueError) as error:
             logger.warning(f"{len(kept)} complete groups are lost to the next attempt: {error}")

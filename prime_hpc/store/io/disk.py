@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +16,14 @@ _ELSEWHERE = "choose another place (output_dir, of what a command writes --outpu
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent).
+    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent), without
+    bound where it states no size at all, as some do over FUSE.
     Raises OSError: the file system does not say, e.g. a directory above is not to be searched."""
     probe = path.absolute()
     while True:
         try:
-            return shutil.disk_usage(probe).free
+            usage = shutil.disk_usage(probe)
+            return usage.free if usage.total else sys.maxsize
         except (FileNotFoundError, NotADirectoryError):
             if probe == probe.parent:
                 raise

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 from loguru import logger
 
+from prime_hpc.runtime.atomic_write import sync_names
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io.disk import disk_errors
 
@@ -32,7 +33,7 @@ STALE_S = 2.0
 """How long a directory may answer ESTALE before that is its answer."""
 _MAX_VIEWS = 512  # buffers of one writev, below every system's limit
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
-"""Errors of a file system that allows no hard link, or no more of them."""
+"""Errors of a file system that allows no link, or no more hard ones."""
 _NOT_YET = (errno.ENOTEMPTY, errno.ESTALE, errno.EBUSY)
 _LONGEST_REMOVAL_PAUSE_S = 0.7
 # A reader on a network file system meets these while a name is being replaced; they pass.
@@ -148,18 +149,25 @@ def write_file(path: Path, chunks: Iterable[Any], *, sync: bool = True) -> FileE
     return FileEntry(size, digest.hexdigest())
 
 
-def replace_link(path: Path, target: str) -> None:
-    """Make `path` a symbolic link to `target`, in one rename where it was one to something else."""
+def replace_link(path: Path, target: str) -> bool:
+    """Make `path` a symbolic link to `target`, in one rename where it was one to something else; False where the file
+    system has none (SMB shares, mounted object stores)."""
     temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
     with disk_errors(path):
         _before("link", path)
-        temporary.symlink_to(target)
+        try:
+            temporary.symlink_to(target)
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                return False
+            raise
     try:
         rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):  # never hides the reason
             temporary.unlink()
         raise
+    return True
 
 
 def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -224,22 +232,26 @@ def finalize_file(path: Path, mode: int) -> FileEntry:
         _before("fsync", path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fchmod(fd, mode)
+            _set_mode(fd, mode)
             os.fsync(fd)
         finally:
             os.close(fd)
         return hash_file(path)
 
 
+def _set_mode(fd: int, mode: int) -> None:
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):  # its mode is the mount's
+            raise
+
+
 def fsync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
     with disk_errors(path):
         _before("fsync", path)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_names(path)
 
 
 def make_dir(path: Path, *, exist_ok: bool = True) -> None:
