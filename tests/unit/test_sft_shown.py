@@ -1,8 +1,11 @@
 """Parts of a conversation that a chat template leaves out: refused, or counted."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken
 
 from prime_hpc.observe.report import left_out
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -33,6 +36,24 @@ def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, token
     plain = result({"prompt": "a", "completion": "b"}, ChatTokenizer(tokenizer, chat_template="none"))
     assert plain.samples and plain.counts.unended == 0
     assert "nothing teaches the model to stop" in left_out({"data/rows": 1.0, "data/unended": 1.0})
+
+
+def test_a_turn_ends_with_its_last_special_token_wherever_others_are(tokenizer: Any) -> None:
+    """Gemma's end of turn has no name (`eos_token` is another); GLM's turns have none, but special tokens within."""
+    tokenizer = copy.deepcopy(tokenizer)
+    ends = [AddedToken("<end_of_turn>", special=True), AddedToken("<box>", special=True)]
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<box>"]})
+    tokenizer.add_tokens(ends)
+    assert "<end_of_turn>" not in tokenizer.all_special_tokens
+    said = "add <box> number <box> is the name"
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": said}]}
+    for end, trained in (("<end_of_turn>\n", "<end_of_turn>"), ("<|im_end|>\n \n", "<|im_end|>"), ("\n\n", "\n\n")):
+        header = "{% if add_generation_prompt %}assistant:{% endif %}"
+        turn = "{{ m.role + ':' + m.content + " + repr(end) + " }}"
+        tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}{header}"
+        chat = ChatTokenizer(tokenizer)
+        assert trained_text(sample(row, chat), tokenizer) == [said + trained]
+        assert result(row, chat).counts.unended == (end == "\n\n")
 
 
 def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: Any, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class ChatTokenizer:
         adds_space = self.encode(_BEFORE + "a") != before + self.encode("a")
         self._before = before if adds_space else []
         """Tokens to encode text behind, which is not to get the space that such a tokenizer puts before any text."""
-        self._ends = {i for i in (tokenizer.eos_token_id, *tokenizer.all_special_ids) if i is not None}
+        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)  # not all have a name
+        self._ends = {i for i in (tokenizer.eos_token_id, *tokenizer.all_special_ids, *special) if i is not None}
 
     @property
     def has_template(self) -> bool:
@@ -247,9 +248,12 @@ class ChatTokenizer:
         return place
 
     def _end_of_turn(self, ids: Sequence[int], first: int, last: int) -> int:
-        """End (exclusive) of a turn's trained tokens: after its last special token nothing is sampled."""
-        ends = (i for i in range(last - 1, first - 1, -1) if ids[i] in self._ends)
-        return next(ends, last - 1) + 1
+        """End (exclusive) of a turn's trained tokens: without the blanks that follow a special token at its end, which
+        nobody samples. One in the midst of the content ends nothing."""
+        end = last
+        while end > first and ids[end - 1] not in self._ends and not self.decode(ids[end - 1 : end]).strip():
+            end -= 1
+        return end if end > first and ids[end - 1] in self._ends else last
 
     def _broken(self, ids: list[int], prefix: str, talk: Conversation, stop: int) -> str:
         """Word the error where a prefix is none: the first message that breaks it, and both sides of the break."""
