@@ -69,6 +69,10 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: A
     assert [result(row, plain).counts.unshown for row in (thought, offered, {"messages": [asked, reply]})] == [1, 1, 0]
     assert [result(row, shows).counts.unshown for row in (thought, offered)] == [0, 0]
     assert result(thought, plain, loss_roles=("user",)).counts.unshown == 0, "it is not trained"
+    tokenizer.chat_template = {"default": QWEN3, "tool_use": tokenizer.chat_template}
+    several = ChatTokenizer(tokenizer, enable_thinking=True)
+    made = [tokenizer.decode(sample(row, several).token_ids) for row in (offered, thought)]
+    assert ["weather" in text for text in made] == [True, False], "as engines take them"
     assert "without their reasoning" in left_out({"data/rows": 2.0, "data/unshown": 1.0})
 
 

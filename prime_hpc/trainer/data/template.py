@@ -51,6 +51,7 @@ class ChatTokenizer:
         self._enable_thinking = enable_thinking
         self.images = images
         self._template, self._origin = _read_template(tokenizer, chat_template)
+        self._chosen = None if chat_template == "auto" else self._template  # None: of several, the one for tools
         self._added = set(tokenizer.get_added_vocab().values())
         first = tokenizer("a", verbose=False)["input_ids"][:1]
         self._begin = first if first == [tokenizer.bos_token_id] else []
@@ -109,7 +110,7 @@ class ChatTokenizer:
             return self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools or None,
-                chat_template=self._template,
+                chat_template=self._chosen,
                 tokenize=False,
                 add_generation_prompt=header,
                 enable_thinking=self._enable_thinking,
