@@ -20,6 +20,25 @@ def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: An
     assert "message 1 (system)" in refusal(row, ChatTokenizer(tokenizer))
 
 
+def test_a_reply_without_its_text_is_refused_and_beside_calls_counted(tokenizer: Any) -> None:
+    """Templates of models that see images may know text in parts alone; Llama's show calls or text."""
+    head, end = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- '<|im_end|>\\n' -}}"
+    parts = "{%- for part in m.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}"
+    shown = "{{ m.content | replace('numb', 'Numb') }}"
+    either = f"{{%- if m.tool_calls -%}}{{{{ m.tool_calls | tojson }}}}{{%- else -%}}{shown}{{%- endif -%}}"
+    opening = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    asked, call = {"role": "user", "content": "add"}, {"name": "add", "arguments": {}}
+    reply = {"messages": [asked, {"role": "assistant", "content": "number"}]}
+    called = {"messages": [asked, {"role": "assistant", "content": "a moment", "tool_calls": [call]}]}
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{head}{parts}{end}{{%- endfor -%}}{opening}"
+    said = refusal(reply, ChatTokenizer(tokenizer))
+    assert "message 2 (assistant)" in said and "leaves out its text" in said
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{head}{either}{end}{{%- endfor -%}}{opening}"
+    shows = ChatTokenizer(tokenizer)
+    assert trained_text(sample(reply, shows), tokenizer) == ["Number<|im_end|>"]
+    assert [result(row, shows).counts.unshown for row in (reply, called)] == [0, 1]
+
+
 def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, tokenizer: Any, tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "name"}]}
     assert result(row, chat).counts.unended == 0

@@ -21,6 +21,7 @@ from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message,
 from prime_hpc.trainer.data.sources import fingerprint_of
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
+_MARK_OF_TEXT = "text_that_no_data_holds_{}_"
 _MARK_OF_CALL = "name_of_a_call_that_no_data_holds_{}_"
 _BEFORE = "\u263a"
 """A character that takes part in no token with what follows it."""
@@ -120,16 +121,18 @@ class ChatTokenizer:
 
     def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray, bool]:
         """Tokens int32[L] of a conversation, bool[L], which of them are trained, and whether the template leaves out
-        what a trained reply was thought, or the tools.
+        what a trained reply was thought, its text beside calls, or the tools.
 
         Raises:
             SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or the
                 template merges a trained message with its neighbours, so that its own tokens cannot be told. Or it
-                leaves out a message for its role, which may be a typing error, or the tool calls of a trained one.
+                leaves out a message for its role, which may be a typing error, or the text or the tool calls of a
+                trained one.
         """
         self._check_roles(talk)
         self._check_calls(talk)
         text = self.render(talk.messages, talk.tools)
+        lacks_text = self._lacks_text(talk, text)
         _check_text(text)
         tokens = _Tokens(self._tokenizer, text, self._added)
         mask = np.zeros(len(tokens.ids), dtype=bool)
@@ -139,7 +142,7 @@ class ChatTokenizer:
                     is_last = at == stop - 1
                     first, last = self._turn(tokens, talk, stop) if is_last else self._inner(tokens, talk, at, stop)
                     mask[first:last] = True
-        return np.array(tokens.ids, dtype=np.int32), mask, _leaves_out(talk, text)
+        return np.array(tokens.ids, dtype=np.int32), mask, lacks_text or _leaves_out(talk, text)
 
     def _check_roles(self, talk: Conversation) -> None:
         for at, message in enumerate(talk.messages):
@@ -172,6 +175,28 @@ class ChatTokenizer:
                     "on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this "
                     "message"
                 )
+
+    def _lacks_text(self, talk: Conversation, text: str) -> bool:
+        """Return whether the text of a trained message is left out beside its calls; raise SFTDataError where it has no
+        calls: an empty reply would be learned."""
+        said = [m["content"].strip() if isinstance(m["content"], str) else "" for m in talk.messages]
+        missed = [at for at, content in enumerate(said) if talk.trained[at] and content not in text]
+        if not missed:  # as a rule; else it may be written in another form
+            return False
+        marked = [
+            {**message, "content": _MARK_OF_TEXT.format(at)} if at in missed else message
+            for at, message in enumerate(talk.messages)
+        ]
+        shown = self.render(marked, talk.tools)
+        absent = [at for at in missed if _MARK_OF_TEXT.format(at) not in shown]
+        for at in absent:
+            if not talk.messages[at].get("tool_calls"):
+                raise SFTDataError(
+                    f"message {at + 1} ({talk.messages[at]['role']}): {self.name} leaves out its text, which is to be "
+                    "trained on. Ways out: `train: false` on this message, or a template that shows it "
+                    "(sft.data.chat_template)"
+                )
+        return bool(absent)
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion as plain text: begun, untrained, by the token that the tokenizer itself puts before a
