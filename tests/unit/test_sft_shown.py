@@ -20,6 +20,18 @@ def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: An
     assert "message 1 (system)" in refusal(row, ChatTokenizer(tokenizer))
 
 
+def test_templates_that_take_the_arguments_of_calls_as_text_get_them(tokenizer: Any) -> None:
+    """DeepSeek's, which puts them together with other text."""
+    calls = "{%- for call in m.tool_calls -%}{{ 'call ' + call.function.arguments }}{%- endfor -%}"
+    head, end = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- m.content + '<|im_end|>\\n' -}}"
+    names = "{%- for call in m.tool_calls -%}{{ call.function.name }}{%- endfor -%}"
+    opening = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{head}{names}{calls}{end}{{%- endfor -%}}{opening}"
+    call = {"name": "add", "arguments": {"a": "\u00e9"}}
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "tool_calls": [call]}]}
+    assert trained_text(sample(row, ChatTokenizer(tokenizer)), tokenizer) == ['addcall {"a": "\u00e9"}<|im_end|>']
+
+
 def test_a_reply_without_its_text_is_refused_and_beside_calls_counted(tokenizer: Any) -> None:
     """Templates of models that see images may know text in parts alone; Llama's show calls or text."""
     head, end = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- '<|im_end|>\\n' -}}"
@@ -88,6 +100,10 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: A
     assert [result(row, plain).counts.unshown for row in (thought, offered, {"messages": [asked, reply]})] == [1, 1, 0]
     assert [result(row, shows).counts.unshown for row in (thought, offered)] == [0, 0]
     assert result(thought, plain, loss_roles=("user",)).counts.unshown == 0, "it is not trained"
+    inline = {"messages": [asked, {**reply, "content": "<think>one and two</think>3"}]}
+    file.write_text(file.read_text().replace("m.content", "m.content.split('</think>')[-1]"))
+    stripped = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert [result(inline, one).counts.unshown for one in (plain, stripped)] == [0, 1]
     tokenizer.chat_template = {"default": QWEN3, "tool_use": tokenizer.chat_template}
     several = ChatTokenizer(tokenizer, enable_thinking=True)
     made = [tokenizer.decode(sample(row, several).token_ids) for row in (offered, thought)]

@@ -10,11 +10,13 @@ The whole conversation is tokenised once. A place in the text is a place in the 
 the text since the last added token (which always stands alone) gives the same tokens when it ends there.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message, PlainText, SFTDataError
@@ -108,16 +110,24 @@ class ChatTokenizer:
         """Text of a conversation; `header` opens the assistant's next turn.
         Raises SFTDataError: the template refuses these messages."""
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                chat_template=self._chosen,
-                tokenize=False,
-                add_generation_prompt=header,
-                enable_thinking=self._enable_thinking,
-            )
+            try:
+                return self._write(messages, tools, header)
+            except (TemplateError, TypeError):  # DeepSeek's takes arguments as the text that they are in the API
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                return self._write(_with_json_arguments(messages), tools, header)
         except Exception as error:
             raise SFTDataError(f"{self.name} refuses the messages: {error}") from error
+
+    def _write(self, messages: Sequence[Message], tools: Any, header: bool) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools or None,
+            chat_template=self._chosen,
+            tokenize=False,
+            add_generation_prompt=header,
+            enable_thinking=self._enable_thinking,
+        )
 
     def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray, bool]:
         """Tokens int32[L] of a conversation, bool[L], which of them are trained, and whether the template leaves out
@@ -324,10 +334,32 @@ def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
 
 def _leaves_out(talk: Conversation, text: str) -> bool:
     """Return whether a conversation's text is without the reasoning of a trained message, or the name of a tool."""
-    trained = (message for message, trained in zip(talk.messages, talk.trained, strict=True) if trained)
+    trained = [message for message, trained in zip(talk.messages, talk.trained, strict=True) if trained]
     thought = [message.get("reasoning_content") for message in trained]
+    thought += [_thought_in(message["content"]) for message in trained]
     names = [(tool.get("function") or tool).get("name") for tool in talk.tools or () if isinstance(tool, dict)]
     return not all(part.strip() in text for part in (*thought, *names) if isinstance(part, str))
+
+
+def _thought_in(content: Any) -> str:
+    """Return the think section of a message's text."""
+    return content.partition("</think>")[0].rpartition("<think>")[2] if "</think>" in content else ""
+
+
+def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have their arguments as JSON."""
+
+    def changed(call: Any) -> Any:
+        function, arguments = call["function"], call["function"]["arguments"]
+        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": as_text}}
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def _named(calls: Sequence[Any], at: int) -> list[Any]:
