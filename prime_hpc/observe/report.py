@@ -15,7 +15,7 @@ _LEFT_OUT = {
     "truncated": "longer than seq_len and cut (sft.data.overlong)",
     "untrained": "without anything to train (sft.data.loss_roles)",
     "bad": "refused and skipped (sft.data.bad_rows)",
-    "unshown": "trained without their reasoning or their tools, which the template leaves out (sft.data.chat_template)",
+    "unshown": "trained without their reasoning, tools or text beside calls: see the template (sft.data.chat_template)",
     "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
 _READ = {"step", *STEP_KEYS, "loss", "ratio", "lag/mean"}

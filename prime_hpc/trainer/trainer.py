@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import Status
@@ -144,11 +144,14 @@ class Trainer:
         """Load the checkpoint that this attempt resumes from. Collective.
         Returns the step it holds (0 for a fresh start) and its progress.
         Raises StoreError: it does not exist or is damaged (lists those that are), or what comes after it cannot be
-        moved."""
+        moved. Raises ConfigError: it is beyond the last step, as whose version its weights would be published."""
         chosen = self.context.resume_step
         info = self.control.from_first(partial(checkpoint_to_resume, self.experiment, self.paths, chosen), OF_FILES)
         if info is None:
             return 0, {}
+        last = self.experiment.num_steps
+        if last is not None and info.step > last:
+            raise ConfigError(f"{info.path} is beyond max_steps = {last}: raise it", "ckpt.resume_step")
         progress = self.saver.checkpointer.load(info)
         if chosen is None and not self.experiment.trainer.bench:
             self.control.from_first(partial(go_back_by_hand, self.paths, info.step, self.context.incarnation))

@@ -176,6 +176,16 @@ def test_other_data_than_the_checkpoints_is_refused(folder: Path, half: RunPaths
     assert status is not None and "sft.data.on_change = restart" in status["error"]
 
 
+def test_a_checkpoint_beyond_the_last_step_is_not_published_as_it(folder: Path, half: RunPaths) -> None:
+    data = {"path": str(folder / "data.jsonl"), "chat_template": str(folder / "own.jinja"), "batch_size": 16}
+    changes = {"kind": "sft", "sft": {"data": data}, "trainer": TRAINER, "ckpt": {"resume_step": str(half.root)}}
+    paths = write_run(folder / "fewer", folder / "model", max_steps=HALF - 2, **changes)
+    assert run_trainer(paths).returncode == 1
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and f"max_steps = {HALF - 2}" in status["error"]
+    assert not list_versions(paths)
+
+
 def test_held_out_evaluations_leave_a_model_with_dropout_as_it_was(folder: Path, tmp_path: Path) -> None:
     """One run evaluates before its first step, the other begins after its second and does not: same bits."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

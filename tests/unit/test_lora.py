@@ -394,6 +394,10 @@ def test_the_merged_model(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
         patched.setattr(merge_lora, "write_tensors", full)
         assert merge_lora.main([str(adapter), str(model), str(tmp_path / "no")]) == 1
     assert merge_lora.merge(adapter, model, tmp_path / "half", torch.bfloat16) == 14
+    merge_lora.merge(adapter, tmp_path / "half", tmp_path / "exact", torch.float32)
+    expected = merged_model(tmp_path / "half", tensors, 2.0).state_dict()
+    for name, tensor in load_file(tmp_path / "exact" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name].float(), rtol=0, atol=1e-6)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     shallow = tmp_path / "shallow"
     shutil.copytree(model, shallow)

@@ -1,8 +1,11 @@
 """Parts of a conversation that a chat template leaves out: refused, or counted."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken
 
 from prime_hpc.observe.report import left_out
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -15,6 +18,37 @@ def test_a_trained_message_that_the_template_leaves_out_is_refused(tokenizer: An
     tokenizer.chat_template = f"{{%- for m in messages if m.role != 'system' -%}}{shown}{{%- endfor -%}}"
     row = {"messages": [{"role": "system", "content": "be brief", "train": True}, {"role": "user", "content": "add"}]}
     assert "message 1 (system)" in refusal(row, ChatTokenizer(tokenizer))
+
+
+def test_templates_that_take_the_arguments_of_calls_as_text_get_them(tokenizer: Any) -> None:
+    """DeepSeek's, which puts them together with other text."""
+    calls = "{%- for call in m.tool_calls -%}{{ 'call ' + call.function.arguments }}{%- endfor -%}"
+    head, end = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- m.content + '<|im_end|>\\n' -}}"
+    names = "{%- for call in m.tool_calls -%}{{ call.function.name }}{%- endfor -%}"
+    opening = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{head}{names}{calls}{end}{{%- endfor -%}}{opening}"
+    call = {"name": "add", "arguments": {"a": "\u00e9"}}
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "tool_calls": [call]}]}
+    assert trained_text(sample(row, ChatTokenizer(tokenizer)), tokenizer) == ['addcall {"a": "\u00e9"}<|im_end|>']
+
+
+def test_a_reply_without_its_text_is_refused_and_beside_calls_counted(tokenizer: Any) -> None:
+    """Templates of models that see images may know text in parts alone; Llama's show calls or text."""
+    head, end = "{{- '<|im_start|>' + m.role + '\\n' -}}", "{{- '<|im_end|>\\n' -}}"
+    parts = "{%- for part in m.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}"
+    shown = "{{ m.content | replace('numb', 'Numb') }}"
+    either = f"{{%- if m.tool_calls -%}}{{{{ m.tool_calls | tojson }}}}{{%- else -%}}{shown}{{%- endif -%}}"
+    opening = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    asked, call = {"role": "user", "content": "add"}, {"name": "add", "arguments": {}}
+    reply = {"messages": [asked, {"role": "assistant", "content": "number"}]}
+    called = {"messages": [asked, {"role": "assistant", "content": "a moment", "tool_calls": [call]}]}
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{head}{parts}{end}{{%- endfor -%}}{opening}"
+    said = refusal(reply, ChatTokenizer(tokenizer))
+    assert "message 2 (assistant)" in said and "leaves out its text" in said
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{head}{either}{end}{{%- endfor -%}}{opening}"
+    shows = ChatTokenizer(tokenizer)
+    assert trained_text(sample(reply, shows), tokenizer) == ["Number<|im_end|>"]
+    assert [result(row, shows).counts.unshown for row in (reply, called)] == [0, 1]
 
 
 def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, tokenizer: Any, tmp_path: Path) -> None:
@@ -35,6 +69,24 @@ def test_a_template_that_never_ends_a_turn_is_counted(chat: ChatTokenizer, token
     assert "nothing teaches the model to stop" in left_out({"data/rows": 1.0, "data/unended": 1.0})
 
 
+def test_a_turn_ends_with_its_last_special_token_wherever_others_are(tokenizer: Any) -> None:
+    """Gemma's end of turn has no name (`eos_token` is another); GLM's turns have none, but special tokens within."""
+    tokenizer = copy.deepcopy(tokenizer)
+    ends = [AddedToken("<end_of_turn>", special=True), AddedToken("<box>", special=True)]
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<box>"]})
+    tokenizer.add_tokens(ends)
+    assert "<end_of_turn>" not in tokenizer.all_special_tokens
+    said = "add <box> number <box> is the name"
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": said}]}
+    for end, trained in (("<end_of_turn>\n", "<end_of_turn>"), ("<|im_end|>\n \n", "<|im_end|>"), ("\n\n", "\n\n")):
+        header = "{% if add_generation_prompt %}assistant:{% endif %}"
+        turn = "{{ m.role + ':' + m.content + " + repr(end) + " }}"
+        tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}{header}"
+        chat = ChatTokenizer(tokenizer)
+        assert trained_text(sample(row, chat), tokenizer) == [said + trained]
+        assert result(row, chat).counts.unended == (end == "\n\n")
+
+
 def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: Any, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
     asked, reply = {"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}
@@ -48,6 +100,14 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_counted(tokenizer: A
     assert [result(row, plain).counts.unshown for row in (thought, offered, {"messages": [asked, reply]})] == [1, 1, 0]
     assert [result(row, shows).counts.unshown for row in (thought, offered)] == [0, 0]
     assert result(thought, plain, loss_roles=("user",)).counts.unshown == 0, "it is not trained"
+    inline = {"messages": [asked, {**reply, "content": "<think>one and two</think>3"}]}
+    file.write_text(file.read_text().replace("m.content", "m.content.split('</think>')[-1]"))
+    stripped = ChatTokenizer(tokenizer, chat_template=str(file))
+    assert [result(inline, one).counts.unshown for one in (plain, stripped)] == [0, 1]
+    tokenizer.chat_template = {"default": QWEN3, "tool_use": tokenizer.chat_template}
+    several = ChatTokenizer(tokenizer, enable_thinking=True)
+    made = [tokenizer.decode(sample(row, several).token_ids) for row in (offered, thought)]
+    assert ["weather" in text for text in made] == [True, False], "as engines take them"
     assert "without their reasoning" in left_out({"data/rows": 2.0, "data/unshown": 1.0})
 
 

@@ -1,5 +1,6 @@
 """Tokenizers are what `AutoTokenizer` makes of them, also where its choice is only remembered."""
 
+import base64
 import json
 import os
 import subprocess
@@ -187,3 +188,38 @@ def test_weights_without_a_tokenizer_have_none(tmp_path: Path, cache: dict[str, 
             _load(tmp_path, cache)
     with pytest.raises(ValueError, match="holds no vocabulary"):
         _load(tmp_path / "nowhere" / "at" / "all", cache, otherwise=lambda: made_up)
+
+
+def _tekken(folder: Path) -> None:
+    """A tokenizer of bytes in Mistral's own format."""
+    pieces = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    config = {"pattern": r"\S+|\s+", "num_vocab_tokens": 256, "default_vocab_size": 512, "version": "v3"}
+    config |= {"default_num_special_tokens": 256}
+    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": pieces}))
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_beside_mistrals_own_format_other_files_count(tmp_path: Path, cache: dict[str, str], is_noted: bool) -> None:
+    """`AutoTokenizer` prefers mistral-common's, without template and offsets; earlier versions noted that choice."""
+    pytest.importorskip("mistral_common")
+    folder = _model(tmp_path / "model", model_type="mistral")
+    wanted = AutoTokenizer.from_pretrained(folder)
+    _tekken(folder)
+    assert type(AutoTokenizer.from_pretrained(folder)).__name__ == "MistralCommonBackend"
+    if is_noted:
+        _load(folder, cache)
+        (note,) = (Path(cache["XDG_CACHE_HOME"]) / "prime-hpc" / "tokenizers").iterdir()
+        mistrals = "transformers.tokenization_mistral_common:MistralCommonBackend"
+        note.write_text(f"{transformers.__version__} {mistrals}")
+    for _ in range(2):
+        found, _ = _load(folder, cache)
+        assert found.chat_template == wanted.chat_template
+        assert found.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str()
+
+
+def test_mistrals_own_format_alone_is_refused(tmp_path: Path, cache: dict[str, str]) -> None:
+    pytest.importorskip("mistral_common")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    _tekken(tmp_path)
+    with pytest.raises(ValueError, match=r"tekken\.json.*save_format='hf'"):
+        _load(tmp_path, cache)

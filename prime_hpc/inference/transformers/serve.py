@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import uvicorn
 from loguru import logger
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
@@ -23,7 +22,7 @@ from prime_hpc.inference.transformers.model import GIB, BatchModel
 from prime_hpc.inference.transformers.requests import Reader
 from prime_hpc.inference.transformers.weight_updates import BatchPolicy
 from prime_hpc.runtime.process_memory import freeze_gc
-from prime_hpc.store.model.tokenizer import refuse_empty
+from prime_hpc.store.model.tokenizer import load_tokenizer
 
 
 class Server(uvicorn.Server):
@@ -61,8 +60,7 @@ def _build(start: Start) -> tuple[Engine, BatchPolicy, Reader]:
     )
     error = loaded.self_test()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name, trust_remote_code=model.trust_remote_code)
-        refuse_empty(tokenizer, model.name)
+        tokenizer = load_tokenizer(model.name, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as problem:
         logger.warning(f"{model.name} has no tokenizer that can be read, so token ids alone are taken: {problem}")
         tokenizer = None

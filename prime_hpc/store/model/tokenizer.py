@@ -25,6 +25,7 @@ _MOST_BYTES = 512
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _FEW = 1000
 """A tokenizer of fewer tokens may have none but special ones; a larger one's vocabulary need not be gone through."""
+_MISTRALS = "MistralCommonBackend"
 _OPTIONAL = ("sentencepiece", "tiktoken", "mistral_common")
 """Packages that transformers chooses by, where they are installed."""
 
@@ -44,7 +45,7 @@ def load_tokenizer(
         trust_remote_code: run a tokenizer's own code, which is never noted either.
 
     Raises:
-        ValueError: what was loaded knows no text.
+        ValueError: what was loaded knows no text, or there is nothing but Mistral's own format.
         Exception: whatever `AutoTokenizer` or `otherwise` does.
     """
     note = _note_of(name, trust_remote_code, environ)
@@ -53,7 +54,7 @@ def load_tokenizer(
         with contextlib.suppress(Exception):  # `AutoTokenizer` says what is wrong
             tokenizer = chosen.from_pretrained(name)
             if _note_of(name, trust_remote_code, environ) == note:  # the hub's is still what it was
-                refuse_empty(tokenizer, name)
+                _refuse_empty(tokenizer, name)
                 return tokenizer
     from transformers import AutoTokenizer
 
@@ -63,16 +64,35 @@ def load_tokenizer(
         if otherwise is None:
             raise
         tokenizer = otherwise()
-        refuse_empty(tokenizer, name)
+        _refuse_empty(tokenizer, name)
         return tokenizer
-    refuse_empty(tokenizer, name)
+    if type(tokenizer).__name__ == _MISTRALS:
+        tokenizer = _beside_mistrals(name)
+    _refuse_empty(tokenizer, name)
     note = _note_of(name, trust_remote_code, environ)  # the hub's may have come only now
     if note is not None and type(tokenizer) is not chosen:
         _write(note, type(tokenizer))
     return tokenizer
 
 
-def refuse_empty(tokenizer: Any, name: str) -> None:
+def _beside_mistrals(name: str) -> Any:
+    """Return the tokenizer of `tokenizer.json`, which has a chat template and tells where in a text a token begins.
+    mistral-common's has neither, and `AutoTokenizer` prefers it wherever there is a `tekken.json`.
+    Raises ValueError: there is nothing but that."""
+    from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
+
+    if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
+        raise ValueError(
+            f"{name} holds a tokenizer in Mistral's own format alone (tekken.json). Write tokenizer.json, "
+            "tokenizer_config.json and chat_template.jinja beside it: "
+            'python -c "from transformers import AutoTokenizer; '
+            f"AutoTokenizer.from_pretrained({name!r}).save_pretrained('DIRECTORY', save_format='hf')\""
+        )
+    return AutoTokenizer.from_pretrained(name, mistral_format=False)
+
+
+def _refuse_empty(tokenizer: Any, name: str) -> None:
     """Raise ValueError for a tokenizer that encodes every text as nothing: where a model's directory holds none,
     transformers makes one up for some families, and does not say so."""
     if len(tokenizer) < _FEW and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -113,7 +133,7 @@ def _read(note: Path) -> Any:
             found = _CHOICE.fullmatch(file.read(_MOST_BYTES).decode())
         import transformers
 
-        if found is None or found[1] != transformers.__version__:
+        if found is None or found[1] != transformers.__version__ or found[3] == _MISTRALS:
             return None
         chosen = getattr(importlib.import_module(found[2]), found[3])
         return chosen if issubclass(chosen, transformers.PreTrainedTokenizerBase) else None

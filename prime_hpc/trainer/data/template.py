@@ -10,17 +10,20 @@ The whole conversation is tokenised once. A place in the text is a place in the 
 the text since the last added token (which always stands alone) gives the same tokens when it ends there.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message, PlainText, SFTDataError
 from prime_hpc.trainer.data.sources import fingerprint_of
 
 _MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
+_MARK_OF_TEXT = "text_that_no_data_holds_{}_"
 _MARK_OF_CALL = "name_of_a_call_that_no_data_holds_{}_"
 _BEFORE = "\u263a"
 """A character that takes part in no token with what follows it."""
@@ -48,6 +51,7 @@ class ChatTokenizer:
         self._enable_thinking = enable_thinking
         self.images = images
         self._template, self._origin = _read_template(tokenizer, chat_template)
+        self._chosen = None if chat_template == "auto" else self._template  # None: of several, the one for tools
         self._added = set(tokenizer.get_added_vocab().values())
         first = tokenizer("a", verbose=False)["input_ids"][:1]
         self._begin = first if first == [tokenizer.bos_token_id] else []
@@ -103,26 +107,35 @@ class ChatTokenizer:
         """Text of a conversation; `header` opens the assistant's next turn.
         Raises SFTDataError: the template refuses these messages."""
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=header,
-                enable_thinking=self._enable_thinking,
-            )
+            try:
+                return self._write(messages, tools, header)
+            except (TemplateError, TypeError):  # DeepSeek's takes arguments as the text that they are in the API
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                return self._write(_with_json_arguments(messages), tools, header)
         except Exception as error:
             raise SFTDataError(f"{self.name} refuses the messages: {error}") from error
 
+    def _write(self, messages: Sequence[Message], tools: Any, header: bool) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools or None,
+            chat_template=self._chosen,
+            tokenize=False,
+            add_generation_prompt=header,
+            enable_thinking=self._enable_thinking,
+        )
+
     def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray, bool]:
         """Tokens int32[L] of a conversation, bool[L], which of them are trained, and whether the template leaves out
-        what a trained reply was thought, or the tools.
+        what a trained reply was thought, its text beside calls, or the tools.
         Raises SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks. Or
         the template merges a trained message with its neighbours, so that its own tokens cannot be told. Or it leaves
-        out a message for its role, which may be a typing error, or the tool calls of a trained one."""
+        out a message for its role, which may be a typing error, or the text or the tool calls of a trained one."""
         self._check_roles(talk)
         self._check_calls(talk)
         text = self.render(talk.messages, talk.tools)
+        lacks_text = self._lacks_text(talk, text)
         _check_text(text)
         tokens = _Tokens(self._tokenizer, text, self._added)
         mask = np.zeros(len(tokens.ids), dtype=bool)
@@ -132,7 +145,7 @@ class ChatTokenizer:
                     is_last = at == stop - 1
                     first, last = self._turn(tokens, talk, stop) if is_last else self._inner(tokens, talk, at, stop)
                     mask[first:last] = True
-        return np.array(tokens.ids, dtype=np.int32), mask, _leaves_out(talk, text)
+        return np.array(tokens.ids, dtype=np.int32), mask, lacks_text or _leaves_out(talk, text)
 
     def _check_roles(self, talk: Conversation) -> None:
         for at, message in enumerate(talk.messages):
@@ -165,6 +178,28 @@ class ChatTokenizer:
                     "on. Ways out: a template that shows them (sft.data.chat_template), or `train: false` on this "
                     "message"
                 )
+
+    def _lacks_text(self, talk: Conversation, text: str) -> bool:
+        """Return whether the text of a trained message is left out beside its calls; raise SFTDataError where it has no
+        calls: an empty reply would be learned."""
+        said = [m["content"].strip() if isinstance(m["content"], str) else "" for m in talk.messages]
+        missed = [at for at, content in enumerate(said) if talk.trained[at] and content not in text]
+        if not missed:  # as a rule; else it may be written in another form
+            return False
+        marked = [
+            {**message, "content": _MARK_OF_TEXT.format(at)} if at in missed else message
+            for at, message in enumerate(talk.messages)
+        ]
+        shown = self.render(marked, talk.tools)
+        absent = [at for at in missed if _MARK_OF_TEXT.format(at) not in shown]
+        for at in absent:
+            if not talk.messages[at].get("tool_calls"):
+                raise SFTDataError(
+                    f"message {at + 1} ({talk.messages[at]['role']}): {self.name} leaves out its text, which is to be "
+                    "trained on. Ways out: `train: false` on this message, or a template that shows it "
+                    "(sft.data.chat_template)"
+                )
+        return bool(absent)
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and completion as plain text: begun, untrained, by the token that the tokenizer itself puts before a
@@ -292,10 +327,32 @@ def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
 
 def _leaves_out(talk: Conversation, text: str) -> bool:
     """Return whether a conversation's text is without the reasoning of a trained message, or the name of a tool."""
-    trained = (message for message, trained in zip(talk.messages, talk.trained, strict=True) if trained)
+    trained = [message for message, trained in zip(talk.messages, talk.trained, strict=True) if trained]
     thought = [message.get("reasoning_content") for message in trained]
+    thought += [_thought_in(message["content"]) for message in trained]
     names = [(tool.get("function") or tool).get("name") for tool in talk.tools or () if isinstance(tool, dict)]
     return not all(part.strip() in text for part in (*thought, *names) if isinstance(part, str))
+
+
+def _thought_in(content: Any) -> str:
+    """Return the think section of a message's text."""
+    return content.partition("</think>")[0].rpartition("<think>")[2] if "</think>" in content else ""
+
+
+def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have their arguments as JSON."""
+
+    def changed(call: Any) -> Any:
+        function, arguments = call["function"], call["function"]["arguments"]
+        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": as_text}}
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def _named(calls: Sequence[Any], at: int) -> list[Any]:

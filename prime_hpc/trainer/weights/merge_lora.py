@@ -40,10 +40,10 @@ def adapter_scale(config: Mapping[str, Any]) -> float:
 
 
 def merged_weight(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale B A, computed in float32, in W's dtype. Raises ValueError: the shapes do not fit."""
+    """W + scale B A in float32. Raises ValueError: the shapes do not fit."""
     if base.shape != (b.shape[0], a.shape[1]):
         raise ValueError(f"the base is {list(base.shape)}, the adapter {[b.shape[0], a.shape[1]]}")
-    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
+    return base.float() + scale * (b.float() @ a.float())
 
 
 def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = None) -> int:
@@ -89,11 +89,12 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
                 with safe_open(source, framework="pt") as handle:
                     for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                         tensor, module = handle.get_tensor(name), name.removesuffix(".weight")
+                        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
                         if module in modules:
                             key = f"{PREFIX}{module}.lora_"
                             tensor = merged_weight(tensor, tensors[f"{key}A.weight"], tensors[f"{key}B.weight"], scale)
                             left.discard(module)
-                        whole[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+                        whole[name] = tensor.to(wanted)  # rounded once
                 write_tensors(stage / source.name, whole)
             if left:
                 raise ValueError(f"{base} is not this adapter's base model: it has no {sorted(left)[0]}.weight")
