@@ -14,6 +14,7 @@ from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version
 from prime_hpc.evals.wanted import Counted
+from prime_hpc.runtime.event_loops import task_group
 
 SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGeneration", "BlockedLoop", "OldVersion"})
 """Failures in which the episode is innocent: on own servers it is played again."""
@@ -92,12 +93,9 @@ class Player:
                     await asyncio.to_thread(self._log.sync)
 
         count = min(self._max_concurrent, len(keys))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(count):
-                    group.create_task(work(), name=f"play-{number}")
-        except* Exception as errors:  # noqa: BLE001 - the first of them is raised
-            raise _first(errors) from None
+        async with task_group() as tasks:
+            for number in range(count):
+                tasks.create_task(work(), name=f"play-{number}")
 
     async def _episode(self, version: Version, key: Key) -> Record:
         index, source = self._sources[key.env]
@@ -167,11 +165,3 @@ def _refused(reason: str, kind: str) -> str:
     }
     hint = next((text for code, text in hints.items() if f"answered{code}" in reason), f"check {kind}.client")
     return f"the API refuses every request: {reason}; {hint}"
-
-
-def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
-    found: BaseException = errors
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, Exception)
-    return found

@@ -17,7 +17,7 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_client import Client
-from prime_hpc.runtime.event_loops import in_loop, loop_time
+from prime_hpc.runtime.event_loops import in_loop, loop_time, task_group
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.leases import set_floor
@@ -139,21 +139,16 @@ class WeightSync:
 
         self._bus.subscribe("weights", in_loop(loop, on_weights))
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 tasks.create_task(self._follow(), name="follow-weights")
                 self._watch(tasks)
-        except* Exception as group:  # noqa: BLE001 - told as itself, and not as a group of one
-            raise group.exceptions[0] from None
         finally:
             self._closing = True
 
     async def keep(self) -> None:
         """Watch servers until cancelled, at the version that `prepare` gave them. Raises as `run`."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._watch(tasks)
-        except* Exception as group:  # noqa: BLE001 - told as itself, and not as a group of one
-            raise group.exceptions[0] from None
+        async with task_group() as tasks:
+            self._watch(tasks)
 
     def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Look after every server by itself: one that hangs holds up no other."""

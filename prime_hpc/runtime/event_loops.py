@@ -4,8 +4,8 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from prime_hpc.runtime.clock import AwakeClock
@@ -70,6 +70,22 @@ def loop_time() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Make an `asyncio.TaskGroup` that ends with the first error itself, and not with a group of it.
+
+    Without `except*`: what is raised there is a group again before Python 3.11.4 (Debian 12 has 3.11.2).
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        found: Exception = group
+        while isinstance(found, ExceptionGroup):
+            found = found.exceptions[0]
+        raise found from None
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object]) -> Callable[[Any], None]:

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from prime_hpc.inference.vllm import cpu_corrections, reloads
+from prime_hpc.inference.vllm.installed import load_libnuma
 
 
 def fill(param: nn.Parameter, loaded: torch.Tensor) -> None:
@@ -129,7 +130,10 @@ def test_padding_and_tied_heads_need_nothing() -> None:
 def test_heads_of_their_own_dimension_are_all_rotated() -> None:
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
 
+    load_libnuma()
+    current_platform.import_kernels()  # as vLLM was imported, before that, it may have had none
     before = RotaryEmbedding.forward_cpu
     try:
         cpu_corrections.rotate_heads()
