@@ -79,7 +79,7 @@ class Names(TypedDict):
     model_name: str
     """Of the (base) model, for the manifest and for PEFT."""
     chat_template: NotRequired[str | None]
-    """What the run trains with, in the place of the model's."""
+    """The one that the run trains with, in the place of the model's."""
 
 
 def own_template(names: Names) -> dict[str, Path | bytes]:
