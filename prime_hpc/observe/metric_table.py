@@ -44,11 +44,6 @@ def _metrics(of: str | Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {metric: (value,) for metric, value in of.items()}
 
 
-def _each(prefix: str, *values: str) -> dict[str, str]:
-    """Return metrics that end in their label's value."""
-    return {prefix + value: value for value in values}
-
-
 TRAINER: dict[str, Family] = {
     "trainer_steps_total": counter("Steps."),
     "trainer_tokens_total": counter("Tokens trained on.", of="num_tokens"),
@@ -57,7 +52,13 @@ TRAINER: dict[str, Family] = {
     "trainer_phase_seconds_total": counter(
         "Time of rank 0 by what it did; wait: for a batch.",
         "phase",
-        of=_each("time/", "wait", "forward_backward", "optim", "publish", "checkpoint"),
+        of={
+            "time/wait": "wait",
+            "time/forward_backward": "forward_backward",
+            "time/optim": "optim",
+            "time/publish": "publish",
+            "time/checkpoint": "checkpoint",
+        },
     ),
     "trainer_step_seconds": gauge("Length of the last step.", of="time/step"),
     "trainer_loss": gauge("Loss of the last step.", of="loss"),
@@ -79,7 +80,9 @@ TRAINER: dict[str, Family] = {
     "trainer_clipped_ratio": gauge("Share of tokens whose ratio is outside of the objective's bounds.", of="clipped"),
     "trainer_mismatch": gauge("1: trainer and engine disagree more than they should.", of="mismatch_alarm"),
     "trainer_lag_versions": gauge(
-        "How many versions older than the policy the batch's tokens are.", "stat", of=_each("lag_", "mean", "max")
+        "How many versions older than the policy the batch's tokens are.",
+        "stat",
+        of={"lag_mean": "mean", "lag_max": "max"},
     ),
     "trainer_tokens_per_second": gauge(
         "Tokens trained on; computing: while it computes, overall: waits included.",
@@ -104,14 +107,27 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_episodes_total": counter(
         "Episodes that ended, by how.",
         "state",
-        of=_each("episodes/", "completed", "failed", "timeout", "cancelled"),
+        of={
+            "episodes/completed": "completed",
+            "episodes/failed": "failed",
+            "episodes/timeout": "timeout",
+            "episodes/cancelled": "cancelled",
+        },
     ),
     "orchestrator_groups_total": counter(
         "Groups of rollouts, by what became of them.",
         "fate",
-        of=_each("groups/", "opened", "completed", "dropped", "rejected", "stale"),
+        of={
+            "groups/opened": "opened",
+            "groups/completed": "completed",
+            "groups/dropped": "dropped",
+            "groups/rejected": "rejected",
+            "groups/stale": "stale",
+        },
     ),
-    "orchestrator_tokens_total": counter("Tokens of ended episodes.", "kind", of=_each("tokens/", "prompt", "sampled")),
+    "orchestrator_tokens_total": counter(
+        "Tokens of ended episodes.", "kind", of={"tokens/prompt": "prompt", "tokens/sampled": "sampled"}
+    ),
     "orchestrator_stale_tokens_ratio": gauge(
         "Share of a batch's sampled tokens that do not train: too old (`orchestrator.stale: mask`).", of="tokens/stale"
     ),
@@ -119,26 +135,39 @@ ORCHESTRATOR: dict[str, Family] = {
         "Requests that were sent again to a server.", of="episodes/server_retries"
     ),
     "orchestrator_wait_seconds_total": counter(
-        "Time in which it could only wait.", "awaits", of=_each("time/wait_", "rollouts", "weights", "servers")
+        "Time in which it could only wait.",
+        "awaits",
+        of={"time/wait_rollouts": "rollouts", "time/wait_weights": "weights", "time/wait_servers": "servers"},
     ),
     "orchestrator_step_seconds": gauge("Time between the last two batches.", of="time/step"),
     "orchestrator_reward": gauge(
-        "Reward of the last batch's rollouts.", "stat", of=_each("reward/", "mean", "std", "shaped_mean")
+        "Reward of the last batch's rollouts.",
+        "stat",
+        of={"reward/mean": "mean", "reward/std": "std", "reward/shaped_mean": "shaped_mean"},
     ),
     "orchestrator_batch_groups": gauge(
         "Groups of the last batch, by what is true of them.",
         "kind",
-        of=_each("groups/", "in_batch", "trained", "zero_signal", "unscorable"),
+        of={
+            "groups/in_batch": "in_batch",
+            "groups/trained": "trained",
+            "groups/zero_signal": "zero_signal",
+            "groups/unscorable": "unscorable",
+        },
     ),
     "orchestrator_group_reward_spread": gauge(
         "Mean difference between a group's greatest and least reward.", of="groups/reward_spread"
     ),
     "orchestrator_masked_rollouts": gauge("Rollouts of the last batch that bear no loss.", of="rollouts/masked"),
     "orchestrator_completion_tokens": gauge(
-        "Tokens sampled for a rollout of the last batch.", "stat", of=_each("completion/tokens_", "mean", "max")
+        "Tokens sampled for a rollout of the last batch.",
+        "stat",
+        of={"completion/tokens_mean": "mean", "completion/tokens_max": "max"},
     ),
     "orchestrator_lag_versions": gauge(
-        "How many versions older than the policy the batch's tokens are.", "stat", of=_each("lag/", "mean", "max")
+        "How many versions older than the policy the batch's tokens are.",
+        "stat",
+        of={"lag/mean": "mean", "lag/max": "max"},
     ),
     "orchestrator_episodes_per_second": gauge("Episodes that ended.", of="episodes/per_second"),
     "orchestrator_sampled_tokens_per_second": gauge("Tokens sampled.", of="tokens/sampled_per_second"),
@@ -184,7 +213,8 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_empty_seats_ratio": gauge(
         "Share of the seats that was empty over the step, by what kept them so; all: the sum.",
         "cause",
-        of={"queue/empty_seats": "all"} | _each("queue/empty_", "tail", "gate", "weights", "servers", "end"),
+        of={"queue/empty_seats": "all"}
+        | {f"queue/empty_{c}": c for c in ("tail", "gate", "weights", "servers", "end")},
     ),
     "orchestrator_served_version": gauge("Version that the engines sample from.", of="policy/served_version"),
     "orchestrator_weight_update_seconds": gauge(

@@ -204,8 +204,13 @@ def _parallel_options(config: InferenceConfig) -> dict[str, Any]:
     if config.pipeline_parallel_size > 1:
         options["pipeline_parallel_size"] = config.pipeline_parallel_size
     if config.data_parallel_size > 1:
-        names = ("size", "size_local", "address", "rpc_port", "start_rank")
-        options |= {f"data_parallel_{name}": getattr(config, f"data_parallel_{name}") for name in names}
+        options |= {
+            "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_local": config.data_parallel_size_local,
+            "data_parallel_address": config.data_parallel_address,
+            "data_parallel_rpc_port": config.data_parallel_rpc_port,
+            "data_parallel_start_rank": config.data_parallel_start_rank,
+        }
     return options
 
 
