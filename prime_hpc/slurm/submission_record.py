@@ -130,7 +130,7 @@ def submitting(run_dir: Path) -> Iterator[None]:
     A lock that a killed submit left behind is taken over.
 
     Raises:
-        SubmissionUnderWay: another submit is.
+        SubmissionUnderWay: another submit, or a cancel, is.
         ConfigError: the directory cannot be written.
     """
     lock = run_dir / LOCK
@@ -142,7 +142,9 @@ def submitting(run_dir: Path) -> Iterator[None]:
             found = _text_of(lock)
             if _is_held(lock, found):
                 raise SubmissionUnderWay(
-                    Problem(f"{run_dir}: another submit of this run is under way ({_in_words(found)})", "name")
+                    Problem(
+                        f"{run_dir}: another submit or cancel of this run is under way ({_in_words(found)})", "name"
+                    )
                 )
             _move_aside(lock, found)
     except OSError as error:

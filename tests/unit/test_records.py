@@ -71,7 +71,9 @@ def holder(**fields: object) -> str:
 def test_one_at_a_time(tmp_path: Path) -> None:
     run_dir = tmp_path / "a" / "run"
     with submitting(run_dir):
-        under_way = rf"another submit of this run is under way \(process {os.getpid()} on {socket.gethostname()}\)"
+        under_way = (
+            rf"another submit or cancel of this run is under way \(process {os.getpid()} on {socket.gethostname()}\)"
+        )
         with pytest.raises(ConfigError, match=under_way), submitting(run_dir):
             pass
         assert (run_dir / submission_record.LOCK).exists()

@@ -194,7 +194,7 @@ def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:
     process = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch"))
     try:
-        with pytest.raises(ConfigError, match="another submit of this run is under way"):
+        with pytest.raises(ConfigError, match="another submit or cancel of this run is under way"):
             submit(load(config))
     finally:
         process.kill()

@@ -244,10 +244,10 @@ def test_a_controller_that_is_away_in_the_middle(slurm: FakeSlurm, folder: Path)
         pause.end_all()
         slurm.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
 
-    pause = Pause(slurm, folder, away, lambda: slurm.behave("squeue"))
+    pause = Pause(slurm, folder, away, lambda: None, lambda: slurm.behave("squeue"))
     path = write_sweep(folder, "seeds: 5\n")
     fed(path, pause)
-    assert sent(folder) == list(range(5)) and any("asked again in" in text for text in pause.said)
+    assert sent(folder) == list(range(5)) and sum("asked again every" in text for text in pause.said) == 1
     slurm.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
     with pytest.raises(SlurmRefused):  # at the beginning it is said at once
         fed(write_sweep(folder, "seeds: 9\n"), Pause(slurm, folder))

@@ -55,7 +55,7 @@ def feed_sweep(
             except (SlurmRefused, SubmissionUnderWay) as error:
                 if total is None or time.monotonic() - answered > OUTAGE_S:
                     raise
-                say(f"asked again in {every_s:g} s: {error}")
+                _tell(feed, f"asked again every {every_s:g} s: {error}", say)
                 pause(every_s)
                 continue
             if report.is_local or dry_run or feed.todo is None:
@@ -77,12 +77,17 @@ def _tell_and_wait(feed: Feed, total: Report, say: Say, pause: Callable[[], None
     feed.is_full()  # what was sent a moment ago counts
     while True:
         words = f"{len(total.jobs)} points sent, {len(feed.todo or ())} wait for room: {feed.held_by or feed.room_is}"
-        if words != feed.said:
-            say(words)
-            feed.said = words
+        _tell(feed, words, say)
         pause()
         if not feed.is_full():
             return
+
+
+def _tell(feed: Feed, words: str, say: Say) -> None:
+    """Say what was not said last."""
+    if words != feed.said:
+        say(words)
+        feed.said = words
 
 
 def _added(total: Report | None, report: Report) -> Report:
