@@ -82,6 +82,10 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 """Pattern of Slurm's words, the key that they are about, what to do; the first that fits counts."""
 
 
+_UNSPECIFIED = "Unspecified error"
+"""Slurm's word where a rule of the site refuses a job; what that says is the site's own, and about no key of ours."""
+
+
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     """Return a failed sbatch as an error about the config. `layout`: `het` or `packed`."""
     if error.is_unreachable:
@@ -93,7 +97,7 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     named = re.search(r"(?:invalid|specification|value).*--([a-z-]+)", low) or re.search(r"--([a-z-]+) specif", low)
     if named and (field := named[1].replace("-", "_")) in SlurmConfig.model_fields:
         return SlurmRefused(Problem(f"Slurm refused the job: {words}", f"slurm.{field}"))
-    for pattern, key, advice in _REFUSALS:
+    for pattern, key, advice in _REFUSALS if _UNSPECIFIED not in error.stderr else ():
         if re.search(pattern, low):
             advice = _partitions() if key == "slurm.partition" else advice
             return SlurmRefused(Problem(f"Slurm refused the job: {words}" + (f"; {advice}" if advice else ""), key))
@@ -107,7 +111,8 @@ def error_lines(stderr: str) -> str:
     ]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith("Try ")]
     lines.sort(key=lambda line: not line.startswith("Batch job submission failed"))
-    return "; ".join(re.sub(r"^Batch job submission failed: ", "", line) for line in lines) or "it did not say why"
+    words = [re.sub(r"^Batch job submission failed: ", "", line).rstrip(".") for line in lines]
+    return "; ".join([word for word in words if word != _UNSPECIFIED] or words) or "it did not say why"
 
 
 def _partitions() -> str:

@@ -298,6 +298,19 @@ def test_refusals(answers: dict[str, dict[str, Any]], monkeypatch: pytest.Monkey
         assert RunExecutor._get_job_id_from_submission_command(text).isdigit()
 
 
+def test_a_refusal_of_a_site_s_own_is_told_in_its_words_and_about_no_key() -> None:
+    """A job_submit plugin's `slurm.log_user` of several lines, and `slurm.ERROR`."""
+    said = "sbatch: error: Refused.\nsbatch: error: rl-17 has no hours left (time limit of the project: May).\n"
+    own = "sbatch: error: Batch job submission failed: Unspecified error"
+    for stderr, words in (
+        (said + own, "Refused; rl-17 has no hours left (time limit of the project: May)"),
+        (own, own),
+    ):
+        (problem,) = sbatch_errors.refusal(client.SlurmError(["sbatch"], 1, stderr), "packed").problems
+        told = words.rpartition("failed: ")[2]
+        assert problem.key == "slurm" and problem.message == f"Slurm refused the job: {told}"
+
+
 def test_srun_that_makes_no_step_is_no_nodes_fault(answers: dict[str, dict[str, Any]]) -> None:
     for name in ("gres", "nodelist"):
         assert any(words in answers[f"srun: {name}"]["stdout"] for words in NO_STEP)
