@@ -39,7 +39,10 @@ def as_json(data: Any, exclude: set[str]) -> str:
     """Return a task's data as JSON, without the fields `exclude`.
     Raises EnvError: a field holds what JSON cannot say, so that nobody could tell whether two tasks are the same."""
     try:
-        return str(data.model_dump_json(exclude=exclude))
+        try:
+            return str(data.model_dump_json(exclude=exclude))
+        except ValueError:  # half a surrogate pair, which web texts that were cut have, is no UTF-8
+            return json.dumps(data.model_dump(mode="json", exclude=exclude))
     except ValueError as error:
         raise EnvError(
             f"{type(data).__name__} of task {data.idx}: its fields cannot be written as JSON, by which tasks are told "

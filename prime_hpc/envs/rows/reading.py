@@ -56,7 +56,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
                 reached += 1
                 if line.strip():
                     yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode("utf-8-sig")))
-        except (ValueError, OSError, EOFError, zlib.error) as error:
+        except (RecursionError, ValueError, OSError, EOFError, zlib.error) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error
 
@@ -66,7 +66,7 @@ def as_messages(prompt: Any) -> Any:
     are."""
     found = prompt
     if isinstance(prompt, str) and prompt.startswith("[{"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(RecursionError, ValueError):
             found = json.loads(prompt)
     if not isinstance(found, list) or not all(isinstance(each, dict) and {"role", "from"} & {*each} for each in found):
         return prompt  # text that happens to begin so

@@ -244,7 +244,7 @@ def first_row(found: DataFiles, source: SFTSourceConfig) -> dict[str, Any] | Non
     with contextlib.suppress(OSError), found.files[0].open("rb") as file:
         if wrong := no_json_lines(found.files[0], file.read(4096)):
             raise ValueError(wrong)
-    with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:
+    with contextlib.suppress(OSError, RecursionError, ValueError), found.files[0].open("rb") as file:
         row = json.loads(next((line for line in itertools.islice(file, 100) if line.strip()), b"null"))
         return row if isinstance(row, dict) else None
     return None

@@ -38,6 +38,8 @@ COMMON_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
 _CALL = "function_call"
+_NOT_READ = (ValueError, RecursionError)
+"""Of text that is no JSON, or that Python cannot hold: a number of thousands of digits, brackets a thousand deep."""
 
 
 class SFTDataError(ValueError):
@@ -79,7 +81,7 @@ def parse_line(line: bytes, path: Path) -> Any:
             f"byte {error.object[error.start]:#04x} at {error.start} of the line is no UTF-8: if the "
             f"file is Latin-1, iconv -f ISO-8859-1 -t UTF-8 {path.name} > utf8.jsonl"
         ) from error
-    except ValueError as error:
+    except _NOT_READ as error:
         raise SFTDataError(f"not JSON ({error})") from error
 
 
@@ -150,7 +152,7 @@ def _messages(value: Any, role: str, own_names: Sequence[str]) -> list[Message]:
         if value.startswith("[{"):
             try:
                 return _messages(json.loads(value), role, own_names)
-            except json.JSONDecodeError:
+            except _NOT_READ:
                 pass  # text that happens to begin so
         return [{"role": role, "content": value}]
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
@@ -211,7 +213,7 @@ def _older_calls(call: Any) -> list[Any]:
     """Return what `function_call` holds, a call or several of them, maybe as JSON, as tool calls."""
     try:
         found = json.loads(call) if isinstance(call, str) else call
-    except json.JSONDecodeError as error:
+    except _NOT_READ as error:
         raise SFTDataError(f"expected `{_CALL}` as a call or as JSON ({error}), got {call!r:.120}") from error
     return found if isinstance(found, list) else [found]
 
@@ -229,7 +231,7 @@ def _call(call: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+        except _NOT_READ:
             pass  # a model's malformed call may be part of the data: the template shows it as it is
     function = {**function, "arguments": arguments}
     return {**(call if "function" in call else {"type": "function", **function}), "function": function}
@@ -239,7 +241,7 @@ def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
+        except _NOT_READ as error:
             raise SFTDataError(f"`tools` is neither a list nor JSON ({error})") from error
     if not value:
         return None
