@@ -196,12 +196,14 @@ class _Cancel:
         return next((info.state for info in active if info.job_id == job_id), None)
 
     def _is_on_nodes(self, job_id: str) -> bool:
-        """Return whether the job holds nodes, as far as can be told now."""
+        """Return whether the job may still have a process on its nodes, as far as can be told now: after its attempt's
+        end Slurm may clean up there for long."""
         try:
             active = [info for info in jobs_of(self.run_dir) if info.is_active and not info.is_pending]
         except (SlurmError, OSError):
             return True  # a controller that restarts ends no job
-        return any(info.job_id == job_id for info in active)
+        is_over = self._ended_attempt(job_id) is not None
+        return any(info.job_id == job_id and not (is_over and info.state == "COMPLETING") for info in active)
 
     def _note_cancel(self) -> None:
         if read_record(self.run_dir) is not None:

@@ -79,8 +79,7 @@ def test_cancel_of_a_running_job_lets_it_save(
         fake.change("100", state=state)
 
     result = cancel_beside(config, supervisor)
-    assert (result.ended, result.outcome, result.note) == (True, "stopped", f"saved at step 15 and ended{more}")
-    assert fake.calls("scancel") == []
+    assert (result.ended, result.note, fake.calls("scancel")) == (True, f"saved at step 15 and ended{more}", [])
 
 
 @pytest.mark.parametrize(
@@ -119,19 +118,22 @@ def test_cancel_says_so_of_a_run_that_was_done_before_it_could_obey(fake: FakeSl
     assert cancel_beside(config, supervisor).note == "completed meanwhile"
 
 
-def test_cancel_of_a_job_whose_run_has_just_ended(fake: FakeSlurm, config: Path) -> None:
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_cancel_of_a_job_whose_run_has_just_ended(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
     """Its attempt is over and its job is not yet: nobody is going to obey, and nobody has to."""
+    monkeypatch.setattr(cancel_module, "GONE_TIMEOUT_S", 200.0 if state == "RUNNING" else 0.1)
     submit(load(config))
-    fake.change("100", state="RUNNING", nodes="n1")
+    fake.change("100", state=state, nodes="n1")
     ended(config, "completed", exit_code=0, saved_step=50)
 
     def slurm() -> None:
         wait_for((run_dir(config) / "STOP").exists)
-        fake.change("100", state="COMPLETED")
+        fake.change("100", state="COMPLETED" if state == "RUNNING" else state)
 
     result = cancel_beside(config, slurm)
-    assert (result.outcome, result.note) == ("stopped", "saved at step 50 and ended")
-    assert fake.calls("scancel") == []
+    assert (result.ended, fake.calls("scancel")) == (True, []) and result.note.startswith("saved at step 50 and ended")
 
 
 def test_cancel_of_a_requeued_job_waits_for_its_new_attempt(fake: FakeSlurm, config: Path) -> None:
@@ -276,8 +278,7 @@ def test_cancel_never_ends_anothers_job(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     fake.change("100", state="RUNNING", comment="prime-hpc:of-another-run")
     result = cancel(config, now=True)
-    assert result.ended and result.outcome == "over"
-    assert fake.calls("scancel") == []
+    assert result.ended and result.outcome == "over" and fake.calls("scancel") == []
 
 
 @pytest.mark.parametrize("comment", ["", "charged to project 7"])
@@ -314,8 +315,7 @@ def test_there_too_anothers_job_of_the_same_id_is_let_alone(fake: FakeSlurm, con
     )
     assert cancel(config, now=True).outcome == "over"
     fake.change("100", script="/home/other/train.sh")
-    assert cancel(config, now=True).outcome == "over"
-    assert fake.calls("scancel") == []
+    assert cancel(config, now=True).outcome == "over" and fake.calls("scancel") == []
 
 
 @pytest.mark.parametrize("by", ["config", "environment"])
