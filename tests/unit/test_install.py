@@ -49,6 +49,7 @@ def test_one_line_clones_sets_up_and_says_what_is_next(repository: Path, environ
     done = install(repository, target, "transformers", **environment)
     assert done.returncode == 0, done.stderr
     assert "up to date" in done.stdout and f"cd {target}" in done.stdout
+    assert "\x1b" not in done.stdout, "no terminal reads it"
     assert (target / "tools" / "setup").exists()
     (repository / "new").touch()
     for words in (["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "y"]):

@@ -244,9 +244,8 @@ def test_after_some_refusals_the_rest_is_not_tried(slurm: FakeSlurm, folder: Pat
 def test_no_sbatch_where_slurm_is_asked_for(slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(slurm.bin))
     slurm.remove("sbatch")
-    report = submit(write_sweep(folder, AXES), "--launch", "slurm")
-    assert report.code == 3
-    assert "not found" in report.parts[0]["error"]
+    with pytest.raises(SlurmRefused, match="no sbatch on PATH.*launch = slurm asks for one"):
+        submit(write_sweep(folder, AXES), "--launch", "slurm")
 
 
 def test_sbatch_errors_of_an_array_that_arrived(slurm: FakeSlurm, folder: Path) -> None:
