@@ -34,7 +34,7 @@ from prime_hpc.envs.workers.fleet import Fleet
 from prime_hpc.envs.workers.host_link import HostLink, LocalHost, RemoteHost, key_of_hosts, remote_hosts
 from prime_hpc.envs.workers.settings import refuse_unsendable, settings_to_plain
 from prime_hpc.observe.logs import kept_logger
-from prime_hpc.runtime.event_loops import idle_loop, loop_time
+from prime_hpc.runtime.event_loops import ended, idle_loop, loop_time
 
 
 @runtime_checkable
@@ -206,10 +206,10 @@ class EnvPool:
         self._awaited.add(job)
         try:
             # Its own future alone: one that thousands share would look through all their callbacks at each end.
-            await asyncio.wait({job.ended}, timeout=max(0.0, started + timeout_s - loop_time()))
-            ended = job.ended.result() if job.ended.done() and not job.ended.cancelled() else None
-            if ended is not None and not (self._closed.done() and ended.cancelled()):
-                return _outcome(ended, started)
+            await ended(job.ended, timeout=max(0.0, started + timeout_s - loop_time()))
+            task = job.ended.result() if job.ended.done() and not job.ended.cancelled() else None
+            if task is not None and not (self._closed.done() and task.cancelled()):
+                return _outcome(task, started)
             if self._closed.done():
                 return _unfinished(EpisodeState.CANCELLED, "the pool was closed", "Closed", started)
             if lost.done():

@@ -345,7 +345,7 @@ def episode_result(
         problem = EMPTY
     rewards = [float(trace.reward) for trace in traces]
     prompt_text, completion_text = _texts(traces[0]) if traces else ("", "")
-    usages = [trace.usage for trace in traces if trace.usage is not None]
+    usages = [usage for trace in traces if (usage := trace.usage) is not None]
     return EpisodeResult(
         state=problem.state if problem else EpisodeState.COMPLETED,
         usable=problem is None and versions_of is not None and asked,
@@ -471,10 +471,13 @@ def _is_chain(nodes: Sequence[Any]) -> bool:
 def _content(message: Any) -> str:
     """Return a message's text; tool calls as `name(arguments)`, images in short words."""
     content = message.content
+    tool_calls = getattr(message, "tool_calls", None)
+    if not tool_calls and isinstance(content, str):
+        return content
     if isinstance(content, list):
         shown = (part.text if part.type == "text" else in_words(part.image_url.url) for part in content)
         content = " ".join(filter(None, shown))
-    calls = [f"{call.name}({call.arguments})" for call in getattr(message, "tool_calls", None) or []]
+    calls = [f"{call.name}({call.arguments})" for call in tool_calls or []]
     return " ".join([*([content] if content else []), *calls])
 
 

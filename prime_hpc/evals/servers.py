@@ -15,7 +15,7 @@ from prime_hpc.client.inference import InferenceClient, InferenceError
 from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.versions import Version
-from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.runtime.event_loops import ended, loop_time
 
 PROBE_PAUSE_S = 1.0
 
@@ -106,7 +106,7 @@ class Servers:
         playing, task = self._servers[index].playing, asyncio.create_task(episode(index))
         playing.add(task)
         try:
-            await asyncio.wait({task})
+            await ended(task)
             return index, None if task.cancelled() else task.result()
         finally:
             task.cancel()

@@ -398,3 +398,41 @@ def test_a_box_is_its_own_view_where_the_environment_is_no_other() -> None:
     assert box.with_env({}) is box
     view = box.with_env({"A": "1"})
     assert view is not box and view.env == {"A": "1"} and box.env == {} and vars(view) is vars(box)
+
+
+class PluggedTask(vf.Task[vf.TaskData]):
+    """Hooks of each kind, one of them under two names."""
+
+    @vf.reward
+    async def low(self) -> float:
+        return 0.0
+
+    @vf.reward(priority=5)
+    async def high(self) -> float:
+        return 1.0
+
+    @vf.metric
+    async def length(self) -> float:
+        return 2.0
+
+    other_length = length
+
+
+def test_hooks_and_judges_of_a_task_are_those_that_verifiers_finds() -> None:
+    patch_verifiers()
+    config = PluggedTask.config_type()(rewards={"low": {"weight": 0.5}})
+    for task in (PluggedTask(vf.TaskData(prompt="x")), PluggedTask(vf.TaskData(prompt="x"), config)):
+        for kind in ("stop", "metric", "reward"):
+            found, theirs = task.hooks(kind), lookups._task_hooks(task, kind)
+            assert [hook.__name__ for hook in found] == [hook.__name__ for hook in theirs]
+            assert [getattr(hook, "_vf_weight", 1.0) for hook in found] == [
+                getattr(hook, "_vf_weight", 1.0) for hook in theirs
+            ]
+        assert [hook.__name__ for hook in task.hooks("reward")] == ["high", "low"]
+        assert len(task.hooks("metric")) == 1
+        assert task.plugged_judges() == [] == lookups._plugged_judges(task)
+    assert task.hooks("reward")[1]._vf_weight == 0.5
+    judged = PluggedTask(vf.TaskData(prompt="x"))
+    judged.config = SimpleNamespace(judges=["nobody"])
+    with pytest.raises(Exception, match=r"nobody|id|str"):
+        judged.plugged_judges()

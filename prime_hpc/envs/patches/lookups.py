@@ -36,6 +36,9 @@ _decoded: WeakKeyDictionary[Any, dict[tuple[int, ...], str]] = WeakKeyDictionary
 _tools_hash = graph._tools_hash
 _canonical_arguments = graph._canonical_tool_arguments
 _task_hash = Task.hash
+_task_hooks = Task.hooks
+_plugged_judges = Task.plugged_judges
+_state_cls = functools.lru_cache(maxsize=4096)(rollout.state_cls)
 _serve_interception = rollout.serve_interception
 _serve_tools = rollout.serve_tools
 _NO_TOOLS = _tools_hash(None)
@@ -75,6 +78,9 @@ def patch_verifiers() -> None:
     vars(graph)["_tools_hash"] = _hash_tools
     vars(graph)["_canonical_tool_arguments"] = _canonical_or_as_they_are
     Task.hash = property(_hash_task)
+    # What a config plugs in beside a task's own hooks: mostly nothing. The class of its state, from all its bases.
+    Task.hooks, Task.plugged_judges = _hooks, _judges
+    vars(rollout)["state_cls"] = _state_cls
     # Private attributes: else pydantic asks each time whether they are descriptors. `Trace` has none that is.
     Trace.__getattr__ = _private_attribute
     # Whether a default factory takes arguments: else `model_construct` asks `inspect.signature` for every object.
@@ -273,6 +279,19 @@ def _hash_task(self: Any) -> str:
         assert _task_hash.fget is not None
         known = vars(self)["_prime_hpc_hash"] = self.data, _task_hash.fget(self)
     return known[1]
+
+
+def _hooks(self: Any, attr: str) -> list[Callable[..., Any]]:
+    """`Task.hooks`, where the config plugs nothing in: those of its class, in their order."""
+    if getattr(self.config, f"{attr}s"):
+        return _task_hooks(self, attr)
+    found = _discover_decorated(self, attr)
+    return found if len(found) < 2 or len({hook.__name__ for hook in found}) == len(found) else _task_hooks(self, attr)
+
+
+def _judges(self: Any) -> list[Any]:
+    """`Task.plugged_judges`, of which there are mostly none."""
+    return _plugged_judges(self) if self.config.judges else []
 
 
 def _private_attribute(self: Any, name: str) -> Any:
