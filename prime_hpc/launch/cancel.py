@@ -147,7 +147,7 @@ class _Cancel:
         self._note_cancel()
         try:
             state = self._wait_for_job(job_id)
-            is_over = state == "COMPLETING" and row is not None and is_well(row)
+            is_over = state == "COMPLETING" and row is not None and row.get("next") is None
             if state is not None and row is not None and not is_over:  # another attempt began in it
                 self._tell(f"job {job_id} goes on after its attempt ended; ending it")
                 run_slurm(["scancel", job_id], ASK_TIMEOUT_S)

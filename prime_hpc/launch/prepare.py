@@ -26,10 +26,11 @@ from prime_hpc.launch.monitor.diff import config_changes, flatten, stated_config
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere, saved_claims
+from prime_hpc.store.checkpoint.newest import read_pointer
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.model.config import read_config
-from prime_hpc.store.run_paths import list_steps, refuse_other_owner
+from prime_hpc.store.run_paths import RunPaths, list_steps, refuse_other_owner
 from prime_hpc.supervisor.attempt.start import run_paths
 
 MOST_CHANGES = 20
@@ -141,7 +142,8 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     if is_parent(experiment):
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
-        has_saved = saved_claims(attempts) or list_steps(run_paths(experiment, run_dir).checkpoints, digits=0)
+        places = (run_paths(experiment, run_dir).checkpoints, read_pointer(RunPaths(run_dir)))
+        has_saved = saved_claims(attempts) or any(list_steps(place, digits=0) for place in places if place is not None)
         words = "; resume it with --ckpt.resume-step latest," if has_saved else ", which saved no checkpoint;"
         words = f"{run_dir} already holds a run{words} choose another --name, or delete it with --clean"
         raise ConfigError(words, "name")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,10 +183,12 @@ def send_script(script: Path, options: Sequence[str], extra: Mapping[str, str]) 
     said: list[str] = []
     argv = ["sbatch", "--parsable", *options, str(script)]
     answer = run_slurm(argv, SBATCH_TIMEOUT_S, extra=extra, dies_with_us=True, hear=said.append)
+    sent = sbatch_answer(answer)
     if (words := "".join(said).strip()) and words not in _TOLD:
         _TOLD.add(words)
-        print(words, file=sys.stderr, flush=True)
-    return sbatch_answer(answer)
+        with suppress(OSError):  # the job is queued, whoever reads this
+            print(words, file=sys.stderr, flush=True)
+    return sent
 
 
 def run_slurm(

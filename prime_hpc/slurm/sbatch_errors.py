@@ -94,10 +94,11 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     low = words.lower()
     if (advice := LAYOUTS[layout].if_refused) and "not supported" in low:
         return SlurmRefused(Problem(f"Slurm refused the job: {words}; {advice}", "slurm.layout"))
+    is_sites = _UNSPECIFIED in error.stderr
     named = re.search(r"(?:invalid|specification|value).*--([a-z-]+)", low) or re.search(r"--([a-z-]+) specif", low)
-    if named and (field := named[1].replace("-", "_")) in SlurmConfig.model_fields:
+    if not is_sites and named and (field := named[1].replace("-", "_")) in SlurmConfig.model_fields:
         return SlurmRefused(Problem(f"Slurm refused the job: {words}", f"slurm.{field}"))
-    for pattern, key, advice in _REFUSALS if _UNSPECIFIED not in error.stderr else ():
+    for pattern, key, advice in () if is_sites else _REFUSALS:
         if re.search(pattern, low):
             advice = _partitions() if key == "slurm.partition" else advice
             return SlurmRefused(Problem(f"Slurm refused the job: {words}" + (f"; {advice}" if advice else ""), key))

@@ -183,7 +183,9 @@ def parse_termination(
     if words == "PREEMPTION" or state == "PREEMPTED" or job.preempt_time not in ("", "None", "N/A"):
         return Verdict("preempted", "preempted by a job of higher priority", again)
     if again and job.reason.replace("_", " ").startswith("launch failed"):  # `launch failed requeued held`
-        return Verdict("requeued", "a node's prolog failed: Slurm put the job back into the queue, and holds it", True)
+        return Verdict(
+            "requeued", "a launch on a node failed (its prolog, as a rule): put back and held by Slurm", True
+        )
     if words == "JOB REQUEUE":
         return Verdict("requeued", "put back into the queue by scontrol requeue", True)
     if again and words is None and "REQUEUE" in mode:

@@ -387,7 +387,7 @@ class ArtifactWriter:
 
 def _files_in(stage: Path) -> list[str]:
     """Relative posix names of all files of a stage; asked for again where a server that fails over gives no answer.
-    Raises StoreError: it gives none."""
+    Raises StoreError: it gives none; OSError: the stage is gone."""
     with disk_errors(stage):
         return files.retry_read(lambda: _walk(stage), deadline_s=files.STALE_S)
 

@@ -79,6 +79,7 @@ def run_role(
         status.failed(reason, str(reason))
         return 1
     else:
+        _given_back()
         status.done()
         return 0
     finally:

@@ -151,7 +151,9 @@ class Trainer:
             return 0, {}
         last = self.experiment.num_steps
         if last is not None and info.step > last:
-            raise ConfigError(f"{info.path} is beyond max_steps = {last}: raise it", "ckpt.resume_step")
+            raise ConfigError(
+                f"{info.path} is of step {info.step}, beyond max_steps = {last}: raise max_steps", "max_steps"
+            )
         progress = self.saver.checkpointer.load(info)
         if chosen is None and not self.experiment.trainer.bench:
             self.control.from_first(partial(go_back_by_hand, self.paths, info.step, self.context.incarnation))

@@ -304,6 +304,7 @@ def test_a_refusal_of_a_site_s_own_is_told_in_its_words_and_about_no_key() -> No
     own = "sbatch: error: Batch job submission failed: Unspecified error"
     for stderr, words in (
         (said + own, "Refused; rl-17 has no hours left (time limit of the project: May)"),
+        (f"sbatch: error: Invalid: state --time\n{own}", "Invalid: state --time"),
         (own, own),
     ):
         (problem,) = sbatch_errors.refusal(client.SlurmError(["sbatch"], 1, stderr), "packed").problems

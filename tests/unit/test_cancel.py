@@ -75,6 +75,8 @@ def test_cancel_of_a_running_job_lets_it_save(
     def supervisor() -> None:
         wait_for((run_dir(config) / "STOP").exists)
         (run_dir(config) / "STOP").unlink()
+        if state == "COMPLETING":
+            fake.change("100", state=state)
         ended(config, "stopped", saved_step=15)
         fake.change("100", state=state)
 
@@ -130,9 +132,9 @@ def test_cancel_of_a_job_whose_run_has_just_ended(
 
     def slurm() -> None:
         wait_for((run_dir(config) / "STOP").exists)
-        fake.change("100", state="COMPLETED" if state == "RUNNING" else state)
+        fake.change("100", state="COMPLETED")
 
-    result = cancel_beside(config, slurm)
+    result = cancel(config) if state == "COMPLETING" else cancel_beside(config, slurm)
     assert (result.ended, fake.calls("scancel")) == (True, []) and result.note.startswith("saved at step 50 and ended")
 
 

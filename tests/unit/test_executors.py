@@ -1,8 +1,11 @@
 """submitit's jobs over our scripts: what it reads back, with a Slurm that forgets, hangs and lies."""
 
+import errno
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +173,19 @@ def test_what_a_site_says_of_a_job_that_it_takes_is_shown_once(
         RunExecutor(tmp_path / name, SCRIPT).submit(local_job, str(tmp_path / name), {})
     assert len(fake.jobs()) == 2
     assert capfd.readouterr().err == f"{words}\n"
+
+
+def test_a_reader_that_is_gone_costs_no_job_its_id(
+    fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.behave("sbatch", stderr=f"sbatch: words for {tmp_path.name}")
+
+    def write(_: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads this")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+    job = RunExecutor(tmp_path / "one", SCRIPT).submit(local_job, str(tmp_path / "one"), {})
+    assert job.job_id == fake.jobs()[0]["id"]
 
 
 @pytest.mark.parametrize(

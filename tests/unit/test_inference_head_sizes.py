@@ -165,6 +165,7 @@ def test_an_adapter_that_no_engine_would_use_is_refused(targets: list[str], expe
         ("glm", ["gate_up_proj"], []),
         ("gptj", ["q_proj"], ["model.lora"]),
         ("stablelm", ["q_proj"], ["model.lora"]),
+        ("deepseek_v4", ["q_b_proj"], []),
     ],
 )
 def test_adapters_that_an_engine_would_refuse_are_refused(

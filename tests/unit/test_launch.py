@@ -1,5 +1,6 @@
 """What is refused before anything starts."""
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from prime_hpc.launch.plan.plan_text import plan_text
 from prime_hpc.launch.prepare import for_evaluation, prepare_run
 from prime_hpc.launch.storage import weights_bytes
 from prime_hpc.store.attempts import begin, write_attempt
+from prime_hpc.store.io.disk import disk_error
 from prime_hpc.store.model.config import hub_folder
 from prime_hpc.supervisor.attempt.start import await_made
 from tests.support.launch import loaded, make_model
@@ -249,6 +251,7 @@ def test_a_full_disk_has_no_room_for_what_is_small(
     with pytest.raises(ConfigError, match="0.00 GiB free, but logs and results want 64 MiB"):
         check(loaded(tmp_path, model))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))  # over FUSE: nobody knows
+    assert str(disk_error(OSError(errno.ENOSPC, "full"), tmp_path)).count("MiB free") == 0
     check(loaded(tmp_path, model))
 
 

@@ -1,5 +1,6 @@
 """A run directory that is there already: what goes on, what is refused, and what `--clean` deletes."""
 
+import json
 import os
 import shutil
 import time
@@ -35,6 +36,11 @@ def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) 
     (run_dir / "attempts.jsonl").write_text("")
     with pytest.raises(ConfigError, match="already holds a run, which saved no checkpoint; choose another --name"):
         prepare_run(one)
+    (run_dir / "checkpoints.json").write_text(json.dumps({"path": str(tmp_path / "elsewhere")}))
+    (tmp_path / "elsewhere" / "step_2").mkdir(parents=True)  # by a command that named another ckpt.path
+    with pytest.raises(ConfigError, match="already holds a run; resume it with --ckpt.resume-step latest"):
+        prepare_run(one)
+    (run_dir / "checkpoints.json").unlink()
     (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run; resume it with --ckpt.resume-step latest"):
         prepare_run(one)

@@ -51,7 +51,7 @@ def test_a_prolog_that_failed_is_no_requeue_by_hand_and_no_preemption() -> None:
     job = JOB.format(state="COMPLETING", reason="launch_failed_requeued_held", restarts=1, preempt="None")
     for words in ("JOB REQUEUE", None):
         end = parse_termination(parse_shown(job, "15")[0], PARTITION.format(mode="REQUEUE"), 0, words=words)
-        assert (end.outcome, end.by_slurm) == ("requeued", True) and "a node's prolog failed" in end.reason
+        assert (end.outcome, end.by_slurm) == ("requeued", True) and "its prolog" in end.reason
 
 
 def test_what_a_sigterm_means() -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import load_experiment
 from prime_hpc.config.snapshot import write_snapshot
@@ -56,7 +58,8 @@ from prime_hpc.store.role_process import leave, run_role
 
 async def work(experiment, context, bus, status):
     os.replace = os.rename = os.kill = None
-    os.rename("a", "b")
+    if experiment.name == "fails":
+        os.rename("a", "b")
 
 code = run_role("eval", work, ())
 sys.stdout.flush()
@@ -66,16 +69,20 @@ leave(code)
 """
 
 
-def test_a_process_whose_functions_an_environment_took_away_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fails", "ends_well"])
+def test_a_process_whose_functions_an_environment_took_away_says_so(tmp_path: Path, name: str) -> None:
     """HumanEval's reliability_guard does that, in whatever process its checker runs."""
-    argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name", "e"]
+    argv = ["--model.name", "m", "--environment-ids", "reverse-text", "--output-dir", str(tmp_path), "--name", name]
     experiment = load_experiment(argv, "eval", {}).experiment
     write_snapshot(experiment, experiment.run_dir, ["test"])
     done = subprocess.run(
         [sys.executable, "-c", GUARDED, str(experiment.run_dir)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     status = read_status(RoleContext("eval", experiment.run_dir).log_dir)
-    assert status is not None and status["state"] == "failed"
+    assert status is not None
+    if name == "ends_well":
+        assert (done.returncode, status["state"]) == (0, "done"), done.stdout + done.stderr
+        return
+    assert (done.returncode, status["state"]) == (1, "failed"), done.stdout + done.stderr
     for told in (done.stdout, status["error"]):
         assert "set os.kill, os.rename, os.replace to None" in told and "workers" in told

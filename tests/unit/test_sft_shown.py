@@ -30,6 +30,11 @@ def test_templates_that_take_the_arguments_of_calls_as_text_get_them(tokenizer: 
     call = {"name": "add", "arguments": {"a": "\u00e9"}}
     row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "tool_calls": [call]}]}
     assert trained_text(sample(row, ChatTokenizer(tokenizer)), tokenizer) == ['addcall {"a": "\u00e9"}<|im_end|>']
+    mapped = "{%- for call in m.tool_calls -%}{%- for k, v in call.function.arguments|items -%}{{ k }}{%- endfor -%}"
+    rule = "{%- if m.role == 'system' -%}{{ raise_exception('no system message here') }}{%- endif -%}"
+    tokenizer.chat_template = f"{{%- for m in messages -%}}{mapped}{{%- endfor -%}}{rule}{end}{{%- endfor -%}}"
+    row["messages"].append({"role": "system", "content": "be brief"})
+    assert "no system message here" in refusal(row, ChatTokenizer(tokenizer))  # of the first way, not of the second
 
 
 def test_a_reply_without_its_text_is_refused_and_beside_calls_counted(tokenizer: Any) -> None:

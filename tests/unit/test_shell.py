@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
+from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.launch.monitor.where_to import NotThereError, way_to
+from prime_hpc.launch.monitor.who_hangs import Target
 from prime_hpc.store.attempts import process_token
 from prime_hpc.supervisor.roles.shell_on_node import shown_environment
 from tests.support.fake_slurm import FakeSlurm
@@ -93,6 +96,13 @@ def shell(*words: object, environ: dict[str, str] | None = None, said: str = "")
 
 def variables(text: str) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in text.splitlines())}
+
+
+def test_between_two_attempts_no_role_runs(run_dir: Path) -> None:
+    nodes = {"trainer": ["n1"]}
+    status = RunStatus("run", str(run_dir), "requeued", is_between=True, nodes=nodes, job_id="7")
+    with pytest.raises(NotThereError, match="trainer does not run now: the run is requeued, between two attempts"):
+        way_to(Target(run_dir, status), "trainer", 0, [], terminal=False, environ={})
 
 
 def test_on_this_machine(run_dir: Path, rank: subprocess.Popen[bytes]) -> None:

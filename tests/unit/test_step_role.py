@@ -109,7 +109,7 @@ def test_a_role_whose_node_ran_out_of_memory_says_so(world: World) -> None:
         role.on_message(said("hello", 2, host))
     role.on_message(said("exited", 2, "n2", code=-9, oom_kills=1))
     assert not role.running
-    why = "out of memory on n2, where the kernel ended processes of the job: more slurm.mem"
+    why = "on n2 the kernel ended processes of the job for want of memory: more slurm.mem"
     assert role.death().cause == f"trainer was killed by signal 9; {why}"
     role.start_number, role._oom_kills = 3, {}  # as a new start leaves it
     role.on_message(said("exited", 3, "n2", code=-9, oom_kills=0))
@@ -126,7 +126,7 @@ KILLED = "srun: error: n1: task 0: Killed\nsrun: error: n[2-3]: tasks 1-2: Kille
         (KILLED, ["n2", "n3"], ""),  # as of nodes that are shut down
         (f"0: slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***\n{KILLED}", None, ""),
         (f"1: slurmstepd-n2: error: *** STEP 7.1 ON n2 CANCELLED AT 2026 ***\n{KILLED}", [], "step was cancelled"),
-        (KILLED.replace("0: Killed", "0: Out Of Memory"), [], "killed by signal 9; out of memory on n1, where"),
+        (KILLED.replace("0: Killed", "0: Out Of Memory"), [], "killed by signal 9; on n1 the kernel ended"),
     ],
 )
 def test_nodes_on_which_slurm_ended_the_step_are_not_lost(

@@ -48,7 +48,7 @@ DELTA_FAMILIES = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3
 starts, and ends with its first request."""
 CPU_DELTA_SIZES = (64, 128)
 """Of heads, keys' and values' alike, that these kernels take; others end the engine with its first request, too."""
-_UNADAPTED = """bloom cohere2_moe deepseek_v4 falcon falcon_mamba gemma3n gemma3n_text gpt-sw3 gpt2 gptj hrm_text
+_UNADAPTED = """bloom cohere2_moe falcon falcon_mamba gemma3n gemma3n_text gpt-sw3 gpt2 gptj hrm_text
     kimi_linear mamba mamba2 mimo_v2_flash stablelm"""
 UNADAPTED_FAMILIES = frozenset(_UNADAPTED.split())
 """model_type of those of which vLLM 0.32's classes take no adapters: an engine refuses them as it starts."""

@@ -62,19 +62,18 @@ def require_model(loaded: Loaded) -> None:
     for minutes."""
     if "model.name" not in absent_models(loaded.experiment, os.environ):
         return
-    name = loaded.experiment.model.name
-    message = f"the hub has no model {name}, or none that you may see; correct the name, or state HF_TOKEN"
-    if said := next((name for name in OFFLINE[:2] if is_on(os.environ, name)), None):
-        message = (
-            f"{name} is not on this disk, and {said} keeps it from the hub; `prime-hpc fetch FILE`, or unset {said}"
-        )
-    elif (word := ask("model", name, os.environ)) is None:
-        words = f"{name} is not on this disk, and the hub does not answer; it is asked again, for minutes"
+    name, origin = loaded.experiment.model.name, loaded.provenance.get("model.name")
+    missing = f"{name} is not on this disk"
+    if said := next((variable for variable in OFFLINE[:2] if is_on(os.environ, variable)), None):
+        words = f"{missing}, and {said} keeps it from the hub; `prime-hpc fetch FILE`, or unset {said}"
+        raise ConfigError(Problem(words, "model.name", origin))
+    word = ask("model", name, os.environ)
+    if word is None:
+        words = f"{missing}, and the hub does not answer; it is asked again, for minutes"
         print(f"note: model.name: {words}", file=sys.stderr, flush=True)
-        return
-    elif word.is_there:
-        return
-    raise ConfigError(Problem(message, "model.name", loaded.provenance.get("model.name")))
+    elif not word.is_there:
+        words = f"the hub has no model {name}, or none that you may see; correct the name, or state HF_TOKEN"
+        raise ConfigError(Problem(words, "model.name", origin))
 
 
 def fetch_all(

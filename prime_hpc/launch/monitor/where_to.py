@@ -104,6 +104,8 @@ def _check(path: Path, status: RunStatus, role: str, rank: int) -> str:
         raise NotThereError(f"the run is {status.state}: no role has been started yet")
     if label not in known:
         raise ConfigError(f"the run has no {label}; it has {', '.join(known)}", "--role")
+    if status.is_between:
+        raise NotThereError(f"{label} does not run now: the run is {status.state}, between two attempts")
     state = status.roles.get(label)
     if state in _NOT_NOW:
         raise NotThereError(f"{label} {_NOT_NOW[state]}: `prime-hpc status` says more")

@@ -136,4 +136,4 @@ def max_array_size(site: SiteConfig) -> int:
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
     size = int(match[1]) if match and int(match[1]) > 1 else MAX_ARRAY
     tasks = re.search(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", text, re.MULTILINE)
-    return min(size, int(tasks[1])) if tasks else size
+    return min(size, int(tasks[1])) if tasks and int(tasks[1]) > 0 else size

@@ -15,15 +15,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ELSEWHERE = "choose another place (output_dir, of what a command writes --output)"
 
 
+UNSTATED = sys.maxsize
+"""Free bytes where a file system states no size at all, as some do over FUSE."""
+
+
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent), without
-    bound where it states no size at all, as some do over FUSE.
+    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent).
     Raises OSError: the file system does not say, e.g. a directory above is not to be searched."""
     probe = path.absolute()
     while True:
         try:
             usage = shutil.disk_usage(probe)
-            return usage.free if usage.total else sys.maxsize
+            return usage.free if usage.total else UNSTATED
         except (FileNotFoundError, NotADirectoryError):
             if probe == probe.parent:
                 raise
@@ -74,9 +77,10 @@ def _is_almost_full(path: Path) -> bool:
 def _free_words(path: Path) -> str:
     """Say how much is free; nothing where that cannot be told, as that must not hide why a write failed."""
     try:
-        return f" ({free_bytes(path) / 2**20:,.1f} MiB free)"
+        free = free_bytes(path)
     except OSError:
         return ""
+    return "" if free == UNSTATED else f" ({free / 2**20:,.1f} MiB free)"
 
 
 @contextlib.contextmanager

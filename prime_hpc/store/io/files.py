@@ -158,7 +158,7 @@ def replace_link(path: Path, target: str) -> bool:
         try:
             temporary.symlink_to(target)
         except OSError as error:
-            if error.errno in NO_LINKS:
+            if error.errno in NO_LINKS and error.errno != errno.EACCES:
                 return False
             raise
     try:

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,11 +84,11 @@ def _beside_mistrals(name: str) -> Any:
     from transformers.utils.hub import cached_file
 
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
+        load, save = f"AutoTokenizer.from_pretrained({name!r})", "save_pretrained('DIRECTORY', save_format='hf')"
+        program = f"from transformers import AutoTokenizer; {load}.{save}"
         raise ValueError(
             f"{name} holds a tokenizer in Mistral's own format alone (tekken.json). Write tokenizer.json, "
-            "tokenizer_config.json and chat_template.jinja beside it: "
-            'python -c "from transformers import AutoTokenizer; '
-            f"AutoTokenizer.from_pretrained({name!r}).save_pretrained('DIRECTORY', save_format='hf')\""
+            f"tokenizer_config.json and chat_template.jinja beside it: python -c {shlex.quote(program)}"
         )
     return AutoTokenizer.from_pretrained(name, mistral_format=False)
 

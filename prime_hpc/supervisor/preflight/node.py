@@ -117,8 +117,9 @@ def node_facts(
     warnings += gpus.warnings
     free_gib: float | None = None
     try:
-        free_gib = disk.free_bytes(run_dir) / _GIB
-        if free_gib < min_free_gib:
+        free = disk.free_bytes(run_dir)
+        free_gib = None if free == disk.UNSTATED else free / _GIB
+        if free_gib is not None and free_gib < min_free_gib:
             wanted = f"{min_free_gib:g} GiB are needed (slurm.preflight.min_free_gib): free some space"
             shared.append(f"{run_dir} has {free_gib:.2f} GiB free, {wanted}")
     except OSError as error:

@@ -162,7 +162,8 @@ class LedRoles:
             own = paths.logs(attempt.attempt, role.spec.name)
             if not own.exists():
                 files.make_dir(own.parent)
-                files.replace_link(own, os.path.relpath(role.log_dir, own.parent))
+                if not files.replace_link(own, os.path.relpath(role.log_dir, own.parent)):
+                    logger.warning(f"{role.spec.label} goes on writing its log in {role.log_dir}")
             attempt.nodes[role.spec.label] = list(role.hosts)
             attempt.kept.append(role.spec.label)
 

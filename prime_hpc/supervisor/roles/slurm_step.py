@@ -39,7 +39,8 @@ WITHOUT_SRUN_S = 8.0
 """Agents whose srun is gone are gone too once they have been silent for so long."""
 _TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 _OUT_OF_MEMORY = "Out Of Memory"
-_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT (?!.*NODE FAILURE)")
+_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*")
+"""Without a cause: with one (a node's failure, the job's time limit) it is the job's end that counts."""
 
 Hellos = Mapping[str, dict[str, Any]]
 """First words of the agents, by `host/local rank`."""
@@ -382,7 +383,7 @@ class StepRole(Role):
                 self._oom_kills[key] = 1
             if how is None or key in self._exits:
                 continue
-            if _OUT_OF_MEMORY not in ended.values():
+            if is_cancelled and not self._ending:
                 self._problems[key] = "its step was cancelled: `scancel` of this one step, or a rule of the site"
             self._exits[key] = -signal.SIGKILL
         return [host for host in quiet if host not in ended]
@@ -414,7 +415,7 @@ class StepRole(Role):
             return Death(f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)")
         death = super().death()
         if hosts := self._hosts_of(key for key, count in list(self._oom_kills.items()) if count > 0):
-            why = f"out of memory on {', '.join(hosts)}, where the kernel ended processes of the job: more slurm.mem"
+            why = f"on {', '.join(hosts)} the kernel ended processes of the job for want of memory: more slurm.mem"
             return death._replace(cause=f"{death.cause}; {why}")
         return death
 

@@ -83,8 +83,11 @@ class ChatTokenizer:
         """Fingerprint of all that makes tokens of a conversation."""
         quick = getattr(self._tokenizer, "backend_tokenizer", None)
         vocabulary = quick.to_str() if quick is not None else sorted(self._tokenizer.get_vocab().items())
-        images = () if self.images is None else (self.images.settings,)
-        return fingerprint_of(self.looks, vocabulary, self._begin, sorted(self._ends), *images)
+        others: list[Any] = [] if self.images is None else [self.images.settings]
+        own = getattr(self._tokenizer, "chat_template", None)
+        if self._chosen is None and isinstance(own, dict):
+            others += sorted(own.items())
+        return fingerprint_of(self.looks, vocabulary, self._begin, sorted(self._ends), *others)
 
     @property
     def name(self) -> str:
@@ -109,10 +112,13 @@ class ChatTokenizer:
         try:
             try:
                 return self._write(messages, tools, header)
-            except (TemplateError, TypeError):  # DeepSeek's takes arguments as the text that they are in the API
+            except (TemplateError, TypeError) as first:  # DeepSeek's takes arguments as the text of the API
                 if not any(message.get("tool_calls") for message in messages):
                     raise
-                return self._write(_with_json_arguments(messages), tools, header)
+                try:
+                    return self._write(_with_json_arguments(messages), tools, header)
+                except Exception:  # noqa: BLE001 - it was not that
+                    raise first from None
         except Exception as error:
             raise SFTDataError(f"{self.name} refuses the messages: {error}") from error
 
