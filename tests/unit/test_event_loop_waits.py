@@ -1,10 +1,12 @@
-"""Waiting for one future: it ends however it does, in time or not, and whoever waits may be cancelled."""
+"""Waiting for one future, however it ends, and for a group of tasks, whose first error is told."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
-from prime_hpc.runtime.event_loops import ended
+from prime_hpc.runtime.event_loops import ended, task_group
 
 
 def test_a_future_is_waited_for_however_it_ends() -> None:
@@ -40,3 +42,26 @@ def test_one_that_is_not_done_in_time_goes_on_and_so_does_one_whose_waiter_is_ca
         assert not future.done() and not future._callbacks
 
     asyncio.run(main())
+
+
+def test_the_first_error_of_a_group_of_tasks_is_told_as_itself() -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def nested() -> None:
+        async with task_group() as tasks:
+            tasks.create_task(fail())
+
+    async def all_of_them() -> None:
+        async with task_group() as tasks:
+            tasks.create_task(nested())
+            tasks.create_task(asyncio.sleep(200))
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        asyncio.run(all_of_them())
+
+
+def test_nothing_is_raised_within_except_star() -> None:
+    """It would come as a group before Python 3.11.4, which these tests may not be run with."""
+    files = (Path(__file__).resolve().parents[2] / "prime_hpc").rglob("*.py")
+    assert not [path for path in files if re.search(r"^\s*except\s*\*", path.read_text(), re.MULTILINE)]
