@@ -435,7 +435,7 @@ def test_what_cannot_be_evaluated(argv: list[str], words: str) -> None:
 
 def test_an_evaluation_is_a_packed_job_of_engines_and_who_plays() -> None:
     site = SiteConfig(name="s")
-    argv = ["--inference.data-parallel-size", "8", "--slurm.gpus-per-node", "4"]
+    argv = ["--inference.data-parallel-size", "8", "--slurm.gpus-per-node", "4", "--output-dir", "/shared/runs"]
     placement = place_slurm(experiment(*argv), site)
     assert placement.layout == "packed" and placement.num_nodes == 2
     assert [(g.role, g.first_node, g.device) for g in placement.groups] == [

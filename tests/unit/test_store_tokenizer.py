@@ -221,5 +221,5 @@ def test_mistrals_own_format_alone_is_refused(tmp_path: Path, cache: dict[str, s
     pytest.importorskip("mistral_common")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     _tekken(tmp_path)
-    with pytest.raises(ValueError, match=r"tekken\.json.*save_format='hf'"):
+    with pytest.raises(ValueError, match=r"tekken\.json.*python -c '.*save_format=\"hf\"\)'$"):
         _load(tmp_path, cache)

@@ -8,6 +8,7 @@ is noted in the user's cache; the next process imports that class alone.
 import contextlib
 import hashlib
 import importlib
+import json
 import os
 import re
 import shlex
@@ -84,7 +85,8 @@ def _beside_mistrals(name: str) -> Any:
     from transformers.utils.hub import cached_file
 
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
-        load, save = f"AutoTokenizer.from_pretrained({name!r})", "save_pretrained('DIRECTORY', save_format='hf')"
+        load = f"AutoTokenizer.from_pretrained({json.dumps(name)})"
+        save = 'save_pretrained("DIRECTORY", save_format="hf")'
         program = f"from transformers import AutoTokenizer; {load}.{save}"
         raise ValueError(
             f"{name} holds a tokenizer in Mistral's own format alone (tekken.json). Write tokenizer.json, "
