@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -243,3 +245,27 @@ def test_memory_that_is_given_out_again_was_free(monkeypatch: pytest.MonkeyPatch
         live.change(address, size)
         totals.append(live.total)
     assert totals == [100, 150, 50, 50, 20, 30, 40, 220, 220]
+
+
+ENDLESS = """
+import time
+
+def run():
+    try:
+        print("runs", flush=True)
+        time.sleep(1000)
+    finally:
+        print("its servers end", flush=True)
+"""
+
+
+def test_one_that_is_told_to_end_ends_what_it_started(tmp_path: Path) -> None:
+    """`timeout 60 tools/bench routing` left two engines."""
+    (tmp_path / "tools" / "benchmarks").mkdir(parents=True)
+    (tmp_path / "tools" / "benchmarks" / "endless.py").write_text(ENDLESS)
+    shutil.copy(FOLDER.parent / "bench", tmp_path / "tools")
+    words = [sys.executable, str(tmp_path / "tools" / "bench"), "endless"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "runs\n"
+        process.terminate()
+        assert process.communicate(timeout=200)[0] == "its servers end\n" and process.returncode == 143
