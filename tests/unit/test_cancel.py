@@ -21,7 +21,6 @@ from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm import submission_record
 from prime_hpc.slurm.queue import queue_successor
-from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
@@ -453,50 +452,3 @@ def test_what_ends_by_itself_while_it_is_ended_is_no_error(tmp_path: Path, monke
     write_attempt(tmp_path / "attempts.jsonl", Attempt(1, 1, time.time(), "first start", pid=process.pid))
     monkeypatch.setattr(local, "is_held", lambda row: True)  # it was, a moment ago
     local.end_local(tmp_path, None)
-
-
-def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
-    with pytest.raises(
-        SlurmRefused, match=r"the controller is down.*; `touch /.*/STOP` has one that runs save and end"
-    ):
-        cancel(config)
-
-
-@pytest.mark.parametrize("now", [True, False])
-def test_cancel_says_what_it_knows_where_slurm_falls_silent_after_scancel(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, now: bool
-) -> None:
-    submit(load(config))
-    if now:
-        fake.change("100", state="RUNNING", nodes="n1")
-    scancel = cancel_module.run_slurm
-
-    def then_silent(argv: list[str], *others: float) -> str:
-        said = scancel(argv, *others)
-        fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
-        return said
-
-    monkeypatch.setattr(cancel_module, "run_slurm", then_silent)
-    monkeypatch.setattr(cancel_module, "GONE_TIMEOUT_S", 0.2)
-    result = cancel(config, now=now)
-    assert (result.ended, result.outcome, result.job_id) == (False, "unknown", "100")
-    assert result.note.startswith("job 100 was asked to end; whether it has cannot be asked: `squeue")
-    assert fake.jobs()[0]["state"] == "CANCELLED"
-
-
-def test_cancel_waits_for_a_controller_that_is_busy_after_scancel(
-    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit(load(config))
-    fake.change("100", state="RUNNING", nodes="n1")
-    scancel = cancel_module.run_slurm
-
-    def then_busy(argv: list[str], *others: float) -> str:
-        said = scancel(argv, *others)
-        fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Socket timed out", only_once=True)
-        return said
-
-    monkeypatch.setattr(cancel_module, "run_slurm", then_busy)
-    assert cancel(config, now=True).outcome == "cancelled"
