@@ -39,8 +39,8 @@ WITHOUT_SRUN_S = 8.0
 """Agents whose srun is gone are gone too once they have been silent for so long."""
 _TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 _OUT_OF_MEMORY = "Out Of Memory"
-_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*")
-"""Without a cause: with one (a node's failure, the job's time limit) it is the job's end that counts."""
+_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+( DUE TO (?!NODE FAILURE).*)? \*\*\*")
+"""With a cause (the job's time limit, a preemption) it is the job's end that counts."""
 
 Hellos = Mapping[str, dict[str, Any]]
 """First words of the agents, by `host/local rank`."""
@@ -374,8 +374,8 @@ class StepRole(Role):
         """
         text = self._said_since_start(1000) if quiet else ""
         ended = {host: how for hosts, how in _TASKS_ENDED.findall(text) for host in expand_hosts(hosts)}
-        is_cancelled = _STEP_CANCELLED.search(text) is not None
-        if not is_cancelled and _OUT_OF_MEMORY not in ended.values():
+        cancelled = _STEP_CANCELLED.search(text)
+        if cancelled is None and _OUT_OF_MEMORY not in ended.values():
             return quiet
         for key in list(self._beats):
             how = ended.get(key.split("/")[0])
@@ -383,7 +383,7 @@ class StepRole(Role):
                 self._oom_kills[key] = 1
             if how is None or key in self._exits:
                 continue
-            if is_cancelled and not self._ending:
+            if cancelled is not None and not cancelled[1] and not self._ending:
                 self._problems[key] = "its step was cancelled: `scancel` of this one step, or a rule of the site"
             self._exits[key] = -signal.SIGKILL
         return [host for host in quiet if host not in ended]
