@@ -101,6 +101,9 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
         ("orchestrator: {environment: {id: reverse-text}}", "orchestrator.env of RL"),  # and not an evaluation's ids
         ("weight_broadcast: {type: nccl}", "weights.transport"),
         ("deployment: {type: single_node, num_train_gpus: 2}", "trainer.num_ranks"),
+        ("orchestrator: {monitor: {wandb: {id: abc}}}", "wandb.orchestrator_id"),
+        ("orchestrator: {wandb: {log_extras: {interval: 5}}}", "wandb.samples_interval"),
+        ("inference: {model: {tool_call_parser: hermes}}", "below inference.vllm"),
     ):
         (problem,) = of_file(tmp_path / "other.yaml", text, "rl")
         assert "there is no such " in problem and ours in problem

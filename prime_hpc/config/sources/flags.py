@@ -37,7 +37,7 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "orchestrator.wandb.log_extras.distributions": (("wandb", "distributions"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
-"""Root flags with another name -> the keys that they set."""
+"""Flags with another name, as at the root -> the keys that they set."""
 
 _OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
 """Flags whose negation asks for what is so anyway."""
@@ -193,12 +193,16 @@ class _Parser:
         segments = self._segments(name)
         if locate(segments, self.scope) is not None:
             return (segments,), False
-        aliases = ALIASES | (RL_ALIASES if self.scope is None else {})
-        if snake in aliases:
-            return aliases[snake], False
+        if (alias := self._alias(snake)) is not None:
+            return alias, False
         if snake.startswith("no_"):
-            return aliases.get(snake[3:], (self._segments(name[3:]),)), True
+            return self._alias(snake[3:]) or (self._segments(name[3:]),), True
         return (segments,), False
+
+    def _alias(self, snake: str) -> tuple[Segments, ...] | None:
+        """Return the keys that a flag sets under another name: its component's own first."""
+        aliases = ALIASES | (RL_ALIASES if self.scope is None else {})
+        return aliases.get(f"{self.scope}.{snake}") or aliases.get(snake)
 
     def _segments(self, name: str) -> Segments:
         return spelled(tuple(name.split(".")), self.scope, lambda segment: segment.replace("-", "_"))

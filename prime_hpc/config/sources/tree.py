@@ -249,9 +249,11 @@ def _get(container: Any, name: str) -> Any:
 
 
 def _in_its_scope(entry: Entry) -> Entry:
-    """Return a section of a file as one of the root where its keys are the root's: `eval` of a whole experiment, which
-    `sft` reads as its own (`sft.eval`) elsewhere."""
+    """Return a section of a whole experiment as one of the root where its keys are the root's: `eval`, which `sft`
+    reads as its own (`sft.eval`) in a file of its own."""
     if entry.document is None or entry.scope is None or len(entry.segments) > 1 or not isinstance(entry.value, dict):
+        return entry
+    if not {"kind", entry.scope} & entry.document.data.keys():
         return entry
     below = [(*entry.segments, str(name)) for name in entry.value]
     own, of_root = (sum(locate(key, scope) is not None for key in below) for scope in (entry.scope, None))
