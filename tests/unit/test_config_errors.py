@@ -137,6 +137,13 @@ trainr: {num_ranks: 2}
     assert len(found) == 5, "a section that is misspelt is one problem, a key that nobody has none"
 
 
+def test_an_argument_of_vllm_is_told_its_place(tmp_path: Path) -> None:
+    (problem,) = problems(["--max-num-batched-tokens", "8192"], "inference")
+    assert problem.endswith("unknown key; an argument of vLLM would be --inference.vllm.max-num-batched-tokens")
+    (problem,) = of_file(tmp_path / "exp.yaml", "teacher_inference: {block_size: 16}\n", "rl")
+    assert problem.endswith("an argument of vLLM would be teacher_inference.vllm.block_size")
+
+
 def test_answers_to_other_names_are_true() -> None:
     answers = [*(answer for _, answer in other_names._ANYWHERE), *other_names._AS_TYPED.values()]
     for key in (key for answer in answers for key in other_names._KEY.findall(answer)):
@@ -198,7 +205,7 @@ def test_relations_between_keys_say_where_each_is_stated(tmp_path: Path) -> None
     ("argv", "said"),
     [
         (["--orchestrator.rollouts-per-example", "1"], "must be at least 2"),
-        (["--orchestrator.sampling.max-tokens", "100", "--seq-len", "100"], "cannot fit"),
+        (["--orchestrator.sampling.max-tokens", "100", "--seq-len", "100"], "a prompt: lower it, or raise seq_len"),
         (["--trainer.micro-batch-tokens", "10"], "would not fit"),
     ],
 )

@@ -264,7 +264,10 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "slurm.ntasks",
         _NODES,
     ),
-    ("slurm.modules slurm.conda slurm.venv", "lines of shell before anything starts: <slurm.setup>"),
+    (
+        "slurm.modules slurm.conda slurm.venv slurm.pre_run_command",
+        "lines of shell before anything starts: <slurm.setup>",
+    ),
     ("slurm.requeue", "it is <slurm.restart.how>"),
     (
         "epochs max_epochs num_epochs num_train_epochs total_epochs num_episodes",
@@ -277,7 +280,8 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "it is <ckpt.keep_last>",
     ),
     (
-        "resume_mode resume_from_checkpoint resume_from_path resume_from load_checkpoint ckpt.load_enable",
+        "resume_mode resume_from_checkpoint resume_from_path resume_from load_checkpoint ckpt.load_enable "
+        "resume resume.step resume.dir",
         "`latest`, a step or a path: <ckpt.resume_step>; a run of yours goes on by `prime-hpc resume NAME`",
     ),
     (
@@ -295,7 +299,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "report_to logger use_wandb use_tensorboard",
         "monitors are switched on by name: <wandb>, <tensorboard>, <mlflow>",
     ),
-    ("monitor", "it is <wandb>; the runs' ids are <wandb.trainer_id> and <wandb.orchestrator_id>"),
+    ("monitor monitors", "it is <wandb>; the runs' ids are <wandb.trainer_id> and <wandb.orchestrator_id>"),
     (
         "log_extras",
         "of the orchestrator's W&B run: <wandb.samples_interval>, <wandb.samples>, <wandb.distributions>",

@@ -294,7 +294,10 @@ def unknown_key(entry: Entry) -> Problem:
     near = nearest_path(".".join(scoped), candidates) if entry.scope else None
     near = near or nearest_path(".".join(wanted), candidates)
     if near is None:
-        return Problem(UNKNOWN, typed, entry.origin)
+        is_engines = scoped[0] in ("inference", "teacher_inference")
+        below = _shown(f"{scoped[0]}.vllm.{wanted[-1]}", is_flag)
+        words = f"{UNKNOWN}; an argument of vLLM would be {below}" if is_engines else UNKNOWN
+        return Problem(words, typed, entry.origin)
     near = ".".join(ALIASES[near][0]) if near in ALIASES else near
     return Problem(f"{UNKNOWN}; did you mean {_shown(near, is_flag)}?", typed, entry.origin)
 
