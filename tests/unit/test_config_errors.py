@@ -144,6 +144,15 @@ def test_an_argument_of_vllm_is_told_its_place(tmp_path: Path) -> None:
     assert problem.endswith("an argument of vLLM would be teacher_inference.vllm.block_size")
 
 
+def test_a_section_that_is_given_a_name_is_told_its_key() -> None:
+    said = problems(["--model", "M"], "inference")
+    assert said == [
+        "command line (M): unexpected argument 'M': --model is a section of keys; did you mean `--model.name M`?"
+    ]
+    assert "--key value" in problems(["M"], "inference")[0]
+    assert "a value of --sft.data.type" in problems(["--data.fake", "{'batch_size': 2}"], "sft")[0]
+
+
 def test_answers_to_other_names_are_true() -> None:
     answers = [*(answer for _, answer in other_names._ANYWHERE), *other_names._AS_TYPED.values()]
     for key in (key for answer in answers for key in other_names._KEY.findall(answer)):

@@ -356,6 +356,7 @@ _AS_TYPED: dict[str, str] = {
     "train.micro_bs": (
         "micro-batches are counted in tokens: state <trainer.micro_batch_tokens>, micro_bs times seq_len at most"
     ),
+    "sft.data.fake": "`fake` is a value of <sft.data.type>; of what shape: <sft.data.batch_size>, <sft.data.seq_len>",
     **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _SHARES),
     "data.num_workers": "batches of RL come packed from the orchestrator; of SFT it is <sft.data.num_workers>",
     "batch_size": (
