@@ -34,6 +34,7 @@ from prime_hpc.config.sections.weights import WeightsConfig
 COMPONENTS = ("trainer", "orchestrator", "inference", "sft", "eval", "synthesize")
 ALONE = ("eval", "synthesize")
 """Kinds that train nothing: they play episodes, each with the section of its name."""
+NO_ROOM = "together with a prompt: lower it, or raise seq_len, or that limit where it is stated"
 TOO_FEW = "rollouts_per_example must be at least 2 (or set advantage.type = none)"
 
 
@@ -227,7 +228,7 @@ class Experiment(Section):
         if self.kind == "rl" and o.env and o.sampling.max_tokens >= self.max_model_len:
             raise ValueError(
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
-                f"inference.max_model_len ({self.max_model_len}) together with a prompt"
+                f"inference.max_model_len ({self.max_model_len}) {NO_ROOM}"
             )
         for name, why in o.policy_sampling.untrainable().items() if self.kind == "rl" else ():
             raise ValueError(f"orchestrator.sampling.extra.{name} cannot be used in training: {why}; leave it out")
@@ -346,7 +347,7 @@ class Experiment(Section):
             if sampling.max_tokens >= self.max_model_len:
                 raise ValueError(
                     f"{key}.sampling.max_tokens ({sampling.max_tokens}) cannot fit inference.max_model_len "
-                    f"({self.max_model_len}) together with a prompt"
+                    f"({self.max_model_len}) {NO_ROOM}"
                 )
             changed = (sampling.temperature, sampling.truncates) != (o.sampling.temperature, o.sampling.truncates)
             if advantage.distils and changed and (sampling.temperature != 1 or sampling.truncates):
@@ -360,7 +361,7 @@ class Experiment(Section):
             if length is not None and length >= self.max_model_len:
                 raise ValueError(
                     f"orchestrator.eval.env.{i}.sampling.max_tokens ({length}) cannot fit inference.max_model_len "
-                    f"({self.max_model_len}) together with a prompt"
+                    f"({self.max_model_len}) {NO_ROOM}"
                 )
 
     def _can_evaluate(self) -> None:
@@ -372,8 +373,7 @@ class Experiment(Section):
         if length >= self.max_model_len:
             stated = "orchestrator.eval.sampling" if o.eval.sampling.max_tokens else "orchestrator.sampling"
             raise ValueError(
-                f"{stated}.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) together "
-                "with a prompt"
+                f"{stated}.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) {NO_ROOM}"
             )
 
     def _can_play_alone(self) -> None:
@@ -400,7 +400,7 @@ class Experiment(Section):
         if self.inference is not None and length is not None and length >= self.max_model_len:
             raise ValueError(
                 f"{kind}.sampling.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
-                "together with a prompt: raise seq_len"
+                f"{NO_ROOM}"
             )
 
     def _can_be_taught(self) -> None:

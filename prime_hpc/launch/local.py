@@ -58,9 +58,10 @@ def run(loaded: Loaded) -> int:
     `submit` does."""
     loaded = for_evaluation(loaded)
     findings = lint(loaded.experiment.model_copy(update={"launch": "local"}), GENERIC)  # no site's nodes are asked
-    if any(finding.code == "PH329" for finding in findings):  # nobody brings it meanwhile, as he may while a job waits
-        absent = absent_models(loaded.experiment, os.environ)
-        findings = [replace(f, severity="error") if f.code == "PH329" and f.key in absent else f for f in findings]
+    # models and benchmarks that are not there: nobody brings them meanwhile, as he may while a job waits
+    absent = absent_models(loaded.experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
+    absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
+    findings = [replace(f, severity="error") if f.key in absent else f for f in findings]
     refuse_errors(loaded, findings)
     run_dir = prepare_run(loaded)
     print_warnings(findings)  # no sooner: a model that is missing is an error here

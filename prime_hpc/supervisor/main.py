@@ -281,7 +281,7 @@ def _prepare(
     paths = run_paths(experiment, run_dir)
     patience(lambda: close_crashed_attempts(experiment, run_dir, paths, allocation))
     served = experiment
-    if (allocation is None or allocation.by_slurm) and patience(lambda: is_all_played(experiment, run_dir)):
+    if patience(lambda: is_all_played(experiment, run_dir)):
         served = experiment.model_copy(update={"inference": None})  # nobody would ask the engines
     if allocation is None:
         specs, urls = place(served, run_dir, environment)

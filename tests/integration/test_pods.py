@@ -1,5 +1,6 @@
-"""A whole run from the manifests of `render --target kubernetes`: their containers' commands as processes of this
-machine, a pod killed in the middle, another told to go. `tests.support.pods` plays the kubelet."""
+"""Whole runs from the manifests of `render --target kubernetes`: their containers' commands as processes of this
+machine, a pod killed in the middle, another told to go; one that has nothing left to play. `tests.support.pods` plays
+the kubelet."""
 
 import json
 import signal
@@ -15,7 +16,6 @@ from tests.support.runs import command, rows, starter_tree, steps, used_prompts
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.exhaustive,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not can_unshare(), reason="pods get names by a mount namespace of their own"),
 ]
@@ -35,18 +35,24 @@ def kubelet(tmp_path: Path) -> Any:
         slurm={"gpus_per_node": 0, "trainer": {"nodes": 2}, "inference": {"nodes": 2}},
         kubernetes={"image": "none", "grace_s": 120},
     )
-    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(experiment))
-    made = command("prime-hpc", "render", tmp_path / "exp.yaml", "--target", "kubernetes")
-    assert made.returncode == 0, made.stderr
-    cluster = Kubelet(list(yaml.safe_load_all(made.stdout)), tmp_path)
+    cluster = sent(experiment, tmp_path)
     yield cluster
     cluster.close()
+
+
+def sent(experiment: dict[str, Any], work: Path) -> Kubelet:
+    """The kubelet that has got the experiment's objects."""
+    (work / "exp.yaml").write_text(yaml.safe_dump(experiment))
+    made = command("prime-hpc", "render", work / "exp.yaml", "--target", "kubernetes")
+    assert made.returncode == 0, made.stderr
+    return Kubelet(list(yaml.safe_load_all(made.stdout)), work)
 
 
 def saved(run_dir: Path, step: int) -> bool:
     return (run_dir / "checkpoints" / f"step_{step}" / "manifest.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_survives_a_lost_pod_and_an_eviction_and_gives_all_pods_back(kubelet: Kubelet, tmp_path: Path) -> None:
     run_dir = tmp_path / "shared" / "outputs" / "pods"
     for name in kubelet.pods:
@@ -75,3 +81,39 @@ def test_a_run_survives_a_lost_pod_and_an_eviction_and_gives_all_pods_back(kubel
     for path in run_dir.rglob("*"):
         assert not path.is_file() or key.encode() not in path.read_bytes(), path
     assert not list((run_dir / "secrets").glob("step-*")), "what the pods were told is removed"
+
+
+def test_rows_that_are_chosen_anew_start_no_engine(tmp_path: Path) -> None:
+    """All is played: the run that is sent again with another filter has nothing to ask a server."""
+    tree = starter_tree(tmp_path)
+    experiment: dict[str, Any] = {
+        "kind": "synthesize",
+        "name": "rows",
+        **{key: tree[key] for key in ("seq_len", "model")},
+        "synthesize": {"environment_ids": ["reverse-text"], "num_examples": 4, "finished": False},
+        "inference": {"backend": "transformers"},
+        "device": "cpu",
+        "slurm": {"gpus_per_node": 0},
+        "kubernetes": {"image": "none"},
+    }
+    episodes = tmp_path / "shared" / "outputs" / "rows" / "results" / "episodes.jsonl"
+    kept = []
+    for more in ({"sampling": {"max_tokens": 8}}, {"n_best": 1}):
+        experiment["synthesize"] |= more
+        cluster = sent(experiment, tmp_path)
+        try:
+            for name in cluster.pods:
+                cluster.start(name)
+            deadline = time.monotonic() + 200
+            while not cluster.is_over():
+                assert time.monotonic() < deadline, (tmp_path / "rows-supervisor.log").read_text()[-3000:]
+                cluster.tick()
+                time.sleep(0.3)
+        finally:
+            cluster.close()
+        said = (tmp_path / "rows-supervisor.log").read_text()
+        assert {pod.exits[-1] for pod in cluster.pods.values()} == {0}, said[-3000:]
+        kept.append(episodes.read_bytes())
+    attempts = episodes.parents[1] / "logs"
+    assert len(kept[0].splitlines()) == 4 and kept[1] == kept[0], said[-3000:]
+    assert [(attempts / f"attempt_{n}" / "inference").is_dir() for n in (1, 2)] == [True, False], said[-3000:]

@@ -217,6 +217,21 @@ def test_other_names_of_the_monitors_keys(flags: list[str], found: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("entrypoint", "flags", "found"),
+    [
+        ("orchestrator", ["--monitor.wandb.id", "b"], {"trainer_id": None, "orchestrator_id": "b"}),
+        ("orchestrator", ["--wandb.log-extras.interval=5", "--no-wandb.log-extras.samples"], {"samples": False}),
+        ("trainer", ["--monitor.wandb.id", "a"], {"trainer_id": "a", "orchestrator_id": None}),
+        ("sft", ["--data.type", "fake", "--monitor.wandb.id", "a"], {"trainer_id": "a", "orchestrator_id": None}),
+    ],
+)
+def test_a_component_alone_means_its_own_run(entrypoint: str, flags: list[str], found: dict[str, Any]) -> None:
+    of_rl = ENV if entrypoint == "orchestrator" else []
+    wandb = load_experiment([*of_rl, *flags], entrypoint, {}).experiment.wandb
+    assert wandb is not None and {name: getattr(wandb, name) for name in found} == found
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--trainer.wandb.log-extras.distributions"], "the orchestrator's: --wandb.distributions"),
@@ -225,6 +240,9 @@ def test_other_names_of_the_monitors_keys(flags: list[str], found: dict[str, Any
         (["--data.num_workers", "2"], "--sft.data.num-workers"),
         (["--data.micro-batch-size", "4"], "--trainer.micro-batch-tokens; of SFT it is --sft.data.micro-batch-size"),
         (["--batch-size", "64"], "--orchestrator.batch-size"),
+        (["--micro-batch-size", "4"], "--trainer.micro-batch-tokens"),
+        (["--trainer.data.seq-len", "512"], "in tokens, is --seq-len"),
+        (["--orchestrator.eval.environment-ids", "math500"], "--orchestrator.eval.env"),
     ],
 )
 def test_keys_that_have_no_counterpart_name_what_to_state(flags: list[str], words: str) -> None:

@@ -101,6 +101,9 @@ def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:
         ("orchestrator: {environment: {id: reverse-text}}", "orchestrator.env of RL"),  # and not an evaluation's ids
         ("weight_broadcast: {type: nccl}", "weights.transport"),
         ("deployment: {type: single_node, num_train_gpus: 2}", "trainer.num_ranks"),
+        ("orchestrator: {monitor: {wandb: {id: abc}}}", "wandb.orchestrator_id"),
+        ("orchestrator: {wandb: {log_extras: {interval: 5}}}", "wandb.samples_interval"),
+        ("inference: {model: {tool_call_parser: hermes}}", "below inference.vllm"),
     ):
         (problem,) = of_file(tmp_path / "other.yaml", text, "rl")
         assert "there is no such " in problem and ours in problem
@@ -132,6 +135,22 @@ trainr: {num_ranks: 2}
     assert "rollout.n: there is no such key: replies to a prompt: orchestrator.rollouts_per_example" in found[3]
     assert found[4] == f"{path}:6: trainr: unknown key; did you mean trainer?"
     assert len(found) == 5, "a section that is misspelt is one problem, a key that nobody has none"
+
+
+def test_an_argument_of_vllm_is_told_its_place(tmp_path: Path) -> None:
+    (problem,) = problems(["--max-num-batched-tokens", "8192"], "inference")
+    assert problem.endswith("unknown key; an argument of vLLM would be --inference.vllm.max-num-batched-tokens")
+    (problem,) = of_file(tmp_path / "exp.yaml", "teacher_inference: {block_size: 16}\n", "rl")
+    assert problem.endswith("an argument of vLLM would be teacher_inference.vllm.block_size")
+
+
+def test_a_section_that_is_given_a_name_is_told_its_key() -> None:
+    said = problems(["--model", "M"], "inference")
+    assert said == [
+        "command line (M): unexpected argument 'M': --model is a section of keys; did you mean `--model.name M`?"
+    ]
+    assert "--key value" in problems(["M"], "inference")[0]
+    assert "a value of --sft.data.type" in problems(["--data.fake", "{'batch_size': 2}"], "sft")[0]
 
 
 def test_answers_to_other_names_are_true() -> None:
@@ -195,7 +214,7 @@ def test_relations_between_keys_say_where_each_is_stated(tmp_path: Path) -> None
     ("argv", "said"),
     [
         (["--orchestrator.rollouts-per-example", "1"], "must be at least 2"),
-        (["--orchestrator.sampling.max-tokens", "100", "--seq-len", "100"], "cannot fit"),
+        (["--orchestrator.sampling.max-tokens", "100", "--seq-len", "100"], "a prompt: lower it, or raise seq_len"),
         (["--trainer.micro-batch-tokens", "10"], "would not fit"),
     ],
 )

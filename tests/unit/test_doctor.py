@@ -52,6 +52,14 @@ def test_nothing_heavy_is_imported() -> None:
     assert not {"torch", "vllm", "transformers", "wandb"} & set(eval(done.stdout))
 
 
+@pytest.mark.parametrize(("hard", "state"), [(8192, "ok"), (2048, "warn")])
+def test_of_open_files_the_limit_counts_that_roles_raise_themselves_to(hard: int, state: str) -> None:
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, {hard})); "
+    code = limited + "from prime_hpc.launch.doctor.doctor import check_limits; print(next(check_limits()).line())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.startswith(f"{state:<4}  open files: limit {hard}")
+
+
 def test_packages_that_are_missing_or_of_another_version() -> None:
     assert unmet(["numpy>=2.1", "prime-hpc[roles]"]) == []
     wrong = unmet(["numpy>=999", "no-such-package-here>=1"])

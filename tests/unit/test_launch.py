@@ -76,6 +76,9 @@ def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
         local.run(loaded(tmp_path, "someone/unheard-of"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="benchmark math500 is not in .*, and no role fetches it"):
+        local.run(loaded(tmp_path, model, orchestrator={"env": [{"id": "math500"}], "sampling": {"max_tokens": 8}}))
     assert not one.experiment.run_dir.exists()
 
 

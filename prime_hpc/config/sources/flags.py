@@ -37,7 +37,7 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "orchestrator.wandb.log_extras.distributions": (("wandb", "distributions"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
-"""Root flags with another name -> the keys that they set."""
+"""Flags with another name, as at the root -> the keys that they set."""
 
 _OFF_ALREADY = ("trainer.wandb.log_extras.samples", "trainer.wandb.log_extras.distributions")
 """Flags whose negation asks for what is so anyway."""
@@ -147,6 +147,9 @@ class _Parser:
             self.parsed.files.append(FileRef(Path(token).expanduser(), (), self.scope))
             return
         hint = f"to load a config file write `@ {token}`" if is_file else "flags are `--key value` or `--key=value`"
+        before = self.argv[self.position - 2] if self.position > 1 else ""
+        if before.startswith("--") and locate((*self._segments(before[2:]), "name"), self.scope) is not None:
+            hint = f"{before} is a section of keys; did you mean `{before}.name {token}`?"  # `--model M`, as vLLM's
         self._problem(f"unexpected argument {token!r}: {hint}", token)
 
     def _file(self) -> None:
@@ -193,12 +196,16 @@ class _Parser:
         segments = self._segments(name)
         if locate(segments, self.scope) is not None:
             return (segments,), False
-        aliases = ALIASES | (RL_ALIASES if self.scope is None else {})
-        if snake in aliases:
-            return aliases[snake], False
+        if (alias := self._alias(snake)) is not None:
+            return alias, False
         if snake.startswith("no_"):
-            return aliases.get(snake[3:], (self._segments(name[3:]),)), True
+            return self._alias(snake[3:]) or (self._segments(name[3:]),), True
         return (segments,), False
+
+    def _alias(self, snake: str) -> tuple[Segments, ...] | None:
+        """Return the keys that a flag sets under another name: its component's own first."""
+        aliases = ALIASES | (RL_ALIASES if self.scope is None else {})
+        return aliases.get(f"{self.scope}.{snake}") or aliases.get(snake)
 
     def _segments(self, name: str) -> Segments:
         return spelled(tuple(name.split(".")), self.scope, lambda segment: segment.replace("-", "_"))

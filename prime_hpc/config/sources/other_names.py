@@ -46,7 +46,7 @@ _QUANTISED = "weights that train are not quantised: <model.lora>, <model.dtype>,
 _ANYWHERE: tuple[tuple[str, str], ...] = (
     (
         "num_generations n_samples_per_prompt num_samples_per_prompt rollout.n rollout_n num_return_sequences "
-        "group_size",
+        "group_size sampling.n",
         "replies to a prompt: <orchestrator.rollouts_per_example>",
     ),
     (
@@ -82,7 +82,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "a prompt is not cut: with its replies it has <seq_len> tokens at most",
     ),
     (
-        "max_length max_seq_length max_len model_max_length cutoff_len",
+        "max_length max_seq_length max_len model_max_length cutoff_len model.seq_len data.seq_len",
         "the longest sample, in tokens, is <seq_len>",
     ),
     ("truncation truncation_mode", "samples of SFT that are too long: <sft.data.overlong>"),
@@ -115,7 +115,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ("epsilon_high clip_ratio_high eps_clip_high", "how far the ratio may rise: <trainer.loss.clip_high>"),
     ("clip_ratio_c", "it is <trainer.loss.dual_clip>"),
     (
-        "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level",
+        "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level ratio_type",
         "the objective: <trainer.loss.type>",
     ),
     ("loss_agg_mode loss_scale_factor", "the divisor of a token's loss: <trainer.loss.normalize>"),
@@ -157,6 +157,10 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "texts that end a reply: <orchestrator.sampling.extra>, {stop: [TEXT]}",
     ),
     (
+        "extra_body reasoning_effort",
+        "other parameters of a request: <orchestrator.sampling.extra>, of an evaluation <eval.sampling.extra>",
+    ),
+    (
         "val_split val_size val_ratio validation_split test_size eval_split_ratio",
         "held-out rows are files of their own: <sft.eval.path>",
     ),
@@ -183,7 +187,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ("wandb.mode wandb_mode", "it is <wandb.offline>"),
     ("attn_implementation flash_attn use_flash_attn flash_attention", "it is <model.attn>"),
     (
-        "model.impl model_impl",
+        "model.impl model_impl load_using_meta moe_use_grouped_mm",
         "there is one implementation of a model, transformers' modules with kernels of this trainer in them "
         "(<model.attn>, <model.fused_head>): leave it out",
     ),
@@ -200,7 +204,11 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ("lora_alpha", "it is <model.lora.alpha>"),
     ("lora_target_modules", "it is <model.lora.target_modules>"),
     ("use_rslora", "it is <model.lora.rslora>"),
-    ("lora_dropout", "adapters have no dropout: engines, which sample with them, have none. Leave it out"),
+    ("lora_dropout lora.dropout", "adapters have no dropout: engines, which sample with them, have none. Leave it out"),
+    (
+        "lora_name enable_lora max_loras max_lora_rank",
+        "engines serve the adapters that <model.lora> trains: leave it out",
+    ),
     ("use_dora", "adapters are plain or rank-stabilised: <model.lora.rslora>"),
     ("load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type", _QUANTISED),
     ("deepspeed zero_stage fsdp fsdp_config fsdp_size ds.zpg accelerate_config", _SHARDED),
@@ -235,6 +243,12 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "it is <inference.gpu_memory_utilization>",
     ),
     ("vllm_max_model_length", "it is <inference.max_model_len>"),
+    ("api_server_count", "more HTTP servers, each with engines of its own: <inference.num_replicas>"),
+    (
+        "tool_call_parser enable_auto_tool_choice reasoning_parser",
+        "a run reads calls and think sections from the tokens themselves (<model.renderer>); for others who ask the "
+        "server it is an argument below <inference.vllm>",
+    ),
     ("vllm_enable_sleep vllm_enable_sleep_mode free_cache_engine enable_sleep", "it is <inference.sleep>"),
     (
         "use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port rollout.name",
@@ -250,7 +264,10 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "slurm.ntasks",
         _NODES,
     ),
-    ("slurm.modules slurm.conda slurm.venv", "lines of shell before anything starts: <slurm.setup>"),
+    (
+        "slurm.modules slurm.conda slurm.venv slurm.pre_run_command",
+        "lines of shell before anything starts: <slurm.setup>",
+    ),
     ("slurm.requeue", "it is <slurm.restart.how>"),
     (
         "epochs max_epochs num_epochs num_train_epochs total_epochs num_episodes",
@@ -263,7 +280,8 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "it is <ckpt.keep_last>",
     ),
     (
-        "resume_mode resume_from_checkpoint resume_from_path resume_from load_checkpoint ckpt.load_enable",
+        "resume_mode resume_from_checkpoint resume_from_path resume_from load_checkpoint ckpt.load_enable "
+        "resume resume.step resume.dir",
         "`latest`, a step or a path: <ckpt.resume_step>; a run of yours goes on by `prime-hpc resume NAME`",
     ),
     (
@@ -281,6 +299,12 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "report_to logger use_wandb use_tensorboard",
         "monitors are switched on by name: <wandb>, <tensorboard>, <mlflow>",
     ),
+    ("monitor monitors", "it is <wandb>; the runs' ids are <wandb.trainer_id> and <wandb.orchestrator_id>"),
+    (
+        "log_extras",
+        "of the orchestrator's W&B run: <wandb.samples_interval>, <wandb.samples>, <wandb.distributions>",
+    ),
+    ("log_level", "it is <log.level>"),
     ("logging_steps", "every step is logged; leave it out"),
     ("log_completions num_completions_to_print log_val_generations", "it is <orchestrator.log_samples>"),
     (
@@ -295,6 +319,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ),
     ("tool_config_path function_tool_path multi_turn", "tools and turns are the environment's: <orchestrator.env>"),
     ("environment", "environments are a list: <orchestrator.env> of RL, <eval.env> of an evaluation"),
+    ("environment_args", "they are `args` of the environment's item: <orchestrator.env>, <eval.env>"),
     ("enable_rollout_routing_replay routing_replay", "it is <trainer.router_replay>"),
     ("full_determinism full_determinism_enable", "it is <trainer.deterministic>"),
     ("ddp_timeout nccl_timeout", "seconds: <trainer.dist_timeout_s>"),
@@ -319,13 +344,19 @@ _AS_TYPED: dict[str, str] = {
         f"trainer.wandb.log_extras.{extra}": f"{_EXTRAS}: <wandb.{key}>"
         for extra, key in (("interval", "samples_interval"), ("samples",) * 2, ("distributions",) * 2)
     },
-    "data.micro_batch_size": (
+    **dict.fromkeys(
+        ("data.micro_batch_size", "micro_batch_size", "orchestrator.micro_batch_size", "trainer.micro_batch_size"),
         "micro-batches of RL are counted in tokens, packed: lower <trainer.micro_batch_tokens>; of SFT it is "
-        "<sft.data.micro_batch_size>"
+        "<sft.data.micro_batch_size>",
+    ),
+    **dict.fromkeys(
+        ("orchestrator.eval.environment_ids", "orchestrator.eval.benchmarks"),
+        "beside training they are a list of items, each with its `id`: <orchestrator.eval.env>",
     ),
     "train.micro_bs": (
         "micro-batches are counted in tokens: state <trainer.micro_batch_tokens>, micro_bs times seq_len at most"
     ),
+    "sft.data.fake": "`fake` is a value of <sft.data.type>; of what shape: <sft.data.batch_size>, <sft.data.seq_len>",
     **dict.fromkeys(("data.mixture", "data.probabilities", "data.weights"), _SHARES),
     "data.num_workers": "batches of RL come packed from the orchestrator; of SFT it is <sft.data.num_workers>",
     "batch_size": (

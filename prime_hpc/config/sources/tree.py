@@ -249,9 +249,11 @@ def _get(container: Any, name: str) -> Any:
 
 
 def _in_its_scope(entry: Entry) -> Entry:
-    """Return a section of a file as one of the root where its keys are the root's: `eval` of a whole experiment, which
-    `sft` reads as its own (`sft.eval`) elsewhere."""
+    """Return a section of a whole experiment as one of the root where its keys are the root's: `eval`, which `sft`
+    reads as its own (`sft.eval`) in a file of its own."""
     if entry.document is None or entry.scope is None or len(entry.segments) > 1 or not isinstance(entry.value, dict):
+        return entry
+    if not {"kind", entry.scope} & entry.document.data.keys():
         return entry
     below = [(*entry.segments, str(name)) for name in entry.value]
     own, of_root = (sum(locate(key, scope) is not None for key in below) for scope in (entry.scope, None))
@@ -292,7 +294,10 @@ def unknown_key(entry: Entry) -> Problem:
     near = nearest_path(".".join(scoped), candidates) if entry.scope else None
     near = near or nearest_path(".".join(wanted), candidates)
     if near is None:
-        return Problem(UNKNOWN, typed, entry.origin)
+        is_engines = scoped[0] in ("inference", "teacher_inference")
+        below = _shown(f"{scoped[0]}.vllm.{wanted[-1]}", is_flag)
+        words = f"{UNKNOWN}; an argument of vLLM would be {below}" if is_engines else UNKNOWN
+        return Problem(words, typed, entry.origin)
     near = ".".join(ALIASES[near][0]) if near in ALIASES else near
     return Problem(f"{UNKNOWN}; did you mean {_shown(near, is_flag)}?", typed, entry.origin)
 

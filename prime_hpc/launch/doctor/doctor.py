@@ -22,6 +22,7 @@ from prime_hpc.config.site import GENERIC, list_sites, load_site
 from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
 from prime_hpc.runtime.gpus import installed_version, run_command
+from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.store.model.config import hub_cache
 from prime_hpc.supervisor.roles.caches import may_execute, node_local
 
@@ -233,14 +234,13 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Open files and locked memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < GOOD_OPEN_FILES:
-        remedy = f"ulimit -n {min(65536, hard) if hard != unlimited else 65536}, e.g. in the site profile's setup"
-        yield Finding("open files", "warn", f"limit {soft}, every rollout in flight needs some", remedy)
+    """Open files, as many as the roles let themselves have, and locked memory."""
+    unlimited, limit = resource.RLIM_INFINITY, raise_descriptor_limit()
+    if limit != unlimited and limit < GOOD_OPEN_FILES:
+        remedy = "raise the hard limit (ulimit -Hn): LimitNOFILE of slurmd, /etc/security/limits.conf"
+        yield Finding("open files", "warn", f"limit {limit}, every rollout in flight needs some", remedy)
     else:
-        yield Finding("open files", "ok", "unlimited" if soft == unlimited else f"limit {soft}")
+        yield Finding("open files", "ok", "unlimited" if limit == unlimited else f"limit {limit}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if locked == unlimited else f"limit {locked / 2**20:.0f} MiB"
     if locked != unlimited and Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
