@@ -144,6 +144,9 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
         refuse_others(experiment, run_dir)
         return  # it goes on with the episodes that are missing
     if is_parent(experiment):
+        if _holds_something(run_dir / "rollouts"):
+            words = f"{run_dir} holds one run, which is none of many: leave it out, or choose another --name"
+            raise ConfigError(words, "trainer.max_concurrent_runs")
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
         places = (run_paths(experiment, run_dir).checkpoints, read_pointer(RunPaths(run_dir)))

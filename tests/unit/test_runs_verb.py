@@ -12,6 +12,7 @@ from prime_hpc.cli import main
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.child_config import check_child
 from prime_hpc.config.snapshot import read_experiment
+from prime_hpc.launch.prepare import claim_directory
 from prime_hpc.launch.prepare import write as write_run
 from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.child_runs import STATE, ChildState, list_children, read_state, write_state
@@ -187,6 +188,23 @@ def test_a_parent_that_starts_otherwise_takes_its_runs_along(tmp_path: Path, par
         assert words in str(refused.value)
         assert {problem.message.partition(":")[0] for problem in refused.value.problems} == {"run_going"}
     assert {path: path.read_bytes() for path in many.glob("**/run.yaml")} == before
+
+
+def test_one_run_stays_one_and_many_stay_many(
+    tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run as a parent would end with nothing trained; many as one would be told to start over, with --clean."""
+    monkeypatch.chdir(tmp_path)
+    one = ["--name", "one", "--trainer.max-concurrent-runs", "1"]
+    for flags, other in ((one, "2"), ([], "1")):
+        loaded = load_experiment([str(parent), *flags], "submit")
+        run_dir = loaded.experiment.run_dir
+        write_run(loaded, run_dir)
+        make_checkpoint(RunPaths(run_dir), 2)
+        assert main(["resume", str(run_dir), "--trainer.max-concurrent-runs", other]) == 2
+        assert f"{run_dir} holds {'one run' if flags else 'many runs'}: start another" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="one holds one run, which is none of many"):
+        claim_directory(load_experiment([str(parent), "--name", "one"], "submit").experiment, tmp_path / "one")
 
 
 def test_another_machine_may_do_the_same_under_the_same_process_id(
