@@ -44,6 +44,24 @@ def as_child(experiment: Experiment, parent_dir: Path, name: str) -> Experiment:
     return experiment.model_copy(update={"output_dir": parent_dir, "name": name, "trainer": trainer, "clean": False})
 
 
+def with_shared(parent: Experiment, child: Experiment) -> Experiment:
+    """Return a child with the keys that it shares as its parent states them now; its micro-batches are no larger than
+    the parent's, as far as one of its samples goes into these."""
+    names = [name.removeprefix("trainer.") for name in OWN if name.startswith("trainer.")]
+    own = {name: getattr(child.trainer, name) for name in names}
+    tokens, most = own["micro_batch_tokens"], parent.micro_batch_tokens
+    if tokens is not None and tokens > most >= child.seq_len:
+        own["micro_batch_tokens"] = most
+    trainer = parent.trainer.model_copy(update=own)
+    shared = {name: getattr(parent, name) for name in _shared_sections()}
+    return child.model_copy(update={**shared, "trainer": trainer})
+
+
+def _shared_sections() -> list[str]:
+    """Names of the top-level keys that a child shares as a whole."""
+    return [name for name in Experiment.model_fields if name not in OWN and name not in ("kind", "trainer")]
+
+
 def check_child(parent: Experiment, child: Experiment) -> None:
     """Raise a ConfigError with everything in which a child cannot be trained beside the others."""
     problems = [
@@ -76,12 +94,7 @@ def check_child(parent: Experiment, child: Experiment) -> None:
 
 def _differences(parent: Experiment, child: Experiment) -> list[tuple[str, Any, Any]]:
     """(key, the child's value, the parent's) of every shared key that differs."""
-    own = {name for name in OWN if "." not in name}
-    rows = [
-        (name, getattr(child, name), getattr(parent, name))
-        for name in Experiment.model_fields
-        if name not in own and name not in ("kind", "trainer")
-    ]
+    rows = [(name, getattr(child, name), getattr(parent, name)) for name in _shared_sections()]
     for name in type(parent.trainer).model_fields:
         if f"trainer.{name}" not in OWN:
             rows.append((f"trainer.{name}", getattr(child.trainer, name), getattr(parent.trainer, name)))

@@ -13,14 +13,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
-from prime_hpc.config.child_config import as_child, check_child, is_parent
+from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
+from prime_hpc.config.child_config import as_child, check_child, is_parent, with_shared
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
+from prime_hpc.config.snapshot import read_experiment, share
 from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
+from prime_hpc.store.model.fingerprint import adapter_conflicts
 from prime_hpc.store.run_dirs import find_run, outputs_folder
+from prime_hpc.store.run_paths import RunPaths
 
 POLL_S = 0.5
 _EXPERIMENTS = (".yaml", ".yml", ".toml")
@@ -107,6 +112,48 @@ def add_child(parent: Parent, loaded: Loaded) -> Path:
         shutil.rmtree(stage, ignore_errors=True)
         raise ConfigError(f"{final} cannot be made: {error.strerror}", "name") from error
     return final
+
+
+def follow_parent(parent: Experiment, parent_dir: Path) -> None:
+    """Give the runs below a parent that is about to start what they share with it as it is stated now: the ranks, the
+    engines. One whose config is none is left to the trainer, which says so.
+    Raises ConfigError: one that has not ended cannot go on with it, and nothing was changed."""
+    changed: dict[Path, Experiment] = {}
+    problems: list[Problem] = []
+    for name in list_children(parent_dir):
+        path = parent_dir / name
+        try:
+            before = read_experiment(path / RUN_YAML)
+        except ConfigError:
+            continue
+        child = with_shared(parent, before)
+        wrong = _misfits(parent, child, path)
+        if not wrong and child != before:
+            changed[path] = child
+        state = read_state(path)
+        if not (path / STOP).exists() and not (state is not None and state.has_ended):
+            problems += [replace(problem, message=f"{name}: {problem.message}") for problem in wrong]
+    if problems:
+        ways = "state it as before, or leave the run out: prime-hpc runs remove"
+        raise ConfigError([replace(problem, message=f"{problem.message}; {ways}") for problem in problems])
+    lock = share(sys.argv) if changed else None
+    for path, child in changed.items():
+        write_snapshot(child, path, sys.argv, lock)
+
+
+def _misfits(parent: Experiment, child: Experiment, path: Path) -> list[Problem]:
+    """In which respects a child cannot go on below its parent, from its newest checkpoint."""
+    try:
+        check_child(parent, child)
+        newest = next(newest_first(RunPaths(path).checkpoints), None)
+    except ConfigError as error:
+        return error.problems
+    except (StoreError, OSError):  # the trainer tries again, and says what it finds
+        return []
+    if newest is None or child.model.lora is None:
+        return []
+    words = adapter_conflicts(newest.manifest.meta.get("adapter"), child.model.lora.model_dump(mode="json"))
+    return [Problem(f"checkpoint {newest.step} is of another adapter: {'; '.join(words)}")] if words else []
 
 
 @dataclass(frozen=True)

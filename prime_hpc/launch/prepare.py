@@ -20,6 +20,7 @@ from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.settings import refuse_others
 from prime_hpc.evals.versions import adapter_rank, find_versions
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.child_commands import follow_parent
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.lint.attention_rules import REMEDY, flash_problem
 from prime_hpc.launch.monitor.diff import config_changes, flatten, stated_config
@@ -71,11 +72,14 @@ def refuse_anothers(run_dir: Path) -> None:
 
 
 def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
-    """Write the snapshot and lockfile. A STOP that came after the last attempt had ended goes: it would end this one.
+    """Write the snapshot and lockfile; runs below it follow. A STOP that came after the last attempt had ended goes: it
+    would end this one.
     `is_in_job`: by a job, or pods, that waited: a STOP is for these.
-    Raises ConfigError: the disk is full or not writable."""
+    Raises ConfigError: the disk is full or not writable, or a run below it cannot go on with this."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if is_parent(loaded.experiment):
+            follow_parent(loaded.experiment, run_dir)
         if not is_in_job:
             (run_dir / STOP).unlink(missing_ok=True)
         before: Any = {}
@@ -140,6 +144,9 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
         refuse_others(experiment, run_dir)
         return  # it goes on with the episodes that are missing
     if is_parent(experiment):
+        if _holds_something(run_dir / "rollouts"):
+            words = f"{run_dir} holds one run, which is none of many: leave it out, or choose another --name"
+            raise ConfigError(words, "trainer.max_concurrent_runs")
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
         places = (run_paths(experiment, run_dir).checkpoints, read_pointer(RunPaths(run_dir)))

@@ -50,6 +50,10 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         )
     if experiment.clean:
         raise ConfigError("resume and clean contradict each other", "clean")
+    if is_parent(experiment) != is_parent(before):
+        then = "many runs" if is_parent(before) else "one run"
+        words = f"it was {before.trainer.max_concurrent_runs}, and {run_dir} holds {then}: start another under a --name"
+        raise ConfigError(words, "trainer.max_concurrent_runs")
     last, key = experiment.num_steps, "max_steps"
     if last is None:  # of the same data: what the trainer counted
         key, word = "sft.data.num_epochs", (known_json(run_dir / STATUS_JSON) or {}).get("max_steps")

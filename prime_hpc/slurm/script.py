@@ -282,10 +282,10 @@ def command_tail(argv: list[str]) -> list[str]:
         elif place and argv[place - 1] == "@":
             tail[place] = _absolute(token)
         elif not token.startswith("-"):
-            absolute = _absolute(token)
-            changed = [*tail[:place], absolute, *tail[place + 1 :]]
-            # whether a bare word is a file or a flag's value, only the parser knows
-            if _files(changed).count(Path(absolute)) > _files(tail).count(Path(absolute)):
+            changed = [*tail[:place], _absolute(token), *tail[place + 1 :]]
+            # Whether a bare word is a file or a flag's value, only the parser knows. Asked of the word as it was: the
+            # path is no value of a switch, and so a file, whatever the word was.
+            if _files(changed).count(Path(token)) < _files(tail).count(Path(token)):
                 tail = changed
     return tail
 

@@ -10,6 +10,8 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store.artifact import StoreError, Unreadable, verify_artifact
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint import import_checkpoint
 from prime_hpc.store.checkpoint.checkpoints import note_saved, resolve_resume
 from prime_hpc.store.checkpoint.newest import read_pointer
@@ -204,7 +206,10 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_said(tmp_path: Path, monkeypat
 
 
 def test_another_run_that_does_not_fit_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    source = train(experiment(tmp_path, "other"), 10)
+    other = experiment(tmp_path, "other")
+    state = {"step": 10, "prompts": {"seed": 0, "sources": [["reverse-text", 8]]}}
+    write_batch(RunPaths(other.run_dir), 10, [RankBatch.empty(1)], state=state, incarnation=1)
+    source = train(other, 10)
     mine = experiment(tmp_path, "mine")
     train(mine, 5, 30)
     asked = {"resume_step": str(source.root)}
@@ -221,6 +226,8 @@ def test_another_run_that_does_not_fit_is_refused_and_nothing_is_touched(tmp_pat
     smaller = model_dir(tmp_path / "vocab", vocab_size=299)
     refused("vocab_size was 300, is 299", model={"name": str(smaller)})
     refused("seed was 0 and is 1", seed=1)
+    envs = [{"id": "reverse-text"}, {"id": "reverse-text", "name": "more"}]
+    refused(r"env was \['reverse-text'\] and is \['reverse-text', 'more'\]", orchestrator={"env": envs})
     refused("it is of a run of kind rl, this is sft", kind="sft")
     asked["resume_step"] = str(tmp_path / "nowhere")
     refused("no such directory")

@@ -220,6 +220,19 @@ def test_a_run_put_back_in_the_midst_of_its_deletion_is_gone(world: World) -> No
     assert world.admit() == "run_a"
 
 
+def test_a_run_that_waits_again_or_is_stopped_meanwhile_keeps_its_progress(world: World) -> None:
+    path = world.child("run_a")
+    write_state(path, ChildState("training", slot=1, incarnation=3, step=6, num_tokens=70))
+    world.begin(2)
+    world.look()
+    state = read_state(path)
+    assert state is not None and (state.phase, state.slot, state.step, state.num_tokens) == ("waiting", None, 6, 70)
+    (path / "STOP").touch()
+    world.look()
+    state = read_state(path)
+    assert state is not None and (state.phase, state.step, state.incarnation) == ("stopped", 6, 3)
+
+
 def test_a_run_that_cannot_be_read_is_tried_less_and_less_often(world: World) -> None:
     """All ranks try at once, and no other run takes a step meanwhile."""
     world.child("run_a")

@@ -240,6 +240,15 @@ def test_files_become_absolute_and_values_stay(tmp_path: Path, monkeypatch: pyte
         f"@{here}/b.toml",
     ]
     assert command_tail(["/x/a b.yaml", "--output-dir", "outputs"]) == ["/x/a b.yaml", "--output-dir", "outputs"]
+    # flags that need no value, and have one
+    values = ["--model.cp", "2", "--model.compile", "true", "--trainer.share-prefixes", "false", "--ckpt.interval", "5"]
+    assert command_tail(values) == values
+    assert command_tail([*values, "a.yaml", "--model.compile", "b.toml"]) == [
+        *values,
+        f"{here}/a.yaml",
+        "--model.compile",
+        f"{here}/b.toml",
+    ]
 
 
 def test_the_job_and_a_client_that_write_at_once_lose_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,15 @@ import pytest
 import yaml
 
 from prime_hpc.cli import main
+from prime_hpc.config import ConfigError, load_experiment
+from prime_hpc.config.child_config import check_child
 from prime_hpc.config.snapshot import read_experiment
+from prime_hpc.launch.prepare import claim_directory
+from prime_hpc.launch.prepare import write as write_run
 from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.child_runs import STATE, ChildState, list_children, read_state, write_state
+from prime_hpc.store.run_paths import RunPaths
+from tests.support.checkpoints import make_checkpoint
 
 
 @pytest.fixture
@@ -149,6 +155,56 @@ def test_a_child_whose_trainer_has_ended(tmp_path: Path, parent: Path, capsys: p
     assert main(["runs", "list", str(parent)]) == 0
     assert capsys.readouterr().out.endswith("its trainer does not run, and takes it up when it is back\n")
     assert main(["runs", "remove", str(parent), "c", "--delete"]) == 0 and list_children(many) == ["run_late"]
+
+
+def test_a_parent_that_starts_otherwise_takes_its_runs_along(tmp_path: Path, parent: Path) -> None:
+    """Ranks, engines and the most of a micro-batch are the parent's as it starts; what an adapter is of is refused."""
+    child, many = write(tmp_path, "c", max_steps=4, trainer={"micro_batch_tokens": 512}), tmp_path / "many"
+    large = ["--trainer.micro-batch-tokens", "512"]
+    write_run(load_experiment([str(parent), *large], "submit"), many)
+    for name in ("going", "over", "to_end", "broken"):
+        assert main(["runs", "add", str(many), str(child), "--id", name, "--seed", "4"]) == 0
+    (many / "run_broken" / "run.yaml").write_text("half of a fi")
+    write_state(many / "run_over", ChildState("done", step=4, max_steps=4))
+    (many / "run_to_end" / "STOP").touch()
+    for name in ("going", "over", "to_end"):
+        lora = read_experiment(many / f"run_{name}" / "run.yaml").model.lora
+        assert lora is not None
+        make_checkpoint(RunPaths(many / f"run_{name}"), 2, meta={"adapter": lora.model_dump(mode="json")})
+
+    loaded = load_experiment([str(parent), "--trainer.num-ranks", "2", "--trainer.micro-batch-tokens", "256"], "submit")
+    write_run(loaded, many)
+    for name in ("going", "over", "to_end"):
+        made = read_experiment(many / f"run_{name}" / "run.yaml")
+        check_child(loaded.experiment, made)
+        assert (made.trainer.num_ranks, made.trainer.micro_batch_tokens, made.seed, made.max_steps) == (2, 256, 4, 4)
+    before = {path: path.read_bytes() for path in many.glob("**/run.yaml")}
+    for flags, words in (
+        (["--model.lora.rank", "4"], "run_going: checkpoint 2 is of another adapter: model.lora: rank was 8, is 4"),
+        (["--seq-len", "32"], "seq_len: run_going: 64 tokens are more than the engines' 32"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            write_run(load_experiment([str(parent), *flags], "submit"), many)
+        assert words in str(refused.value)
+        assert {problem.message.partition(":")[0] for problem in refused.value.problems} == {"run_going"}
+    assert {path: path.read_bytes() for path in many.glob("**/run.yaml")} == before
+
+
+def test_one_run_stays_one_and_many_stay_many(
+    tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run as a parent would end with nothing trained; many as one would be told to start over, with --clean."""
+    monkeypatch.chdir(tmp_path)
+    one = ["--name", "one", "--trainer.max-concurrent-runs", "1"]
+    for flags, other in ((one, "2"), ([], "1")):
+        loaded = load_experiment([str(parent), *flags], "submit")
+        run_dir = loaded.experiment.run_dir
+        write_run(loaded, run_dir)
+        make_checkpoint(RunPaths(run_dir), 2)
+        assert main(["resume", str(run_dir), "--trainer.max-concurrent-runs", other]) == 2
+        assert f"{run_dir} holds {'one run' if flags else 'many runs'}: start another" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="one holds one run, which is none of many"):
+        claim_directory(load_experiment([str(parent), "--name", "one"], "submit").experiment, tmp_path / "one")
 
 
 def test_another_machine_may_do_the_same_under_the_same_process_id(

@@ -7,6 +7,7 @@ that go on from the newest whole checkpoint, or a requeued job would fall back t
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from loguru import logger
@@ -169,15 +170,22 @@ def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:
     if saved != optimizer:
         found.append(f"its optimizer's state is of {saved}, this run's is {optimizer}: state trainer.optim as then")
     if not found and info.orchestrator_state is not None:
-        seed = _seed_of(info.orchestrator_state)
-        if seed is not None and seed != experiment.seed:
-            found.append(f"seed was {seed} and is {experiment.seed}: prompts would be skipped or repeated")
+        prompts = _prompts_of(info.orchestrator_state)
+        envs = [env.name or env.id for env in experiment.orchestrator.env]
+        sources = [name for name, _ in prompts.get("sources", [])]
+        for key, then, now in (
+            ("seed", prompts.get("seed"), experiment.seed),
+            ("orchestrator.env", sources or None, envs),
+        ):
+            if then is not None and then != now:
+                found.append(f"{key} was {then} and is {now}: prompts would be skipped or repeated")
     return found
 
 
-def _seed_of(state: Path) -> int | None:
+def _prompts_of(state: Path) -> dict[str, Any]:
+    """Return the state of the prompt stream, as far as it is stated."""
     content = json.loads(files.retry_read(state.read_bytes, deadline_s=READ_DEADLINE_S))
-    return (content.get("prompts") or {}).get("seed")
+    return content.get("prompts") or {}
 
 
 def _weights_of(info: CheckpointInfo, home: Path | None, is_foreign: bool) -> Path | None:

@@ -203,7 +203,8 @@ class RunSlots:
         self._lives_known[name] = before.incarnation if before is not None else 0
         was = f", goes on (it was {before.phase})" if before is not None else ""
         logger.info(f"found {path.name}: {experiment.max_steps} steps{was}")
-        self._set(name, ChildState("waiting", "for a slot", max_steps=experiment.max_steps))
+        known = before or ChildState("waiting")
+        self._set(name, replace(known, phase="waiting", reason="for a slot", slot=None, max_steps=experiment.max_steps))
 
     def _gone(self, name: str) -> None:
         """Forget a run without a slot that was deleted. A step in the midst of a deletion fails before all of it is
