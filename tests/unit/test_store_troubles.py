@@ -2,7 +2,10 @@
 
 import errno
 import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,3 +235,21 @@ def test_a_doubt_is_as_old_as_its_file_whatever_the_ranks_clock_says(
     with pytest.raises(ArtifactError, match="xxh3"):
         FailedReads(120).read_again(paths, 2, info.path, info.manifest)
     assert [path.name for path in note.parent.iterdir()] == [note.name]
+
+
+FILES = """
+import sys
+from pathlib import Path
+from prime_hpc.store.io import files
+for number in range(10):
+    files.write_file(Path(sys.argv[1]) / str(number), [b"1"])
+"""
+
+
+def test_a_file_system_without_inodes_is_not_told_as_one_without_bytes(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here: a small tmpfs cannot be mounted")
+    words = f"mount -t tmpfs -o size=1m,nr_inodes=4 none {tmp_path} && exec {sys.executable} -c '{FILES}' {tmp_path}"
+    asked = ["unshare", "-Urm", "sh", "-c", words]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=False)
+    assert re.search(r"/3: disk full, it takes no more files \([01]\.\d MiB free\): delete some or", done.stderr), done
