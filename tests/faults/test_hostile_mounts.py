@@ -11,9 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
 from loguru import logger
+from pyarrow import parquet
 
+from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact, wait_for_artifact
 from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
 from prime_hpc.store.batches import read_state
@@ -26,7 +29,7 @@ from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.data.messages import SFTDataError
-from prime_hpc.trainer.data.sources import JsonLines
+from prime_hpc.trainer.data.sources import ArrowRows, JsonLines
 from tests.support.hostile.mount import Node, hostile_mounts, why_not
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -217,3 +220,18 @@ def test_rows_that_cannot_be_read_now_are_waited_for(
     path.with_suffix(".new").replace(path)
     with pytest.raises(SFTDataError, match=f"{path.name} has changed since the run began"):
         rows.row(300)
+
+
+@pytest.mark.parametrize("number", ["EIO", "ESTALE"])
+def test_parquet_that_cannot_be_read_now_is_not_taken_for_bad_data(
+    nodes: list[Node], tmp_path: Path, number: str
+) -> None:
+    """A run that ends by bad data stays down."""
+    path = nodes[0].path / f"{number}.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a" * 9] * 999, "completion": ["b"] * 999}), path)
+    nodes[0].fail(op="read", errno=number, match=path.name, times=10**9)
+    with pytest.raises(OSError) as found:
+        ArrowRows(path, tmp_path, SFTSourceConfig())
+    assert found.value.errno == getattr(errno, number) and list(tmp_path.glob("*")) == []
+    nodes[0].ask()
+    assert ArrowRows(path, tmp_path, SFTSourceConfig()).num_rows == 999

@@ -113,11 +113,11 @@ class JsonLines:
             cache: directory of indices; made here where it is missing.
         Raises SFTDataError: the file is not there, or a JSON array."""
         self._shown = path
-        self._path = patiently(lambda: _decompressed(path, cache), path) if is_compressed(path) else path
+        self._path = _decompressed(path, cache) if is_compressed(path) else path
         self._version = _version(self._path)
         index = _cached(cache, self._path).with_suffix(".npy")
         if not index.exists():
-            patiently(lambda: _write_index(self._path, index), self._path)
+            _write_array(index, patiently(lambda: _line_starts(self._path), self._path))
         self._starts = _open_array(index)
         self.num_rows = len(self._starts) - 1
         self.fingerprint = xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._starts).data) >> 1
@@ -166,7 +166,7 @@ def _open_array(path: Path) -> NDArray[np.int64]:
     return files.retry_read(lambda: np.load(path, mmap_mode="r"), deadline_s=_OPEN_DEADLINE_S)
 
 
-def _write_index(path: Path, target: Path) -> None:
+def _line_starts(path: Path) -> list[NDArray[np.int64]]:
     """Offsets of the non-empty lines, and of the end."""
     starts: list[NDArray[np.int64]] = []
     with path.open("rb") as file:
@@ -186,7 +186,7 @@ def _write_index(path: Path, target: Path) -> None:
             if file.read().strip():
                 starts.append(np.array([pending], np.int64))
     starts.append(np.array([offset], np.int64))
-    _write_array(target, starts)
+    return starts
 
 
 def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
@@ -271,13 +271,9 @@ class ArrowRows:
         key = _ARROW_ROWS, COLUMNS, sorted(source.columns.items()), *also
         target = _cached(cache, path, *key).with_suffix(".arrow")
         if not target.exists():
-
-            def unpack() -> None:
+            try:
                 with pq.ParquetFile(path) as parquet:
                     _write_arrow(parquet, path, target, source, images)
-
-            try:
-                patiently(unpack, path)
             except (pa.ArrowInvalid, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (None, *PROOFS):
                     raise  # nothing is known of it
