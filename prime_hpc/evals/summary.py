@@ -18,6 +18,7 @@ from prime_hpc.evals.episodes import FAILED, RESULTS, TIMEOUT, Key, Record
 from prime_hpc.evals.statistics import bootstrap_interval, estimate
 from prime_hpc.evals.versions import Version
 from prime_hpc.observe.pass_at_k import task_pass
+from prime_hpc.observe.report import save_picture
 from prime_hpc.observe.table import align
 from prime_hpc.store.io.files import write_atomic
 
@@ -184,7 +185,7 @@ def draw(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     if series:
         axes.legend(frameon=False)
     path = run_dir / RESULTS / PICTURE
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
     return path
 
 

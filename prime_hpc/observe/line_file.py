@@ -2,29 +2,54 @@
 
 from pathlib import Path
 
+from loguru import logger
+
+MOST_HELD = 16 << 20
+"""Bytes of lines that may wait for room: a trainer's of some ten thousand steps."""
+
 
 class LineFile:
-    """Every line is in the file when `append` returns: nothing waits that a later call would have to write."""
+    """Every line is in the file when `append` returns. What a full disk or a quota refuses is held and follows with a
+    later line, from the byte at which it stopped: a few bytes of metrics are no reason to end a run."""
 
     def __init__(self, path: Path) -> None:
-        """Open it, and its folder where there is none. Raises as `append`."""
+        """Open it, and its folder where there is none. Raises OSError: it cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("ab", buffering=0)
+        self._held = bytearray()
+        self._refused = False
         if ends_torn(path):  # an earlier attempt was killed while it wrote: its half line stays one
             self.append("\n")
 
     def append(self, lines: str) -> None:
-        """Write whole lines. Raises OSError: the file cannot be written, e.g. the disk is full; names it."""
-        rest = memoryview(lines.encode(errors="replace"))  # half a surrogate pair is no UTF-8
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
+        """Write whole lines. Raises OSError: none could be written for so long that more than `MOST_HELD` bytes wait;
+        names the file."""
+        self._held += lines.encode(errors="replace")  # half a surrogate pair is no UTF-8
+        error = self._write()
+        if error is not None and len(self._held) > MOST_HELD:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if error is not None and not self._refused:
+            logger.warning(f"{self._path}: {error.strerror}: lines wait in memory until it takes them (said once)")
+        elif error is None and self._refused:
+            logger.info(f"{self._path} is written again: the lines that waited are in it")
+        self._refused = error is not None
+
+    def _write(self) -> OSError | None:
+        """Write what is held; return what kept it from that."""
+        try:
+            while self._held:
+                del self._held[: self._file.write(self._held)]
+        except OSError as error:
+            return error
+        return None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what it still does not take is lost, and said."""
+        error = self._write()
+        if error is not None:
+            logger.error(f"{self._path}: {error.strerror}: {len(self._held)} bytes of lines are lost")
+        self._held.clear()
         self._file.close()
 
 

@@ -1,14 +1,19 @@
 """The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after."""
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from loguru import logger
 
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated, held_out_set
 from prime_hpc.observe.metrics import STEP_KEYS, iterate_metrics, read_metrics
+from prime_hpc.runtime.atomic_write import write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LEFT_OUT = {
     "overlong": "longer than seq_len and dropped (sft.data.overlong)",
@@ -180,5 +185,12 @@ def draw(
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     path = run_dir / PICTURE[kind]
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
     return path
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write it as PNG, whole; on a full disk an earlier attempt's stays."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=130)
+    write_atomic(path, drawn.getvalue(), sync=False)

@@ -2,7 +2,7 @@
 the runs below a run whose trainer trains many."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
@@ -22,6 +22,8 @@ class ChosenRuns:
     """Directory of the page, unless one is named."""
     title: str
     num_left_out: int = 0
+    closed: list[Path] = field(default_factory=list)
+    """Directories below a folder of runs that cannot be read, each of them a run or not."""
 
 
 def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS, *, may_be_none: bool = False) -> ChosenRuns:
@@ -36,8 +38,9 @@ def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS, *, may_be_no
     """
     found: list[tuple[Path, str]] = []
     homes: list[Path] = []
+    closed: list[Path] = []
     for word in words:
-        home, some = _of_word(word, may_be_none)
+        home, some = _of_word(word, may_be_none, closed)
         homes.append(home)
         found += some
     unique = list({path.resolve(): (path, name) for path, name in found}.values())
@@ -47,14 +50,14 @@ def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS, *, may_be_no
     else:
         home, title = Path(), f"{len(names)} runs"
     most = len(paths) if most is None else most
-    return ChosenRuns(paths[:most], names[:most], home, title, max(0, len(paths) - most))
+    return ChosenRuns(paths[:most], names[:most], home, title, max(0, len(paths) - most), closed)
 
 
-def _of_word(word: str, may_be_none: bool) -> tuple[Path, list[tuple[Path, str]]]:
+def _of_word(word: str, may_be_none: bool, closed: list[Path]) -> tuple[Path, list[tuple[Path, str]]]:
     direct = Path(word).expanduser()
     for folder in (direct, outputs_folder() / word):
         if folder.is_dir() and not is_run(folder):
-            below = _sorted(list_runs(folder), folder)
+            below = _sorted(list_runs(folder, closed), folder)
             if below:
                 return folder, below
     try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from loguru import logger
 
@@ -133,6 +133,19 @@ def rewrite_row(path: Path, row: AttemptRow) -> None:
         return "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)).encode()
 
     update_file(path, add)
+
+
+def with_last_word(row: AttemptRow, word: Mapping[str, Any] | None) -> AttemptRow:
+    """Return the line of an attempt with the end that its supervisor's last word (`status.json`) states, where it could
+    not write it down here, on a full disk say; any other line as it is."""
+    if (
+        word is None
+        or word.get("attempt") != row["attempt"]
+        or word.get("state") != "ended"
+        or row["ended"] is not None
+    ):
+        return row
+    return {**row, "ended": word["time"], "outcome": word.get("outcome") or "failed", "cause": word.get("cause")}
 
 
 def _close_overtaken(rows: list[AttemptRow]) -> None:

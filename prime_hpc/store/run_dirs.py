@@ -127,27 +127,30 @@ def by_hand(path: Path | str) -> list[str]:
     return [role for role in _ROLES if os.path.lexists(f"{os.fspath(path)}/roles/{role}/{RUN_YAML}")]
 
 
-def list_runs(folder: Path) -> list[Path]:
+def list_runs(folder: Path, closed: list[Path] | None = None) -> list[Path]:
     """Return runs under a folder in no order, those in folders of it too; [] where it does not exist.
 
-    A run's own directory is not searched, hidden ones neither.
+    A run's own directory is not searched, hidden ones neither. `closed`: is given the directories that cannot be read,
+    each of them a run or not.
     """
     found: list[Path] = []
-    _collect(str(folder), _MAX_DEPTH, found)
+    _collect(str(folder), _MAX_DEPTH, found, [] if closed is None else closed)
     return found
 
 
-def _collect(folder: str, depth: int, found: list[Path]) -> None:
+def _collect(folder: str, depth: int, found: list[Path], closed: list[Path]) -> None:
     try:
         with os.scandir(folder) as entries:
             names = [entry.path for entry in entries if not entry.name.startswith(".") and _is_dir(entry)]
-    except OSError:  # absent, not ours to read, or gone meanwhile: no run that could be shown
+    except OSError as error:
+        if error.errno not in PROOFS:  # absent, or gone meanwhile
+            closed.append(Path(folder))
         return
     for path in names:
         if is_run(path):
             found.append(Path(path))
         elif depth > 1:
-            _collect(path, depth - 1, found)
+            _collect(path, depth - 1, found, closed)
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -246,6 +246,7 @@ def check_incarnation(paths: RunPaths, incarnation: int) -> int:
     if incarnation < newest:
         raise FencedError(
             f"{paths.root}: this process belongs to incarnation {incarnation}, but incarnation {newest} has begun; "
-            "it may not write any more"
+            "it may not write any more. Another command, or a job that came back, has taken the run over (`prime-hpc "
+            "status` shows it)"
         )
     return newest

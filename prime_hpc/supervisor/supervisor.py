@@ -486,7 +486,9 @@ class Supervisor:
         ready = self._ready_at or now
         seconds = {"start": ready - self.attempt.began, "run": now - ready, **self._console.seconds()}
         close_attempt(self.attempt, ended, saved_step_if_known(self._paths, self.attempt.saved_before), seconds, now)
-        self._live.write(now=True, **{**self._facts(), "state": "ended", "cause": ended.cause})
+        self._live.write(
+            now=True, **{**self._facts(), "state": "ended", "cause": ended.cause, "outcome": ended.outcome}
+        )
         try:
             write_attempt(self._paths.attempts, self.attempt)
         except (OSError, StoreError) as error:

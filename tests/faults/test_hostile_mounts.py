@@ -3,6 +3,7 @@
 Delays are shortened (the tool's are 5 s for names and 30 s for misses: `tools/bench latency`); nothing asserts a time.
 """
 
+import errno
 import json
 import os
 import threading
@@ -10,18 +11,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
+from loguru import logger
+from pyarrow import parquet
 
+from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact, wait_for_artifact
 from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
 from prime_hpc.store.batches import read_state
 from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.store.io import retry_reads
 from prime_hpc.store.io.files import make_dir
 from prime_hpc.store.leases import min_floor, set_floor
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.sources import ArrowRows, JsonLines
 from tests.support.hostile.mount import Node, hostile_mounts, why_not
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -177,3 +185,53 @@ def test_stale_handles_pass(nodes: list[Node], pair: tuple[RunPaths, RunPaths]) 
     assert_equal(read_rank_batches(read.rollouts_step(1), lambda _: [0], deadline_s=WAIT_S)[0], rank)
     assert json.loads(nodes[1].control.read_text())["faults"]
     nodes[1].ask()
+
+
+@pytest.mark.parametrize("number", ["EIO", "ESTALE"])
+def test_rows_that_cannot_be_read_now_are_waited_for(
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    """The file that SFT trains on: as its index is made, in the middle of the run, and for good."""
+    path = nodes[0].path / f"{number}.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * 1000, "row": row}) + "\n" for row in range(2000)))
+    waited: list[str] = []
+
+    def mend(message: str) -> None:
+        waited.append(message)
+        nodes[0].ask()
+
+    def refuse() -> None:
+        path.open().close()  # the kernel forgets what it had read
+        nodes[0].fail(op="read", errno=number, match=path.name, times=10**9)
+
+    sink = logger.add(mend, filter=lambda record: "cannot be read now" in record["message"])
+    refuse()
+    rows = JsonLines(path, tmp_path)
+    refuse()
+    assert (rows.num_rows, rows.row(1500)["row"], len(waited)) == (2000, 1500, 2)
+    logger.remove(sink)
+    monkeypatch.setattr(retry_reads, "FILE_S", 0.1)
+    refuse()
+    with pytest.raises(OSError, match=path.name) as found:
+        rows.row(700)
+    assert found.value.errno == getattr(errno, number)
+    nodes[0].ask()
+    path.with_suffix(".new").write_text('{"row": 0}\n' * 2000)
+    path.with_suffix(".new").replace(path)
+    with pytest.raises(SFTDataError, match=f"{path.name} has changed since the run began"):
+        rows.row(300)
+
+
+@pytest.mark.parametrize("number", ["EIO", "ESTALE"])
+def test_parquet_that_cannot_be_read_now_is_not_taken_for_bad_data(
+    nodes: list[Node], tmp_path: Path, number: str
+) -> None:
+    """A run that ends by bad data stays down."""
+    path = nodes[0].path / f"{number}.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a" * 9] * 999, "completion": ["b"] * 999}), path)
+    nodes[0].fail(op="read", errno=number, match=path.name, times=10**9)
+    with pytest.raises(OSError) as found:
+        ArrowRows(path, tmp_path, SFTSourceConfig())
+    assert found.value.errno == getattr(errno, number) and list(tmp_path.glob("*")) == []
+    nodes[0].ask()
+    assert ArrowRows(path, tmp_path, SFTSourceConfig()).num_rows == 999

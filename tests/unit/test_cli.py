@@ -266,6 +266,9 @@ def test_a_home_directory_that_nobody_knows(tmp_path: Path) -> None:
         ("lint shut/exp.yaml", 2, "shut/exp.yaml: Permission denied"),
         ("export run", 2, "run/rollouts: Permission denied"),
         ("status run", 0, "run/logs cannot be read: Permission denied"),
+        ("why run", 3, "run/logs cannot be read: Permission denied"),
+        ("status .", 0, "directories that cannot be read, and may be runs: 1 (shut)"),
+        ("usage .", 0, "shut left out: this directory cannot be read, and may be a run"),
         ("logs run --role trainer", 2, "run/logs"),
         ("logs run --role slurm", 2, "run/logs"),
         ("preflight run", 2, "run/logs"),
@@ -277,6 +280,8 @@ def test_what_others_may_not_read_is_said(tmp_path: Path, words: str, code: int,
     (tmp_path / "run" / "metrics").mkdir(parents=True)
     (tmp_path / "run" / "metrics" / "trainer.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
     (tmp_path / "run" / "run.yaml").write_text("name: run\n")
+    ended = {"attempt": 1, "incarnation": 1, "began": 1.0, "ended": 2.0, "outcome": "completed", "cause": "done"}
+    (tmp_path / "run" / "attempts.jsonl").write_text(json.dumps(ended) + "\n")
     for name in ("shut", "run/logs", "run/rollouts", "run/checkpoints/step_1"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name).chmod(0)

@@ -5,6 +5,7 @@ import errno
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -16,7 +17,7 @@ import pytest
 from prime_hpc.config import load_experiment, write_snapshot
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.envs.errors import EnvError, EnvNodeError
-from prime_hpc.observe import report
+from prime_hpc.observe import line_file, report
 from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
@@ -70,9 +71,49 @@ def test_metrics_round_trip_and_torn_line(tmp_path: Path) -> None:
     assert [row["step"] for row in tail.rows()] == [3]
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+FILLING = """
+import resource, sys
+from pathlib import Path
+from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.orchestrator.metrics import SampleLog
+
+def room(size):  # no file may grow beyond it: what a quota does, in the middle of a line
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+folder = Path(sys.argv[1])
+metrics, samples = MetricsWriter(folder / "trainer.jsonl"), SampleLog(folder / "samples.jsonl", 2)
+for step in range(1, 8):
+    room({3: 200, 6: resource.RLIM_INFINITY}.get(step, resource.getrlimit(resource.RLIMIT_FSIZE)[0]))
+    metrics.log(step, loss=0.5, name="x" * 60)
+    samples.write(step, [{"completion": "x" * 90}])
+    print(step, *((folder / f"{name}.jsonl").read_bytes().count(b"\\n") for name in ("trainer", "samples")))
+room(1)
+metrics.log(8, loss=0.5)
+metrics.close()
+"""
+
+
+def test_lines_that_a_full_disk_refuses_wait_for_room(tmp_path: Path) -> None:
+    """A run need not end for want of a few bytes of metrics, and misses none of them once there is room."""
+    command = [sys.executable, "-c", FILLING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    counts = [line.split() for line in done.stdout.splitlines()]
+    assert [row[1:] for row in counts] == [[str(n)] * 2 for n in (1, 2, 2, 2, 2, 6, 7)]
+    assert [row["step"] for row in read_metrics(tmp_path / "trainer.jsonl")] == list(range(1, 8))
+    assert [row["step"] for row in read_metrics(tmp_path / "samples.jsonl")] == list(range(1, 8))
+    file = re.escape(str(tmp_path / "trainer.jsonl"))
+    assert len(re.findall(f"{file}: File too large: lines wait in memory", done.stderr)) == 2, done.stderr
+    assert re.search(f"{file} is written again", done.stderr) and re.search(r"\d+ bytes of lines are lost", done.stderr)
+
+
+def test_a_disk_that_stays_full_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_file, "MOST_HELD", 100)
     full = Path("/dev/full")
-    writes = (lambda: MetricsWriter(full).log(1, loss=0.5), lambda: SampleLog(full, 2).write(1, [{"reward": 1.0}]))
+    writes = (
+        lambda: MetricsWriter(full).log(1, loss=0.5, name="x" * 100),
+        lambda: SampleLog(full, 2).write(1, [{"completion": "x" * 100}]),
+    )
     for write in writes:
         with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
             write()
@@ -90,6 +131,20 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     context = RoleContext.from_env("eval", loaded.experiment.run_dir)
     status = read_status(context.log_dir)
     assert status is not None and status["error"].startswith("/dev/full: disk full (") and not status["permanent"]
+
+
+def test_a_picture_that_a_full_disk_refuses_leaves_the_earlier_one(tmp_path: Path) -> None:
+    write_rows(tmp_path / "metrics/trainer.jsonl", [trainer_row(step) for step in (1, 2)])
+    write_report(tmp_path, "x", "sft")
+    before = (tmp_path / "loss.png").read_bytes()
+    words = (
+        "import resource, sys; from pathlib import Path; from prime_hpc.observe.report import write_report; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); write_report(Path(sys.argv[1]), 'x', 'sft')"
+    )
+    done = subprocess.run([sys.executable, "-c", words, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "the picture could not be drawn: " in done.stderr, done.stderr
+    assert (tmp_path / "loss.png").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["loss.png"]
 
 
 def test_status_is_read_back_and_rung(tmp_path: Path) -> None:

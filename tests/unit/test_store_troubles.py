@@ -2,7 +2,10 @@
 
 import errno
 import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,3 +235,71 @@ def test_a_doubt_is_as_old_as_its_file_whatever_the_ranks_clock_says(
     with pytest.raises(ArtifactError, match="xxh3"):
         FailedReads(120).read_again(paths, 2, info.path, info.manifest)
     assert [path.name for path in note.parent.iterdir()] == [note.name]
+
+
+FILES = """
+import sys
+from pathlib import Path
+from prime_hpc.store.io import files
+for number in range(10):
+    files.write_file(Path(sys.argv[1]) / str(number), [b"1"])
+"""
+
+
+def test_a_file_system_without_inodes_is_not_told_as_one_without_bytes(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here: a small tmpfs cannot be mounted")
+    words = f"mount -t tmpfs -o size=1m,nr_inodes=4 none {tmp_path} && exec {sys.executable} -c '{FILES}' {tmp_path}"
+    asked = ["unshare", "-Urm", "sh", "-c", words]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=False)
+    assert re.search(r"/3: disk full, it takes no more files \([01]\.\d MiB free\): delete some or", done.stderr), done
+
+
+FULL = """
+import errno, json, sys
+from pathlib import Path
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
+from prime_hpc.launch.monitor.run_facts import read_evidence
+from prime_hpc.store import attempts
+from prime_hpc.store.errors import StoreError
+from prime_hpc.supervisor.attempt.crash_recovery import _cause
+from prime_hpc.supervisor.status_file import LiveStatus
+run = Path(sys.argv[1])
+own = attempts.begin(run / ATTEMPTS_JSONL, incarnation=1, why="first start", resume_step=None, job_id=None)
+live = LiveStatus(run, attempt=own.attempt)
+live.write(now=True, state="running", roles={"trainer": "ready"}, cause="x" * 200)
+with (run / "others").open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(512))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+live.write(now=True, state="running", step=5)
+assert json.loads((run / STATUS_JSON).read_text())["step"] == 5  # a sign of life
+live.write(now=True, state="ended", outcome="failed", cause="trainer: disk full")
+try:
+    attempts.write_attempt(run / ATTEMPTS_JSONL, own)
+except StoreError as error:
+    print(error)
+last = read_evidence(run).last
+print(last["outcome"], last["cause"], _cause(attempts.read_attempts(run / ATTEMPTS_JSONL)[-1], None, run))
+live.write(now=True, state="ended", cause="x" * 5000)  # more than it has room for
+assert json.loads((run / STATUS_JSON).read_text())["cause"] == "trainer: disk full"
+"""
+
+
+def test_on_a_full_disk_an_attempt_says_that_it_lives_and_how_it_ended(tmp_path: Path) -> None:
+    """Its line in attempts.jsonl is replaced, and takes room; its last word goes where the one before stood."""
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here: a small tmpfs cannot be mounted")
+    (tmp_path / "script.py").write_text(FULL)
+    (tmp_path / "run").mkdir()
+    words = (
+        f"mount -t tmpfs -o size=64k none {tmp_path}/run && exec {sys.executable} {tmp_path}/script.py {tmp_path}/run"
+    )
+    asked = ["unshare", "-Urm", "sh", "-c", words]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    written, ended = done.stdout.splitlines()
+    assert "attempts.jsonl" in written and "disk full" in written
+    assert ended == "failed trainer: disk full ('failed', 'trainer: disk full', [])"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
 from prime_hpc.observe.metrics import number_of
-from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.attempts import read_attempts, with_last_word
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, known_record, read_json
 
 if TYPE_CHECKING:
@@ -176,7 +176,10 @@ def read_evidence(path: Path) -> Evidence:
         attempts = read_attempts(file)
     except OSError as error:
         unreadable = f"{file} cannot be read: {error.strerror}"
-    return Evidence(path, record, attempts, unreadable, read_json(path / STATUS_JSON))
+    word = read_json(path / STATUS_JSON)
+    if attempts and attempts[-1].get("job_id") is None:  # a job that has ended may come back: Slurm says
+        attempts[-1] = with_last_word(attempts[-1], word)
+    return Evidence(path, record, attempts, unreadable, word)
 
 
 def number(value: Any) -> float | None:

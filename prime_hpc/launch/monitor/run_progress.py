@@ -132,9 +132,10 @@ def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
     if (output := newest_file(logs.glob("slurm-*.out"))) is not None:
         found["slurm"] = str(output)
     folder = logs / f"attempt_{attempt}"
-    for file in sorted(folder.glob("*/*.log")) if attempt is not None else []:
-        if file.stem == file.parent.name or file.parent.name in ("inference", "teacher"):
-            found[file.stem] = str(file)
+    with contextlib.suppress(PermissionError):  # `status` says that they are not to be read
+        for file in sorted(folder.glob("*/*.log")) if attempt is not None else []:
+            if file.stem == file.parent.name or file.parent.name in ("inference", "teacher"):
+                found[file.stem] = str(file)
     return found
 
 

@@ -5,15 +5,16 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from prime_hpc.store.errors import StoreError
 
 _ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ELSEWHERE = "choose another place (output_dir, of what a command writes --output)"
-
+T = TypeVar("T")
 
 UNSTATED = sys.maxsize
 """Free bytes where a file system states no size at all, as some do over FUSE."""
@@ -22,11 +23,16 @@ UNSTATED = sys.maxsize
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent).
     Raises OSError: the file system does not say, e.g. a directory above is not to be searched."""
+    usage = _ask(shutil.disk_usage, path)
+    return usage.free if usage.total else UNSTATED
+
+
+def _ask(ask: Callable[[Path], T], path: Path) -> T:
+    """Ask the file system of `path`, or of its nearest existing parent."""
     probe = path.absolute()
     while True:
         try:
-            usage = shutil.disk_usage(probe)
-            return usage.free if usage.total else UNSTATED
+            return ask(probe)
         except (FileNotFoundError, NotADirectoryError):
             if probe == probe.parent:
                 raise
@@ -51,8 +57,12 @@ def disk_error(error: BaseException, path: Path) -> StoreError | None:
     full = number in _FULL or "No space left" in text or "os error 28" in text or "os error 122" in text
     opaque = number is None and isinstance(error, RuntimeError) and not isinstance(error, StoreError)
     if full or (opaque and _is_almost_full(path)):
-        reason = "quota exceeded" if number == errno.EDQUOT or "os error 122" in text else "disk full"
-        return StoreError(f"{path}: {reason}{_free_words(path)}: free space or {_ELSEWHERE}")
+        reason, remedy = "disk full", "free space"
+        if number == errno.EDQUOT or "os error 122" in text:
+            reason = "quota exceeded, of bytes or of files"  # what is free is the file system's
+        elif _has_no_inode(path):
+            reason, remedy = "disk full, it takes no more files", "delete some"
+        return StoreError(f"{path}: {reason}{_free_words(path)}: {remedy} or {_ELSEWHERE}")
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreError(f"{path}: not writable ({os.strerror(number)}): {_ELSEWHERE}")
     if number == errno.EIO:
@@ -72,6 +82,15 @@ def _is_almost_full(path: Path) -> bool:
         return free_bytes(path) < _ALMOST_NOTHING
     except OSError:
         return False
+
+
+def _has_no_inode(path: Path) -> bool:
+    """Return whether it is names that have run out; a file system that makes them as needed states none at all."""
+    try:
+        found = _ask(os.statvfs, path)
+    except OSError:
+        return False
+    return found.f_files > 0 and found.f_favail == 0
 
 
 def _free_words(path: Path) -> str:

@@ -20,7 +20,7 @@ SAY_EVERY_S = 30.0
 SLICE_S = 0.2
 """How soon somebody who wants the process to end is heard."""
 FILE_S = 30.0
-"""How long `read_bytes` waits."""
+"""How long `patiently` waits."""
 
 
 class Patience:
@@ -85,15 +85,30 @@ class Patience:
 
 
 def read_bytes(path: Path, most: int = -1) -> bytes:
-    """Return what a file that is no artifact holds, at most so many bytes; waits while it cannot be read.
-    Raises OSError: with an errno of `PROOFS` it is not there; with another one nothing is known of it."""
+    """Return what a file that is no artifact holds, at most so many bytes. Raises as `patiently`."""
 
     def read() -> bytes:
         with path.open("rb") as file:
             return file.read(most)
 
+    return patiently(read, path)
+
+
+def patiently(read: Callable[[], T], path: Path) -> T:
+    """Return what `read` finds in a file that is no artifact; waits while it cannot be read.
+    Raises OSError, with the file's name: with an errno of `PROOFS` it is not there; with another one nothing is known
+    of it."""
+
+    def named() -> T:
+        try:
+            return read()
+        except OSError as error:
+            if error.filename is None and error.errno is not None:  # of a read, not of an open
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
+
     try:
-        return Patience(FILE_S, limited_by=None)(read)
+        return Patience(FILE_S, limited_by=None)(named)
     except Unreadable as error:  # which does not travel between processes
         raise OSError(error.errno, error.why, str(path)) from None
 

@@ -17,7 +17,7 @@ from prime_hpc.slurm.jobs import history, jobs
 from prime_hpc.slurm.queue import logs_into
 from prime_hpc.slurm.script import job_name
 from prime_hpc.slurm.termination import lost_hosts
-from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere
+from prime_hpc.store.attempts import read_attempts, rewrite_row, runs_elsewhere, with_last_word
 from prime_hpc.store.run_dirs import AttemptRow, read_json
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.bad_nodes import record_bad_nodes
@@ -104,6 +104,9 @@ def _last_seen(run_dir: Path, row: AttemptRow) -> float:
 
 def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tuple[str, str, list[str]]:
     """Outcome, cause and lost nodes of an attempt that left no end."""
+    word = read_json(run_dir / STATUS_JSON) or {}
+    if (told := with_last_word(row, word))["ended"] is not None:
+        return str(told["outcome"]), str(told["cause"]), []
     if row.get("job_id") is None:
         return "failed", f"the supervisor (process {row['pid']} on {row['host']}) was killed", []
     hosts = sorted({host for group in (row.get("nodes") or {}).values() for host in group} | {row["host"]})
@@ -120,7 +123,6 @@ def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tup
     ):
         if state in states:
             return outcome, words, []
-    word = read_json(run_dir / STATUS_JSON) or {}
     if word.get("attempt") == row["attempt"] and word.get("outcome"):  # KillWait was too short for its save
         return str(word["outcome"]), f"{word['cause']}; killed before everything was saved", []
     if allocation is not None and row.get("job_id") == allocation.job_id:

@@ -39,8 +39,10 @@ from prime_hpc.store.dataset.files import (
 )
 from prime_hpc.store.dataset.media_columns import ParquetMedia, filled
 from prime_hpc.store.dataset.row_images import MEDIA_COLUMNS, shows_other_media
+from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io import files
 from prime_hpc.store.io.new_file import new_file
+from prime_hpc.store.io.retry_reads import patiently
 from prime_hpc.trainer.data.messages import SFTDataError, parse_line
 
 _BLOCK = 16 * 2**20
@@ -85,13 +87,20 @@ def fingerprint_of(*parts: Any) -> int:
     return xxhash.xxh3_64_intdigest("\x00".join(map(str, parts)).encode()) >> 1
 
 
+def _version(path: Path | int) -> tuple[int, int]:
+    """Return what tells a file, by its path or open, from another one of its path: size and time of change."""
+    try:
+        stat = os.fstat(path) if isinstance(path, int) else patiently(path.stat, path)
+    except OSError as error:
+        if error.errno not in PROOFS:
+            raise  # nothing is known of the file: these are no bad data
+        raise SFTDataError(f"sft.data.path = {path}: {error.strerror or error}") from error
+    return stat.st_size, stat.st_mtime_ns
+
+
 def _cached(cache: Path, path: Path, *also: Any) -> Path:
     """Return the cache's path for a file, without a suffix."""
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise SFTDataError(f"sft.data.path = {path}: {error.strerror or error}") from error
-    key = fingerprint_of(path.absolute(), stat.st_size, stat.st_mtime_ns, *also)
+    key = fingerprint_of(path.absolute(), *_version(path), *also)
     return cache / f"{path.name.split('.')[0]}-{key:016x}"
 
 
@@ -102,23 +111,41 @@ class JsonLines:
         """Args:
             path: the file, possibly compressed.
             cache: directory of indices; made here where it is missing.
-        Raises SFTDataError: the file cannot be read, or is a JSON array."""
+        Raises SFTDataError: the file is not there, or a JSON array."""
         self._shown = path
         self._path = _decompressed(path, cache) if is_compressed(path) else path
+        self._version = _version(self._path)
         index = _cached(cache, self._path).with_suffix(".npy")
         if not index.exists():
-            _write_index(self._path, index)
+            _write_array(index, patiently(lambda: _line_starts(self._path), self._path))
         self._starts = _open_array(index)
         self.num_rows = len(self._starts) - 1
         self.fingerprint = xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._starts).data) >> 1
         self._file: int | None = None
 
     def row(self, index: int) -> Any:
-        """Return the parsed line."""
-        if self._file is None:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        """Return the parsed line. Raises OSError: it cannot be read now; SFTDataError: it is no JSON, or another file
+        has the path now."""
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
-        return parse_line(os.pread(self._file, end - begin, begin), self._shown)
+
+        def read() -> bytes:
+            if self._file is None:
+                self._file = self._open()
+            try:
+                return os.pread(self._file, end - begin, begin)
+            except OSError:  # the handle may be stale, for ever
+                os.close(self._file)
+                self._file = None
+                raise
+
+        return parse_line(patiently(read, self._path), self._shown)
+
+    def _open(self) -> int:
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        if _version(file) != self._version:
+            os.close(file)
+            raise SFTDataError(f"{self._path} has changed since the run began")
+        return file
 
     def where(self, index: int) -> str:
         """file:line; counts the lines before it, which only an error asks for."""
@@ -139,7 +166,7 @@ def _open_array(path: Path) -> NDArray[np.int64]:
     return files.retry_read(lambda: np.load(path, mmap_mode="r"), deadline_s=_OPEN_DEADLINE_S)
 
 
-def _write_index(path: Path, target: Path) -> None:
+def _line_starts(path: Path) -> list[NDArray[np.int64]]:
     """Offsets of the non-empty lines, and of the end."""
     starts: list[NDArray[np.int64]] = []
     with path.open("rb") as file:
@@ -159,7 +186,7 @@ def _write_index(path: Path, target: Path) -> None:
             if file.read().strip():
                 starts.append(np.array([pending], np.int64))
     starts.append(np.array([offset], np.int64))
-    _write_array(target, starts)
+    return starts
 
 
 def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
@@ -248,6 +275,8 @@ class ArrowRows:
                 with pq.ParquetFile(path) as parquet:
                     _write_arrow(parquet, path, target, source, images)
             except (pa.ArrowInvalid, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (None, *PROOFS):
+                    raise  # nothing is known of it
                 raise SFTDataError(f"{path} cannot be read as Parquet ({error})") from error
         self._reader = files.retry_read(
             lambda: pa.ipc.open_file(pa.memory_map(str(target), "r")), deadline_s=_OPEN_DEADLINE_S

@@ -86,15 +86,18 @@ def _one_or_folder(word: str) -> Path:
 def _document(one: Path | None, folder: Path, limit: int | None, ask: Ask) -> dict[str, object]:
     if one is not None:
         return status_of(one, ask=ask).as_dict()
-    runs, more = collect(list_runs(folder), folder, ask=ask, limit=limit)
-    return {"folder": str(folder), "runs": [status.as_dict() for status in runs], "more": more}
+    closed: list[Path] = []
+    runs, more = collect(list_runs(folder, closed), folder, ask=ask, limit=limit)
+    shown = [status.as_dict() for status in runs]
+    return {"folder": str(folder), "runs": shown, "more": more, "closed": sorted(map(str, closed))}
 
 
 def _page(one: Path | None, folder: Path, limit: int | None, ask: Ask) -> str:
     if one is not None:
         return render_one(status_of(one, ask=ask))
-    runs, more = collect(list_runs(folder), folder, ask=ask, limit=limit)
-    return render_table(runs, folder, more)
+    closed: list[Path] = []
+    runs, more = collect(list_runs(folder, closed), folder, ask=ask, limit=limit)
+    return render_table(runs, folder, more) + _closed_line(closed)
 
 
 def _watch(one: Path | None, folder: Path, limit: int | None, as_json: bool) -> int:
@@ -191,6 +194,13 @@ def _nodes(status: RunStatus) -> str:
     for label, hosts in status.nodes.items():
         by_hosts.setdefault(compress_hosts(hosts), []).append(label)
     return "; ".join(f"{', '.join(labels)}: {hosts}" for hosts, labels in by_hosts.items() if hosts)
+
+
+def _closed_line(closed: list[Path]) -> str:
+    if not closed:
+        return ""
+    few = ", ".join(sorted(map(str, closed))[:3]) + ", ..." * (len(closed) > 3)
+    return f"directories that cannot be read, and may be runs: {len(closed)} ({few})\n"
 
 
 def render_table(runs: list[RunStatus], folder: Path, more: int = 0) -> str:

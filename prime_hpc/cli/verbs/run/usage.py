@@ -32,7 +32,8 @@ def run(argv: list[str], program: str) -> int:
     folder = outputs_folder()
     is_none = not words and not folder.is_dir()
     chosen = None if is_none else choose_runs(words or [str(folder)], most=None, may_be_none=True)
-    left_out: dict[str, str] = {}
+    closed = [] if chosen is None else chosen.closed
+    left_out = {str(path): "this directory cannot be read, and may be a run" for path in closed}
     found = (
         []
         if chosen is None
