@@ -126,6 +126,7 @@ KILLED = "srun: error: n1: task 0: Killed\nsrun: error: n[2-3]: tasks 1-2: Kille
         (KILLED, ["n2", "n3"], ""),  # as of nodes that are shut down
         (f"0: slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***\n{KILLED}", None, ""),
         (f"1: slurmstepd-n2: error: *** STEP 7.1 ON n2 CANCELLED AT 2026 ***\n{KILLED}", [], "step was cancelled"),
+        (f"[x] error: *** STEP 7.1 ON n2 CANCELLED AT 2026 DUE to SIGNAL Killed ***\n{KILLED}", [], "was cancelled"),
         (f"1: error: *** STEP 7.1 ON n2 CANCELLED AT 2026 DUE TO TIME LIMIT ***\n{KILLED}", [], "killed by signal 9"),
         (KILLED.replace("0: Killed", "0: Out Of Memory"), [], "killed by signal 9; on n1 the kernel ended"),
     ],
