@@ -100,7 +100,6 @@ class _Scene:
             f"{label(row, rows)} on {row['host']} is a zombie (process {row['pid']}, {row['comm']})"
             for row in rows
             if row["state"] == "Z"
-            and row["comm"] != "srun"  # its second process outlives it: the supervisor has it then
         ]
 
     def of(self, *roles: str) -> list[Row]:
@@ -168,7 +167,10 @@ def _file_system(scene: _Scene, probes: Mapping[str, Row]) -> Diagnosis | None:
     """Look for a run directory that does not answer, or processes that the kernel holds in an input or output."""
     hanging = {host: probe for host, probe in probes.items() if "hangs" in probe}
     held = [row for row in scene.rows if row["waits"] or row["state"] == "D"]
-    lines = [f"{label(row, scene.rows)} on {row['host']} waits in the kernel{_kernel(row)}" for row in held[:8]]
+    lines = [
+        f"{label(row, scene.rows)} on {row['host']} (process {row['pid']}) waits in the kernel{_kernel(row)}"
+        for row in held[:8]
+    ]
     if hanging:
         hosts = ", ".join(sorted(hanging))
         asked = [
