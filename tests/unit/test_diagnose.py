@@ -192,7 +192,8 @@ def test_a_stopped_process_outweighs_what_waits_for_it(role: str, text: str) -> 
 
 
 def test_a_suspended_job() -> None:
-    found = diagnose([one | {"state": "T"} for one in (*waiting_trainer(), orchestrator())], {}, now=NOW)
+    child = row("", pid=9, state="D") | {"word": {}, "waits": {"9": "__refrigerator"}}
+    found = diagnose([*(one | {"state": "T"} for one in (*waiting_trainer(), orchestrator())), child], {}, now=NOW)
     assert found.culprit.startswith("every process of the run") and "scontrol resume" in found.advice
 
 

@@ -132,7 +132,7 @@ class _Scene:
 
 
 def _stopped(scene: _Scene) -> Diagnosis | None:
-    """SIGSTOP, a debugger, or `scontrol suspend`: the kernel says so, and no other evidence outweighs it."""
+    """SIGSTOP, a debugger, or a suspended job: the kernel says so, and no other evidence outweighs it."""
     stopped = [row for row in scene.rows if row["state"] in ("T", "t") and owner(row, scene.rows)]
     if not stopped:
         return None
@@ -141,7 +141,7 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
         stopped,
         key=lambda row: (not row["word"], -order.get(owner(row, scene.rows)["role"], 9), bool(row["word"].get("part"))),
     )
-    everybody = len(stopped) == len([row for row in scene.rows if row["state"] not in ("Z", "gone")])
+    everybody = all(row in stopped for row in scene.speaking)
     who = "every process of the run" if everybody else label(first, scene.rows)
     evidence = [
         f"{label(row, scene.rows)} on {row['host']}: process {row['pid']} is stopped (state {row['state']})"
@@ -157,7 +157,7 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
         f"{who} on {first['host']} is stopped (process {first['pid']})",
         evidence=evidence,
         chain=_waiting_chain(scene),
-        advice="the job is suspended: `scontrol resume JOB`"
+        advice="the job is suspended: Slurm goes on with it, or its staff do (`scontrol resume JOB`)"
         if everybody
         else f"somebody sent it SIGSTOP, or a debugger holds it: `kill -CONT {first['pid']}` on {first['host']}",
     )
