@@ -311,7 +311,8 @@ class StepRole(Role):
             who = f"the process of {self.spec.label} on {message['host']}"
             logger.warning(f"{who} {ending(int(message['code']))}: it alone is started again")
         elif event == "exited":
-            self._oom_kills[key] = int(message.get("oom_kills", 0))
+            if message.get("oom_kills") is not None:
+                self._oom_kills[key] = int(message["oom_kills"])
             self._exits[key] = int(message["code"])
             if message.get("problem"):
                 self._problems[key] = str(message["problem"])
@@ -381,7 +382,7 @@ class StepRole(Role):
         for key in list(self._beats):
             how = ended.get(key.split("/")[0])
             if how == _OUT_OF_MEMORY:
-                self._oom_kills[key] = 1
+                self._oom_kills.setdefault(key, 1)  # the agent knows better, unless it died of it
             if how is None or key in self._exits:
                 continue
             if words == "" and not self._ending:  # with a cause (time limit, preemption) the job's end counts
