@@ -124,6 +124,10 @@ class _Cancel:
             self._note_cancel()
         running = [info for info in active if not info.is_pending]
         if running:
+            if running[0].state == "SUSPENDED" and not self.now:
+                self._tell(
+                    "Slurm has suspended the job: it saves when it goes on; --now ends it at once, without a save"
+                )
             return self._running_job(running[0].job_id)
         ids = {info.job_id for info in waiting}
         try:

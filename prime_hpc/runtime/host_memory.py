@@ -2,7 +2,7 @@
 kernel did when there was none."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 HEADROOM = 0.9
@@ -16,6 +16,7 @@ _MEMORY = (
 """Limit, use, and what of it the kernel gives back (pages of files), as MemAvailable has it: cgroups v2, v1."""
 
 
+RECENT_S = 60.0
 _OOM_COUNTS = ("memory.events", "memory.oom_control")
 """Files of cgroups v2 and v1."""
 
@@ -27,14 +28,33 @@ def available_bytes() -> int:
     return int(max(0, min([machine, *(_left(folder) for folder in _cgroups())])))
 
 
-def oom_kills() -> int:
-    """Count the processes of this one's cgroup that the kernel ended for want of memory; 0 where it does not say."""
+def oom_kills() -> int | None:
+    """Count the processes of this one's cgroup that the kernel ended for want of memory; None: it does not say."""
     for folder in _cgroups():
         for name in _OOM_COUNTS:
             with contextlib.suppress(OSError, StopIteration):
                 rows = (line.split() for line in (folder / name).read_text().splitlines())
                 return next(int(row[1]) for row in rows if row[0] == "oom_kill")
-    return 0
+    return None
+
+
+class RecentOomKills:
+    """Of a process that looks now and then: what the kernel ended lately, which may be why others end now. What was
+    survived long ago is not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock, self._counts, self._next_at = clock, [oom_kills()] * 2, clock() + RECENT_S
+
+    def look(self) -> None:
+        """Forget what is older than twice `RECENT_S`."""
+        if self._clock() >= self._next_at:
+            self._counts, self._next_at = [self._counts[1], oom_kills()], self._clock() + RECENT_S
+
+    def count(self) -> int | None:
+        """Return how many there were in the last `RECENT_S`, or up to twice that; None: the kernel does not say."""
+        now, before = oom_kills(), self._counts[0]
+        return None if now is None or before is None else now - before
 
 
 def _cgroups() -> Iterator[Path]:

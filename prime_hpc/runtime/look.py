@@ -64,11 +64,11 @@ def look(run_dir: str | None = None, pids: Collection[int] = ()) -> list[Row]:
         pids: these, and what they started.
 
     Returns:
-        a row a process: `host`, `pid`, `parent`, `comm`, `state` (R, S, D: uninterruptible, T: stopped, Z: zombie; as
-        seen twice), `cpu` (share of a core), `waits` ({thread: where in the kernel} of threads that stand still in an
-        uninterruptible state), `word`, `call` (of those that tell: `name` and `since` of the call in which they are,
-        `begun`: calls that began between two looks), `answer` (`threads`, `tasks`, `details`), `stacks` (where it did
-        not answer).
+        a row a process: `host`, `pid`, `parent`, `comm`, `state` (R, S, D: uninterruptible, T: stopped or frozen, Z:
+        zombie; as seen twice), `cpu` (share of a core), `waits` ({thread: where in the kernel} of threads that stand
+        still in an uninterruptible state), `word`, `call` (of those that tell: `name` and `since` of the call in which
+        they are, `begun`: calls that began between two looks), `answer` (`threads`, `tasks`, `details`), `stacks`
+        (where it did not answer).
     """
     seen = _members(run_dir, pids)
     before = time.monotonic()
@@ -233,6 +233,8 @@ def _look_again(one: _Seen, seconds: float) -> None:
         for thread, stat in threads.items()
         if stat.state == "D" and one.threads.get(thread, stat).state == "D" and stat.ticks == _ticks(one, thread)
     }
+    if one.word and threads and len(waits) == len(threads):  # the thread that answers waits for no device
+        state = "T"  # Slurm has frozen the job; a signal would be handled when all threads go on at once, and kill it
     one.row = {
         "host": one.word.get("host") or socket.gethostname(),
         "pid": one.pid,

@@ -47,7 +47,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.gpus import stated_devices, visible_gpus
-from prime_hpc.runtime.host_memory import oom_kills
+from prime_hpc.runtime.host_memory import RecentOomKills
 from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays
 from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, NODE_PORTS, RoleContext
 from prime_hpc.runtime.slurm_warning import WARNINGS
@@ -203,7 +203,7 @@ class Agent:
         self._samples_gpus = False
         self._next_beat = self._next_hello = 0.0
         self._grace_s = 5.0
-        self._oom_kills = oom_kills()
+        self._oom_kills = RecentOomKills(self._clock.now)
         self._over = threading.Event()
         self._bus = BusClient(self._context.bus_address, f"agent-{label}", incarnation=self._context.incarnation)
         for topic in (f"launch/{label}", f"end/{label}", f"adopt/{label}", "pulse", LOOK_TOPIC):
@@ -232,6 +232,7 @@ class Agent:
                         self._replace(code)
                         continue
                     break
+                self._oom_kills.look()
                 with contextlib.suppress(queue.Empty):
                     self._start(self._orders.get(timeout=TICK_S))
         except ConfigError as error:  # no free port, not in a network that the config names, too few GPUs
@@ -241,7 +242,7 @@ class Agent:
             end_strays(os.getpid(), [], grace_s=1.0)
             if self._forwarding is not None:
                 self._forwarding.join(timeout=2.0)
-            self._say("exited", code=code, problem=problem, oom_kills=oom_kills() - self._oom_kills)
+            self._say("exited", code=code, problem=problem, oom_kills=self._oom_kills.count())
             if not self._is_superseded() and (self._has_lost_supervisor or self._is_orphaned()):
                 say, now = self._output.write_line, self._clock.now
                 requeue_orphaned_job(self._paths.root, self._environ, self._host, self._supervision_check(), say, now)

@@ -225,6 +225,15 @@ def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> No
     assert not (run_dir(config) / "STOP").exists(), "it would stop the next attempt"
 
 
+def test_cancel_of_a_suspended_job_says_what_it_waits_for(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    for now in (True, False):
+        told: list[str] = []
+        fake.change("100", state="SUSPENDED", nodes="n1")
+        assert cancel_module.cancel_run(run_dir(config), now=now, timeout_s=0.5, say=told.append).outcome == "cancelled"
+        assert any("it saves when it goes on; --now ends it at once" in words for words in told) != now
+
+
 def test_a_stop_that_came_after_the_end_stops_no_run_that_is_started_again(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     stop = run_dir(config) / "STOP"

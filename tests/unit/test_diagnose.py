@@ -171,11 +171,15 @@ def test_a_stopped_engine_core_is_named_with_its_call() -> None:
     assert "before it was stopped it was at `serving`, in `step` for 40 s" in found.evidence
 
 
-def test_a_zombie_is_said_unless_it_is_what_srun_leaves_behind() -> None:
-    words = ("python", "srun")
-    dead = [row("", pid=500 + i, state="Z", comm=comm) | {"word": {}} for i, comm in enumerate(words)]
-    found = diagnose([*waiting_trainer(1), orchestrator(), server(), *dead], {}, now=NOW)
-    assert [line.partition("zombie")[2] for line in found.evidence if "zombie" in line] == [" (process 500, python)"]
+def test_a_zombie_is_said_once_unless_it_is_what_srun_leaves_behind(tmp_path: Path) -> None:
+    names = ("python", "srun")
+    dead = [row("", pid=500 + i, state="Z", comm=comm, parent=7) | {"word": {}} for i, comm in enumerate(names)]
+    rows = [row("supervisor", pid=7), *waiting_trainer(1), orchestrator(), server(), *dead]
+    document = report(tmp_path, [{"host": "n1", "rows": rows, "probe": {}, "gpus": []}], patience_s=60.0)
+    said = [line for line in document["diagnosis"]["evidence"] if "zombie" in line]
+    assert said == ["python of supervisor on n1 is a zombie (process 500, python)"]
+    shown = [line for line in text_of(document).splitlines() if line.endswith(("python", "srun"))]
+    assert [line.strip() for line in shown] == ["python of supervisor, n1, process 500: Z, 0% CPU, python"]
 
 
 @pytest.mark.parametrize(("role", "text"), [("trainer", "trainer rank 1 on n1"), ("inference", "inference server 1")])
@@ -188,14 +192,15 @@ def test_a_stopped_process_outweighs_what_waits_for_it(role: str, text: str) -> 
 
 
 def test_a_suspended_job() -> None:
-    found = diagnose([one | {"state": "T"} for one in (*waiting_trainer(), orchestrator())], {}, now=NOW)
+    child = row("", pid=9, state="D") | {"word": {}, "waits": {"9": "__refrigerator"}}
+    found = diagnose([*(one | {"state": "T"} for one in (*waiting_trainer(), orchestrator())), child], {}, now=NOW)
     assert found.culprit.startswith("every process of the run") and "scontrol resume" in found.advice
 
 
 def test_an_engines_stopped_child_is_named_with_its_server() -> None:
     child = row("inference") | {"word": {}, "state": "T", "comm": "EngineCore", "pid": 9, "parent": server()["pid"]}
     found = diagnose([*waiting_trainer(), orchestrator(), server(), child | {"host": "n2"}], {}, now=NOW)
-    assert found.culprit.startswith("EngineCore (process 9) of inference server 0 on n2 is stopped")
+    assert found.culprit.startswith("EngineCore of inference server 0 on n2 is stopped (process 9)")
 
 
 def test_a_file_system_that_hangs_and_a_process_that_the_kernel_holds() -> None:

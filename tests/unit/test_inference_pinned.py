@@ -137,14 +137,28 @@ def test_a_job_has_the_memory_that_its_cgroup_leaves(machine: Path) -> None:
 
 
 def test_processes_that_the_kernel_ended_for_want_of_memory_are_counted(machine: Path) -> None:
-    assert host_memory.oom_kills() == 0  # no cgroups at all
+    assert host_memory.oom_kills() is None  # no cgroups at all
     limited(machine, "0::/job_7/step_0\n", "job_7/step_0", max="max\n")
-    assert host_memory.oom_kills() == 0  # a kernel that does not say
+    assert host_memory.oom_kills() is None  # a kernel that does not say
     limited(machine, "0::/job_7/step_0\n", "job_7/step_0", events="low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
     limited(machine, "0::/job_7/step_0\n", "job_7", events="oom 9\noom_kill 5\n")  # of another step too
     assert host_memory.oom_kills() == 2
     limited(machine, "4:memory:/job_7\n", "memory/job_7", oom_control="under_oom 0\noom_kill 1\n")
     assert host_memory.oom_kills() == 1
+
+
+def test_what_was_survived_long_ago_is_no_recent_end(machine: Path) -> None:
+    now = [0.0]
+    unknown = host_memory.RecentOomKills(lambda: now[0])
+    assert unknown.count() is None
+    limited(machine, "0::/job_7\n", "job_7", events="oom_kill 2\n")
+    recent = host_memory.RecentOomKills(lambda: now[0])
+    limited(machine, "0::/job_7\n", "job_7", events="oom_kill 3\n")
+    found = []
+    for now[0] in (0.0, 60.0, 119.0, 120.0):
+        recent.look()
+        found.append(recent.count())
+    assert found == [1, 1, 1, 0] and unknown.count() is None
 
 
 def test_the_buffer_is_pinned_to_its_size_or_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

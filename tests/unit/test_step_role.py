@@ -112,8 +112,12 @@ def test_a_role_whose_node_ran_out_of_memory_says_so(world: World) -> None:
     why = "on n2 the kernel ended processes of the job for want of memory: more slurm.mem"
     assert role.death().cause == f"trainer was killed by signal 9; {why}"
     role.start_number, role._oom_kills = 3, {}  # as a new start leaves it
+    role.log_file.write_text("srun: error: n2: task 1: Out Of Memory\n")  # as srun says of any step that ever was
     role.on_message(said("exited", 3, "n2", code=-9, oom_kills=0))
     assert role.death().cause == "trainer was killed by signal 9"
+    role._oom_kills, role._exits = {}, {}
+    role.on_message(said("exited", 3, "n2", code=-9, oom_kills=None))  # nothing in its container tells
+    assert role.death().cause.endswith(why)
 
 
 KILLED = "srun: error: n1: task 0: Killed\nsrun: error: n[2-3]: tasks 1-2: Killed\n"
@@ -126,6 +130,7 @@ KILLED = "srun: error: n1: task 0: Killed\nsrun: error: n[2-3]: tasks 1-2: Kille
         (KILLED, ["n2", "n3"], ""),  # as of nodes that are shut down
         (f"0: slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***\n{KILLED}", None, ""),
         (f"1: slurmstepd-n2: error: *** STEP 7.1 ON n2 CANCELLED AT 2026 ***\n{KILLED}", [], "step was cancelled"),
+        (f"[x] error: *** STEP 7.1 ON n2 CANCELLED AT 2026 DUE to SIGNAL Killed ***\n{KILLED}", [], "was cancelled"),
         (f"1: error: *** STEP 7.1 ON n2 CANCELLED AT 2026 DUE TO TIME LIMIT ***\n{KILLED}", [], "killed by signal 9"),
         (KILLED.replace("0: Killed", "0: Out Of Memory"), [], "killed by signal 9; on n1 the kernel ended"),
     ],

@@ -116,6 +116,36 @@ def test_a_stopped_process_is_seen_with_its_last_word(talker: Talker) -> None:
     assert "answer" in talker.look(), "and no signal had been left for it"
 
 
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A control group whose processes can be frozen, as Slurm freezes those of a suspended job."""
+    folder = Path(f"/sys/fs/cgroup/freezer/prime-hpc-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no freezer of cgroups v1 that may be used here: {error}")
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    for pid in (folder / "cgroup.procs").read_text().split():
+        (folder.parent / "cgroup.procs").write_text(pid)
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("talker", ["sleeps"], indirect=True)
+def test_a_frozen_process_is_a_stopped_one_and_is_asked_nothing(talker: Talker, freezer: Path) -> None:
+    (freezer / "cgroup.procs").write_text(str(talker.process.pid))
+    (freezer / "freezer.state").write_text("FROZEN")
+    deadline = time.monotonic() + LIMIT_S
+    while (freezer / "freezer.state").read_text() != "FROZEN\n":
+        assert time.monotonic() < deadline
+    row = talker.look()
+    status = Path(f"/proc/{talker.process.pid}/status").read_text()
+    pending = dict(line.split(":\t") for line in status.splitlines())["ShdPnd"]
+    assert (row["state"], row["word"]["phase"], int(pending, 16)) == ("T", "wait", 0)
+    (freezer / "freezer.state").write_text("THAWED")
+    assert "answer" in talker.look()
+
+
 @pytest.mark.parametrize("talker", ["fork"], indirect=True)
 def test_a_forked_child_does_not_speak_for_its_parent(talker: Talker) -> None:
     rows = look(talker.run_dir)

@@ -56,6 +56,9 @@ def cancel_stale_steps(allocation: Allocation) -> None:
 
     A het job that lost its batch host starts its first component anew beside the others' old steps; once a new step has
     taken an old one's number, Slurm cannot reach the old one's tasks any more.
+
+    A site's step manager (`enable_stepmgr`) keeps the steps of homogeneous jobs from squeue (26.05). Such a job is not
+    started again before all its nodes have ended them; those of het jobs, which have no step manager, are shown.
     """
     ids = sorted(set(allocation.component_ids) or {allocation.job_id})
     for again in range(STALE_TRIES):

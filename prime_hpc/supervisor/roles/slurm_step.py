@@ -24,6 +24,7 @@ from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.containers import Container, one_node_srun
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.options import options_with
+from prime_hpc.slurm.termination import parse_words
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import LaunchOrder
 from prime_hpc.supervisor.roles.process import Death, Role, ending
@@ -39,8 +40,7 @@ WITHOUT_SRUN_S = 8.0
 """Agents whose srun is gone are gone too once they have been silent for so long."""
 _TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 _OUT_OF_MEMORY = "Out Of Memory"
-_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+( DUE TO (?!NODE FAILURE).*)? \*\*\*")
-"""With a cause (the job's time limit, a preemption) it is the job's end that counts."""
+_STEP_CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
 
 Hellos = Mapping[str, dict[str, Any]]
 """First words of the agents, by `host/local rank`."""
@@ -311,7 +311,8 @@ class StepRole(Role):
             who = f"the process of {self.spec.label} on {message['host']}"
             logger.warning(f"{who} {ending(int(message['code']))}: it alone is started again")
         elif event == "exited":
-            self._oom_kills[key] = int(message.get("oom_kills", 0))
+            if message.get("oom_kills") is not None:
+                self._oom_kills[key] = int(message["oom_kills"])
             self._exits[key] = int(message["code"])
             if message.get("problem"):
                 self._problems[key] = str(message["problem"])
@@ -375,15 +376,16 @@ class StepRole(Role):
         text = self._said_since_start(1000) if quiet else ""
         ended = {host: how for hosts, how in _TASKS_ENDED.findall(text) for host in expand_hosts(hosts)}
         cancelled = _STEP_CANCELLED.search(text)
-        if cancelled is None and _OUT_OF_MEMORY not in ended.values():
+        words = parse_words(cancelled[1]) if cancelled else "NODE FAILURE"
+        if words == "NODE FAILURE" and _OUT_OF_MEMORY not in ended.values():
             return quiet
         for key in list(self._beats):
             how = ended.get(key.split("/")[0])
             if how == _OUT_OF_MEMORY:
-                self._oom_kills[key] = 1
+                self._oom_kills.setdefault(key, 1)  # the agent knows better, unless it died of it
             if how is None or key in self._exits:
                 continue
-            if cancelled is not None and not cancelled[1] and not self._ending:
+            if words == "" and not self._ending:  # with a cause (time limit, preemption) the job's end counts
                 self._problems[key] = "its step was cancelled: `scancel` of this one step, or a rule of the site"
             self._exits[key] = -signal.SIGKILL
         return [host for host in quiet if host not in ended]

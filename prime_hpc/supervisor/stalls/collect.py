@@ -125,6 +125,8 @@ def report(
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for seen in nodes:  # two names of one machine (a development cluster) have seen the same processes
         for row in seen["rows"]:
+            if row["state"] == "Z" and row["comm"] == "srun":  # its second process outlives it: the supervisor has it
+                continue
             rows.setdefault((str(seen.get("machine", seen["host"])), int(row["pid"])), row)
     probes = {seen["host"]: seen["probe"] for seen in nodes}
     found = diagnose(list(rows.values()), probes, patience_s=patience_s, silent=silent)

@@ -100,7 +100,6 @@ class _Scene:
             f"{label(row, rows)} on {row['host']} is a zombie (process {row['pid']}, {row['comm']})"
             for row in rows
             if row["state"] == "Z"
-            and row["comm"] != "srun"  # its second process outlives it: the supervisor has it then
         ]
 
     def of(self, *roles: str) -> list[Row]:
@@ -133,7 +132,7 @@ class _Scene:
 
 
 def _stopped(scene: _Scene) -> Diagnosis | None:
-    """SIGSTOP, a debugger, or `scontrol suspend`: the kernel says so, and no other evidence outweighs it."""
+    """SIGSTOP, a debugger, or a suspended job: the kernel says so, and no other evidence outweighs it."""
     stopped = [row for row in scene.rows if row["state"] in ("T", "t") and owner(row, scene.rows)]
     if not stopped:
         return None
@@ -142,7 +141,7 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
         stopped,
         key=lambda row: (not row["word"], -order.get(owner(row, scene.rows)["role"], 9), bool(row["word"].get("part"))),
     )
-    everybody = len(stopped) == len([row for row in scene.rows if row["state"] not in ("Z", "gone")])
+    everybody = all(row in stopped for row in scene.speaking)
     who = "every process of the run" if everybody else label(first, scene.rows)
     evidence = [
         f"{label(row, scene.rows)} on {row['host']}: process {row['pid']} is stopped (state {row['state']})"
@@ -158,7 +157,7 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
         f"{who} on {first['host']} is stopped (process {first['pid']})",
         evidence=evidence,
         chain=_waiting_chain(scene),
-        advice="the job is suspended: `scontrol resume JOB`"
+        advice="the job is suspended: Slurm goes on with it, or its staff do (`scontrol resume JOB`)"
         if everybody
         else f"somebody sent it SIGSTOP, or a debugger holds it: `kill -CONT {first['pid']}` on {first['host']}",
     )
@@ -168,7 +167,10 @@ def _file_system(scene: _Scene, probes: Mapping[str, Row]) -> Diagnosis | None:
     """Look for a run directory that does not answer, or processes that the kernel holds in an input or output."""
     hanging = {host: probe for host, probe in probes.items() if "hangs" in probe}
     held = [row for row in scene.rows if row["waits"] or row["state"] == "D"]
-    lines = [f"{label(row, scene.rows)} on {row['host']} waits in the kernel{_kernel(row)}" for row in held[:8]]
+    lines = [
+        f"{label(row, scene.rows)} on {row['host']} (process {row['pid']}) waits in the kernel{_kernel(row)}"
+        for row in held[:8]
+    ]
     if hanging:
         hosts = ", ".join(sorted(hanging))
         asked = [

@@ -32,7 +32,7 @@ def label(row: Row, rows: Sequence[Row]) -> str:
         text = f"{role} {'process of ' if role == 'environment' else 'of '}{word.get('label', '')}"
     else:
         text = role
-    return text if row["word"] or not word else f"{row['comm']} (process {row['pid']}) of {text}"
+    return text if row["word"] or not word else f"{row['comm']} of {text}"
 
 
 def phase(word: Mapping[str, Any]) -> str:
