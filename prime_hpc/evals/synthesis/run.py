@@ -70,7 +70,7 @@ async def _play(experiment: Experiment, attempt: Attempt[SampledLog]) -> None:
     if attempt.found is not None:
         player = attempt.found.player(attempt.log, on_end=ended, make_record=sampled)
         await player.play(MODEL, attempt.asked.todo[MODEL])
-    progress.ended_all()
+    progress.say()
 
 
 def _there(log: SampledLog, keys: Sequence[Key]) -> list[Sampled]:
