@@ -284,7 +284,6 @@ def _seat(config: EnvConfig, taskset_id: str, default: Any, given: dict[str, Any
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` merged into `base`, dictionaries key by key."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -71,7 +71,6 @@ class Asked:
 
     keys: Mapping[Version, Sequence[Key]]
     todo: Mapping[Version, Sequence[Key]]
-    """Those that are still to be played."""
 
     @classmethod
     def of(

@@ -78,7 +78,6 @@ def write_rows(
     """Write the rows, unless the same are there; an earlier selection is replaced in one rename.
 
     Args:
-        kept: the rows in their order.
         read: returns a place's episode with its conversations.
         meta: kept in the manifest, with `selection`, a sum over what decides the files.
 
