@@ -144,7 +144,7 @@ class EnvSource:
         from verifiers.v1.utils.loaders import load_environment
 
         self.config = config
-        self.name: str = config.name or config.id
+        self.name = config.label
         self.ratio: float = config.ratio
         self.split = split
         began = time.monotonic()

@@ -44,7 +44,7 @@ def provenance_of(experiment: Experiment) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     model = (config.client.model if config.client is not None else None) or experiment.model.name
-    sampling = {env.name or env.id: config.sampling_of(env).parameters() for env in config.environments}
+    sampling = {env.label: config.sampling_of(env).parameters() for env in config.environments}
     return {"model": model, "run": experiment.name, "versions": versions, "by_environment": sampling}
 
 
