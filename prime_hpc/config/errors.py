@@ -33,7 +33,6 @@ class Problem:
     message: str
     """The fault, and its remedy."""
     key: str | None = None
-    """Full dotted path of the key, where there is one."""
     origin: Origin | None = None
     """The place of its statement."""
 

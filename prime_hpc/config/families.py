@@ -160,12 +160,17 @@ class Family:
         return self.rows if choice == "auto" or self.refused else choice
 
 
+def with_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json; of a model that sees images those of its text part count."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else dict(config)
+
+
 def family_of(config: Mapping[str, Any]) -> Family:
     """How the model of a config trains.
     `config`: the fields of a config.json, or those of a transformers config (`to_dict`)."""
     kind = str(config.get("model_type") or "")
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    own = with_text_part(config)
     kinds = [kind, str(own.get("model_type") or "")]
     for name in kinds:
         if name in REFUSED:
@@ -211,7 +216,7 @@ def first_number(config: Mapping[str, Any], *names: str) -> int:
 
 def count_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts by a config.json, or by what is below its `text_config`; 0 of a dense model."""
-    own = {**config, **(config.get("text_config") or {})}
+    own = with_text_part(config)
     if own.get("enable_moe_block") is False or own.get("is_moe") is False:  # Gemma 4 and Doge without their experts
         return 0
     return first_number(own, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -219,15 +224,14 @@ def count_experts(config: Mapping[str, Any]) -> int:
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """Return through how many of its experts a token goes; `config`: as `count_experts` takes it."""
-    own = {**config, **(config.get("text_config") or {})}
+    own = with_text_part(config)
     return first_number(own, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts") or 1
 
 
 def rotary_problem(config: Mapping[str, Any], context: int) -> str:
     """Why trainer and engines cannot have the same rotary embedding; empty: they can.
     `context`: tokens of the longest sample."""
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    own = with_text_part(config)
     rope = own.get("rope_parameters") or own.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return ""

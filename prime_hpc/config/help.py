@@ -214,12 +214,7 @@ def flag_row(spelling: str, text: str) -> str:
 
 
 def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str:
-    """Return the whole help page of an entrypoint.
-
-    Args:
-        entrypoint: its name (decides which keys need no prefix).
-        usage: the usage line, without `usage: `.
-    """
+    """Return the whole help page of an entrypoint. `entrypoint`: its name (decides which keys need no prefix)."""
     width = page_width()
     sections, _ = read_sections()
     root = {item.name: item for item in sections[ROOT].fields}

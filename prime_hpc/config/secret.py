@@ -47,12 +47,12 @@ _ASSIGNED = re.compile(r"""(?<![\w$])([A-Za-z_][A-Za-z0-9_-]*)(["']?\s*[=:]\s*)(
 class Secret:
     """A text that nothing prints. `reveal()` gives it to whoever must have it."""
 
-    __slots__ = ("_problem", "_text", "file")
+    __slots__ = ("_text", "file", "problem")
 
     def __init__(self, text: str, file: Path | None = None, problem: str | None = None) -> None:
         """Hold `text`; `file` is where it was read, `problem` why it could not be."""
         self._text = text
-        self._problem = problem
+        self.problem = problem
         self.file = file
         if len(text) >= _LEAST_KNOWN:
             _KNOWN.add(text)
@@ -72,15 +72,10 @@ class Secret:
         except ConfigError as error:
             return cls("", path, str(error))
 
-    @property
-    def problem(self) -> str | None:
-        """Why the text is not known; None where it is."""
-        return self._problem
-
     def reveal(self) -> str:
         """Return the text itself. Raises ConfigError: it could not be read."""
-        if self._problem is not None:
-            raise ConfigError(self._problem)
+        if self.problem is not None:
+            raise ConfigError(self.problem)
         return self._text
 
     def __repr__(self) -> str:
@@ -89,16 +84,16 @@ class Secret:
     __str__ = __repr__
 
     def __bool__(self) -> bool:
-        return bool(self._text) or self._problem is not None
+        return bool(self._text) or self.problem is not None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and (self._text, self._problem) == (other._text, other._problem)
+        return isinstance(other, Secret) and (self._text, self.problem) == (other._text, other.problem)
 
     def __hash__(self) -> int:
-        return hash((self._text, self._problem))
+        return hash((self._text, self.problem))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Secret, (self._text, self.file, self._problem)
+        return Secret, (self._text, self.file, self.problem)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> "CoreSchema":

@@ -164,7 +164,7 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
 
     found = resolve_taskset(config.id)
     ident = found.ident
-    label = config.name or config.id
+    label = config.label
     arguments = taskset_config_type(ident).model_fields
     if found.legacy is not None:
         config, legacy = _legacy_taskset(config, found.legacy, split)
@@ -206,7 +206,7 @@ def sandbox_of(config: EnvConfig) -> SandboxConfig | None:
     if found.legacy is not None:
         if config.sandbox is not None:
             raise EnvError(
-                f"environment {config.name or config.id!r}: sandbox: a `load_environment` package runs what it runs "
+                f"environment {config.label!r}: sandbox: a `load_environment` package runs what it runs "
                 "by itself, in the process that plays it: a sandbox would protect nothing; leave it out"
             )
         return None
@@ -217,7 +217,7 @@ def sandbox_of(config: EnvConfig) -> SandboxConfig | None:
         return config.sandbox  # whoever makes the harness says what is wrong with it
     if config.sandbox is not None and not config.sandbox.network and not harness_is_in_process(own):
         raise EnvError(
-            f"environment {config.name or config.id!r}: harness {name!r} is a program that runs in the sandbox and "
+            f"environment {config.label!r}: harness {name!r} is a program that runs in the sandbox and "
             "asks the model over the network, which is shut: sandbox.network = true, or a harness of this process"
         )
     needed = getattr(own, "needs_sandbox", False)
@@ -253,7 +253,7 @@ def _legacy_taskset(config: EnvConfig, module: ModuleType, split: str) -> tuple[
     """
     from prime_hpc.envs.legacy.loading import environment, key_of
 
-    label = config.name or config.id
+    label = config.label
     if config.harness is not None:
         raise EnvError(
             f"environment {label!r}: harness {config.harness!r} cannot play a `load_environment` package, whose rounds "
@@ -284,7 +284,6 @@ def _seat(config: EnvConfig, taskset_id: str, default: Any, given: dict[str, Any
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` merged into `base`, dictionaries key by key."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

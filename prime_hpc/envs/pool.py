@@ -389,7 +389,6 @@ def _own_ends() -> Iterator[None]:
 
 
 def _unfinished(state: EpisodeState, reason: str, error_type: str, started: float) -> EpisodeResult:
-    """Return a result without a trace."""
     return EpisodeResult(
         state=state, usable=False, reason=reason, error_type=error_type, duration_s=loop_time() - started
     )

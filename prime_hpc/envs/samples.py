@@ -124,7 +124,6 @@ class EpisodeResult:
     completion_text: str = ""
     """For logs: everything from the first reply on."""
     duration_s: float = 0.0
-    """Wall-clock seconds."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of these, by what they were for: `engine` (waiting for the model's replies), `reward` (scoring), `environment`
     (all else: its own code, tools, sandboxes); empty where nothing ended by itself."""

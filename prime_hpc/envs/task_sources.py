@@ -35,7 +35,6 @@ class EndlessTasks:
     """An endless taskset's tasks by number. What is older than the window is made again, from the first one on."""
 
     def __init__(self, taskset: Iterable[Any], name: str) -> None:
-        """`name`: of the environment."""
         self._taskset, self._name = taskset, name
         self._lock = threading.RLock()  # which knows whose it is
         """Episodes make tasks on the thread of environments, others look at some on theirs."""
@@ -145,7 +144,7 @@ class EnvSource:
         from verifiers.v1.utils.loaders import load_environment
 
         self.config = config
-        self.name: str = config.name or config.id
+        self.name = config.label
         self.ratio: float = config.ratio
         self.split = split
         began = time.monotonic()

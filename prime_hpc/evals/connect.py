@@ -61,9 +61,6 @@ async def connect(
     """Reach the servers, load the first version into them, open the environments.
 
     Args:
-        stack: closes all of it.
-        experiment: the tree of a run without a trainer.
-        context: of the role.
         bus: news of servers come over it.
         versions: those that will be served, one after another, if they are still there then.
 
@@ -173,7 +170,6 @@ async def _make_pool(
     clients: Sequence[InferenceClient | None],
     log_dir: Path,
 ) -> EnvPool:
-    """Return the environments."""
     config = experiment.episodes
     stated = config.client
     length = await _shortest_context(experiment, [client for client in clients if client is not None])

@@ -3,17 +3,17 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
 from prime_hpc.envs.held_out import as_json
+from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
 from prime_hpc.evals.errors import EvalError
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version
-from prime_hpc.evals.wanted import Counted
 from prime_hpc.runtime.event_loops import task_group
 
 SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGeneration", "BlockedLoop", "OldVersion"})
@@ -21,24 +21,6 @@ SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGenerati
 REFUSALS = frozenset({"EndpointRefusedError"})
 """Failures that every further episode would share."""
 MAX_PLAYS = 4
-
-
-class Source(Counted, Protocol):
-    """The part of `envs.task_sources.EnvSource` that is needed here."""
-
-    def task(self, index: int) -> Any:
-        """Return one of its tasks."""
-
-
-class Pool(Protocol):
-    """The part of `envs.pool.EnvPool` that is needed here."""
-
-    @property
-    def sources(self) -> Sequence[Source]:
-        """The environments."""
-
-    async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
-        """Play one episode on one server."""
 
 
 RecordMaker = Callable[[Record, EpisodeResult, Any], Record]
@@ -57,7 +39,7 @@ class Player:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: EnvPool,
         servers: Servers,
         log: EpisodeLog,
         *,

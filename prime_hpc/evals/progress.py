@@ -29,24 +29,21 @@ class Progress:
         self._rewards.clear()
         for record in records:
             self._count(record)
-        self._say()
+        self.say()
 
     def ended(self, record: Record) -> None:
         """One more episode."""
         self.done, self._played = self.done + 1, self._played + 1
         self._count(record)
         if time.monotonic() >= self._next:
-            self._say()
-
-    def ended_all(self) -> None:
-        """Note that the last episode has ended."""
-        self._say()
+            self.say()
 
     def _count(self, record: Record) -> None:
         if record.is_scored:
             self._rewards[record.env].append(float(record.reward or 0.0))
 
-    def _say(self) -> None:
+    def say(self) -> None:
+        """Tell how far it is."""
         now = time.monotonic()
         self._next = now + PROGRESS_S
         rate = self._played / max(now - self._began, 1e-9)

@@ -36,7 +36,7 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
                 progress.begin(version.label, [log.records[k] for k in keys if k in log.records])
                 player = found.player(log, on_end=progress.ended)
                 await player.play(version, asked.todo[version])
-                progress.ended_all()
+                progress.say()
             done.append((version, keys))
             log.sync()
             known = summary.get("versions", ())

@@ -31,7 +31,6 @@ class EvalServer:
     is_lost: bool = False
     """Its node is gone: nobody waits for it, until it is started elsewhere."""
     playing: "set[asyncio.Task[EpisodeResult]]" = field(default_factory=set)
-    """Its episodes in flight."""
     since: float = field(default_factory=loop_time)
     """When it last became ready or ceased to be."""
     restoring: "asyncio.Task[None] | None" = None
@@ -71,11 +70,7 @@ class Servers:
         return False
 
     async def load_first(self, versions: Sequence[Version]) -> None:
-        """Load the first of the versions that is still there.
-
-        Raises:
-            EvalError: none is, or as `load`.
-        """
+        """Load the first of the versions that is still there. Raises EvalError: none is, or as `load`."""
         for version in versions:
             if await self.load_unless_gone(version):
                 return

@@ -20,7 +20,6 @@ EXACT_UP_TO = 14
 
 
 def _resampled_means(values: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
-    """Means of bootstrap resamples: float64 [num_resamples]."""
     rng = np.random.default_rng(seed)
     means = np.empty(num_resamples)
     rows = max(1, CHUNK // len(values))

@@ -106,10 +106,9 @@ def summarize(
         for record in (records[key] for key in keys if key in records):
             there[record.env].append(record)
         environments = {
-            name: summarize_environment(there[name], config, config.ks(config.num_rollouts(env)))
+            env.label: summarize_environment(there[env.label], config, config.ks(config.num_rollouts(env)))
             | {"num_rollouts": config.num_rollouts(env)}
             for env in config.environments
-            for name in [env.name or env.id]
         }
         rows.append({"step": version.step, "label": version.label, "environments": environments})
     found = {

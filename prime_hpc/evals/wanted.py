@@ -71,7 +71,6 @@ class Asked:
 
     keys: Mapping[Version, Sequence[Key]]
     todo: Mapping[Version, Sequence[Key]]
-    """Those that are still to be played."""
 
     @classmethod
     def of(
@@ -109,7 +108,7 @@ def recorded_sources(run_dir: Path, config: EpisodesConfig) -> list[CountedBefor
     path = run_dir / RESULTS / FILE
     try:
         counts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return [CountedBefore(name, counts[name]) for name in (env.name or env.id for env in config.environments)]
+        return [CountedBefore(name, counts[name]) for name in (env.label for env in config.environments)]
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -149,7 +149,6 @@ class _Maker:
         }
 
     def config(self) -> Manifest:
-        """Return the experiment."""
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -159,7 +158,6 @@ class _Maker:
         }
 
     def service(self) -> Manifest:
-        """Names of the pods."""
         return {
             "apiVersion": "v1",
             "kind": "Service",

@@ -93,7 +93,6 @@ class _Cancel:
     say: Say
 
     def run(self) -> Ended:
-        """End whatever there is of it."""
         try:
             active = [info for info in self._all_jobs() if info.is_active]
             return self._jobs(active) if active else self._without_job()

@@ -48,7 +48,6 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _plays_alone(run_dir: Path) -> bool:
-    """Return whether what the run keeps are episodes."""
     return line_of(run_dir / RUN_YAML, "kind: ") in ALONE
 
 

@@ -33,11 +33,7 @@ def mean_of(
     rows: Sequence[Mapping[str, float]], key: str, weight: str | None = None, *, num_warm: int = NUM_WARM
 ) -> float:
     """Mean of one column over the measured rows; 0 where they lack it.
-
-    Args:
-        weight: the column by which rows count; that of the seconds makes a mean of rates what all steps came to.
-        num_warm: steps that are left out.
-    """
+    `weight`: the column by which rows count; that of the seconds makes a mean of rates what all steps came to."""
     measured = rows[num_warm:] or rows
     weights = [1.0 if weight is None else float(row.get(weight, 0.0)) for row in measured]
     total = sum(w * float(row.get(key, 0.0)) for w, row in zip(weights, measured, strict=True))

@@ -119,11 +119,7 @@ class RoleStatus:
     def failed(self, error: BaseException | str, words: str | None = None) -> None:
         """Report that the role ends for this reason, and whether it would end so again. The first one stands: a SIGTERM
         that follows is a consequence.
-
-        Args:
-            error: why.
-            words: in place of an exception's own.
-        """
+        `words`: in place of an exception's own."""
         self._stopped.set()
         if self._row["state"] == "failed":
             return

@@ -12,25 +12,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.observe.pass_at_k import powers_of_two, task_pass
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner, Job, Lane
-
-
-class EvalSource(Protocol):
-    """The part of `envs.task_sources.EnvSource` that is needed here."""
-
-    @property
-    def name(self) -> str:
-        """Label of the environment."""
-
-    @property
-    def num_tasks(self) -> int | None:
-        """Tasks that it has; None: without end."""
+from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 
 
 @dataclass
@@ -103,7 +93,7 @@ class Evaluator:
         self,
         config: EvalConfig,
         runner: EpisodeRunner,
-        sources: Sequence[EvalSource],
+        sources: Sequence[EnvSource | SourceInfo],
         dispatcher: Dispatcher,
         *,
         start_version: int,

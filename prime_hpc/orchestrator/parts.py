@@ -6,14 +6,13 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.client.inference import POLICY
+from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.observe.metric_names import evaluated
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.evaluation import rewards_text
 from prime_hpc.orchestrator.metrics import SampleLog
-from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
@@ -28,7 +27,7 @@ class Parts:
     train_pool: Any
     eval_pool: Any
     urls: Sequence[str]
-    clients: Sequence[Client]
+    clients: Sequence[InferenceClient]
     bus: BusClient
     handover: HandoverServer
     status: RoleStatus

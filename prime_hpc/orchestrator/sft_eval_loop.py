@@ -38,8 +38,6 @@ def due_versions(intervals: Sequence[int], last: int, start: int, on_disk: Seque
     Args:
         intervals: every so many steps, of each source; the base model and the last version too.
         last: steps of the run.
-        on_disk: versions that are there.
-        done: versions that have been evaluated.
     """
     due = sorted({last, *(version for interval in intervals for version in range(0, last, interval))})
     return [v for v in due if v not in done and (v > start or v == 0 or v in on_disk)]

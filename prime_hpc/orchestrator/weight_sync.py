@@ -12,11 +12,10 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.client.inference import POLICY, InferenceError
+from prime_hpc.client.inference import POLICY, InferenceClient, InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
-from prime_hpc.orchestrator.server_client import Client
 from prime_hpc.runtime.event_loops import in_loop, loop_time, task_group
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
 from prime_hpc.store.errors import FencedError
@@ -72,7 +71,8 @@ class WeightSync:
         """A version that an earlier attempt has made and this one goes on from."""
         self._made_again = 0
         """Up to here this attempt may not have made the versions that the servers have."""
-        self._is_updating = False
+        self.is_updating = False
+        """True if a new version is there, and not yet in all servers."""
         self.heard_at = 0.0
         """When the trainer last announced a version, also one that is served already and was made once more."""
         self.current = 0
@@ -96,11 +96,6 @@ class WeightSync:
             for i, s in enumerate(self._table.servers)
         ]
         return {"wanted": self.current, "servers": servers}
-
-    @property
-    def is_updating(self) -> bool:
-        """A new version is there, and not yet in all servers."""
-        return self._is_updating
 
     def is_loading(self, index: int) -> bool:
         """Return whether a server loads weights now, or sleeps."""
@@ -160,7 +155,7 @@ class WeightSync:
         """Let no server begin to load anything until `go_on`, once those that do have loaded.
         Returns the newest version that a server was given."""
         self._may_follow.clear()
-        while self._is_updating or self._loading or any(lock.locked() for lock in self._locks):
+        while self.is_updating or self._loading or any(lock.locked() for lock in self._locks):
             await asyncio.sleep(HOLD_LOOK_S)
         return self.current
 
@@ -254,7 +249,7 @@ class WeightSync:
                 return NOTHING
             raise
 
-    async def _serve_base(self, client: Client) -> None:
+    async def _serve_base(self, client: InferenceClient) -> None:
         """Version 0: of the only run the model itself goes back to it."""
         await (client.reload_weights() if self._name == POLICY else client.serve_base(self._name))
 
@@ -294,10 +289,10 @@ class WeightSync:
         Raises OrchestratorError: a server refuses it."""
         start = loop_time()
         self.current, self.paused_seconds, self._asleep = version, 0.0, False
-        self._is_updating = True
+        self.is_updating = True
         self._on_change()
         await asyncio.gather(*(self._unless_dropped(i, self._load(i)) for i in self._table.ready_indices))
-        self._is_updating = False
+        self.is_updating = False
         end = loop_time()
         self.update_seconds = end - start
         self._updates += [("load", start, end), ("pause", max(start, end - self.paused_seconds), end)]

@@ -76,7 +76,6 @@ def account(
         trainer, orchestrator: sums of their steps, one an attempt.
         submitted: of the first submission, as far as that is known, epoch seconds.
         until: when the last attempt was last seen alive, if it has written no end, epoch seconds; 0: nobody says.
-        goes_on: the last attempt, in that case.
         ready: when all roles of an attempt were ready, for those that did not live to write it.
         lives: of the run's jobs, where Slurm's accounting says; of `own_lives`.
 

@@ -59,7 +59,6 @@ class Chosen:
     num_stored: int = 0
     """Sequences of the batches that were opened."""
     num_steps: int = 0
-    """Batches that are stored."""
     left_out: int = 0
     problems: list[str] = field(default_factory=list)
 

@@ -217,7 +217,6 @@ def _origin(spent: Mapping[str, Any], submitted: float | None, trainer: Phases) 
 
 
 def _results(path: Path) -> str | None:
-    """Return the table of an evaluation."""
     try:
         with (path / "results" / "table.txt").open(encoding="utf-8", errors="replace") as file:
             return file.read(_TABLE_CHARACTERS)

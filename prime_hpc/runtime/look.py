@@ -26,7 +26,6 @@ STACKS_WITHIN_S = 1.0
 PROBE_WITHIN_S = 3.0
 """A run directory that cannot be listed for so long hangs."""
 MAX_STACKS = 16_000
-"""Characters of a dump that are kept."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 Row = dict[str, Any]
 

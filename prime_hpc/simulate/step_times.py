@@ -29,7 +29,6 @@ class StepTimes:
 
     calibration: Calibration
     source: str
-    """Names of the calibrating runs."""
     error: float | None
     """Largest relative error of the runs' own predicted steps; None: a bench, whose steps are none of both sides."""
 

@@ -292,10 +292,7 @@ def squeue_command(which: Sequence[str], fields: Sequence[str]) -> list[str]:
 def squeue_rows(which: Sequence[str], fields: Sequence[str], timeout_s: float) -> list[dict[str, str]]:
     """Rows of squeue, one a job, a component or an array's task, those that ended in the last minutes too; none where
     it knows no such job (any more).
-
-    Raises:
-        SlurmError: it cannot be asked, or answers in a form that is not known here: none of the jobs is gone.
-    """
+    Raises SlurmError: it cannot be asked, or answers in a form that is not known here: none of the jobs is gone."""
     command = squeue_command(which, fields)
     try:
         text = run_slurm(command, timeout_s)

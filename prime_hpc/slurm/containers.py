@@ -121,7 +121,6 @@ def _of_rows(experiment: Experiment, text: str) -> Path:
 
 
 def _caches(environ: Mapping[str, str]) -> list[Path]:
-    """Those that are there."""
     texts = [environ.get(name) or default for name, default in _CACHES.items()]
     return [path for text in texts if text and (path := Path(text).expanduser()).is_dir()]
 

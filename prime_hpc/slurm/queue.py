@@ -66,7 +66,6 @@ class Submission:
     """How the job comes back: requeue, successor or off."""
     token: str
     text: str
-    """The batch script."""
     other: str | None = None
     """Cluster of the site that it goes to; None: this one."""
 

@@ -83,10 +83,7 @@ def parse_words(added: str) -> str | None:
 
 def granted_until(job_id: str) -> float | None:
     """EndTime of the running job: a preemption with grace moves it. None where the job is ending.
-
-    Raises:
-        SlurmError: nobody answers now.
-    """
+    Raises SlurmError: nobody answers now."""
     return first_end(part for part in _of_running(job_id) if not _is_over(part))
 
 
@@ -126,7 +123,6 @@ def why_terminated(
     Args:
         restarts: SLURM_RESTART_COUNT of this attempt.
         began: of this attempt, epoch seconds.
-        ends_at: the time limit.
         words: of slurmstepd in the job's log (`JobLog.words`).
     """
     try:

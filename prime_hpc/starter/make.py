@@ -35,7 +35,6 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
 
     Args:
         directory: created with its parents; another starter in it is replaced, other files are left alone.
-        name: one of `NAMES`.
         seed: of the weights (qwen3-tiny, qwen3-vl-tiny) and of the demonstrations.
         task: what the demonstrations show, one of `data.TASKS`.
 

@@ -112,12 +112,7 @@ def write_attempt(path: Path, attempt: Attempt) -> None:
 def close_attempt(
     attempt: Attempt, ended: Ended, saved_step: int | None, seconds: Mapping[str, float], now: float
 ) -> None:
-    """Note how an attempt ended.
-
-    Args:
-        saved_step: its newest whole checkpoint.
-        seconds: that it took, by what for.
-    """
+    """Note how an attempt ended. `saved_step`: its newest whole checkpoint."""
     attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
     attempt.saved_step, attempt.permanent = saved_step, ended.permanent
     attempt.seconds = {name: round(value, 1) for name, value in seconds.items()}

@@ -112,7 +112,6 @@ def prune_batches(
 
     Args:
         keep_last: at least 1.
-        trained: the step that was taken last.
         keep: steps of checkpoints that are still being written.
         given: steps that are known to be no attempt's; those that are found are added. Else all are read each time.
 

@@ -99,7 +99,6 @@ def export_batches(
 
 
 def _parts(paths: RunPaths, step: int) -> Iterator[RankBatch]:
-    """Yield the parts of a batch in the order of their ranks."""
     batch = PastBatch(paths, step)
     manifest = batch.read(partial(read_manifest, deadline_s=READ_DEADLINE_S))
     for rank in range(int(manifest.meta["num_ranks"])):

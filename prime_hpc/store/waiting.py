@@ -72,10 +72,8 @@ def wait_for_artifact(
 
     Args:
         directory: the artifact's final name.
-        deadline_s: seconds from now.
         cancelled: asked at least every 0.25 s.
         pace: of the listings, where this is not the first call for this artifact.
-        announced: see `Announced`.
 
     Raises:
         ArtifactTimeout: it never appeared; names what was awaited and for how long.

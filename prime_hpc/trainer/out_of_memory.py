@@ -38,11 +38,7 @@ def explain(
     error: BaseException, experiment: Experiment, held: dict[str, float], peak: float, *, rank: int, step: int
 ) -> str:
     """Return the error's first sentence, the largest kinds, and what helps.
-
-    Args:
-        held: from `held_bytes`.
-        peak: bytes that were allocated at most.
-    """
+    `peak`: bytes that were allocated at most."""
     by_kind = {kind: size / GIB for kind, size in held.items()}
     by_kind["activations"] = max(0.0, peak / GIB - sum(by_kind.values()))
     shown = ", ".join(f"{kind} {gib:.2f}" for kind, gib in sorted(by_kind.items(), key=lambda item: -item[1]))

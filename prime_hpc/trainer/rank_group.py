@@ -132,7 +132,6 @@ def _said(failure: Exception | None) -> _Said | None:
 
 
 def _raise(found: list[_Said], own: Exception | None) -> None:
-    """Raise what failed, as all ranks do."""
     if not found:
         return
     unread = [said.unread for said in found if said.unread is not None]

@@ -73,6 +73,5 @@ def control_group(device: torch.device, timeout_s: float) -> RankGroup:
     Args:
         device: this rank's. On CUDA it is a gloo group of its own: NCCL's broadcast is a kernel that spins on every
             waiting GPU, for as long as a batch takes to come, and takes time slices from an engine on the same GPU.
-        timeout_s: deadline of one collective.
     """
     return RankGroup(timeout_s if device.type == "cuda" else None)

@@ -110,7 +110,6 @@ def _give_memory_back(trainer: Trainer) -> None:
 
 
 def _read_batch(trainer: Trainer, step: int) -> RankBatch:
-    """Return this rank's part of batch `step`."""
     return read_local_batch(trainer.paths.rollouts_step(step), *trainer.part, trainer.handover)
 
 

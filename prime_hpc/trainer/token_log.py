@@ -93,11 +93,7 @@ def open_token_log(experiment: Experiment, paths: RunPaths) -> TokenLog | None:
 
 def token_rows(part: RankBatch, logprobs: NDArray[np.float32], count: int) -> list[dict[str, Any]]:
     """Return rows of the sequences with the best and the worst reward.
-
-    Args:
-        part: a micro-batch.
-        logprobs: float32[N], the trainer's of its trained tokens, in their order.
-    """
+    `logprobs`: float32[N], the trainer's of its trained tokens, in their order."""
     mask = part.target_mask()
     both = np.full(part.num_tokens, np.nan, np.float32)
     both[mask] = logprobs

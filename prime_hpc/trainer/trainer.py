@@ -87,7 +87,6 @@ class Trainer:
     source: Path
     """Directory of the model that training began with."""
     profiler: StepProfiler
-    """Of `trainer.profile`."""
     control: RankGroup
     """See `ranks.control_group`."""
     token_log: TokenLog | None = None
@@ -344,14 +343,8 @@ def open_trainer(
     base: Base, experiment: Experiment, context: RoleContext, bus: Bus, status: Status, slot: int = 0
 ) -> Trainer:
     """Everything around a loaded model. Collective where the objective needs another model.
-
-    Args:
-        base: from `load_base`.
-        slot: adapter that it trains, with `model.lora`; it begins as the base model.
-
-    Raises:
-        ValueError: an objective or optimizer that cannot work.
-    """
+    `slot`: adapter that it trains, with `model.lora`; it begins as the base model.
+    Raises ValueError: an objective or optimizer that cannot work."""
     rank, policy, many = dist.get_rank(), base.policy, bool(context.run)
     paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
     train_step = build_train_step(base, experiment, slot)

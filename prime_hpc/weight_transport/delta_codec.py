@@ -149,17 +149,11 @@ def _planes(values: npt.NDArray[Any], itemsize: int) -> Bytes:
 
 
 def _values(planes: Bytes, itemsize: int) -> npt.NDArray[Any]:
-    """Undo `_planes`."""
     return np.ascontiguousarray(planes.reshape(itemsize, -1).T).view(_TYPES[itemsize]).reshape(-1)
 
 
 def file_head(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> bytes:
-    """Return what stands before the frames.
-
-    Args:
-        names: of the version's files.
-        rows: of the table.
-    """
+    """Return what stands before the frames."""
     header = json.dumps({"files": list(names)}).encode()
     table = np.array(list(rows), CHUNK)
     lengths = [np.array(len(part), "<u8").tobytes() for part in (header, rows)]

@@ -41,7 +41,6 @@ class WholeFile:
 
     name: str
     size: int
-    """Bytes."""
     header: bytes
     is_owned_here: bool
     """True if this rank writes the header and seals it."""

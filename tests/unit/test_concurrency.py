@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from loguru import logger
@@ -239,7 +239,7 @@ class World:
         self.loading: set[int] = set()
         self.dispatcher = Dispatcher(self.table, start, refill=lambda: False, on_server_error=lambda _: None)
         config = AdaptiveConcurrencyConfig(least=least, most=most)
-        self.engines = EngineFigures(self.table, servers, self.loading.__contains__)
+        self.engines = EngineFigures(self.table, cast(Any, servers), self.loading.__contains__)
         self.adaptive = AdaptiveConcurrency(config, self.dispatcher, self.table, self.engines)
 
     @property

@@ -94,7 +94,7 @@ def test_a_task_that_cannot_be_made_fails_its_episode_alone(paths: RunPaths, mak
     log, servers = make_log(paths, 1), Servers([None], ["http://host:1/v1"], 1.0)
     keys = [Key(0, "e", task, 0) for task in range(3)]
 
-    async def play(pool: EndsEarly) -> None:
+    async def play(pool: Any) -> None:
         await servers.load(Version(0))
         await Player(pool, servers, log, max_concurrent=2, is_api=True, make_record=make).play(Version(0), keys)
 
@@ -132,7 +132,9 @@ def test_episodes_of_a_lost_node_are_played_elsewhere_and_the_next_version_waits
         servers, pool, shared = Servers(cast(Any, clients), ["a", "b"], 30.0), Hangs(), cast(Any, bus)
         _subscribe_to_servers(shared, servers)
         await servers.load(there)
-        playing = asyncio.create_task(Player(pool, servers, log, max_concurrent=2, is_api=False).play(there, keys[:3]))
+        playing = asyncio.create_task(
+            Player(cast(Any, pool), servers, log, max_concurrent=2, is_api=False).play(there, keys[:3])
+        )
         while pool.asked < 3:
             await asyncio.sleep(0)
         clients[0].is_up = False

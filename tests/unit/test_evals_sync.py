@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import verifiers.v1 as vf
@@ -56,7 +56,7 @@ def test_episodes_go_on_while_the_disk_takes_its_time(tmp_path: Path, monkeypatc
     async def play() -> None:
         servers = Servers([None], ["http://host:1/v1"], 1.0)
         await servers.load(Version(0))
-        player = Player(pool, servers, log, max_concurrent=2, is_api=True)
+        player = Player(cast(Any, pool), servers, log, max_concurrent=2, is_api=True)
         await player.play(Version(0), [Key(0, "e", task, 0) for task in range(NUM)])
 
     asyncio.run(play())

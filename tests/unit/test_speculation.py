@@ -70,7 +70,7 @@ vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0
 
 
 def test_the_accepted_share_is_of_what_was_drafted_since_the_last_row() -> None:
-    servers = [Server(), Server()]
+    servers: list[Any] = [Server(), Server()]
     table = ServerTable(["http://a", "http://b"], now=0.0)
     for index in range(2):
         table.mark_ready(index, 0)

@@ -109,6 +109,11 @@ class EnvConfig(Section):
     """Run what its episodes run (commands, tools, programs of a model) in sandboxes. An environment that cannot do
     without has them anyhow."""
 
+    @property
+    def label(self) -> str:
+        """Its name, else its id."""
+        return self.name or self.id
+
     @field_validator("id")
     @classmethod
     def _is_no_file(cls, ident: str) -> str:
@@ -134,9 +139,8 @@ class EnvConfig(Section):
 def check_labels(envs: Iterable[EnvConfig]) -> None:
     """Refuse two environments of one label: the figures and results of one would take the other's place.
     Raises ValueError: names the label."""
-    names = [env.name or env.id for env in envs]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
+    names = [env.label for env in envs]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"env: two environments are called {doubled[0]}; give one of them a name")
 
 

@@ -65,7 +65,7 @@ class SynthesizeConfig(EpisodesConfig):
             if self.n_best is not None and self.num_rollouts(env) < self.n_best:
                 raise ValueError(
                     f"synthesize.n_best: the {self.n_best} best of {self.num_rollouts(env)} completions of a task of "
-                    f"{env.name or env.id}: raise synthesize.rollouts_per_example, or leave n_best out"
+                    f"{env.label}: raise synthesize.rollouts_per_example, or leave n_best out"
                 )
         low, high = self.min_completion_tokens, self.max_completion_tokens
         if low is not None and high is not None and low > high:

@@ -66,13 +66,8 @@ def _check_text(text: str) -> None:
 def find_empty(values: Any, path: tuple[str, ...] = ()) -> Iterator[Node]:
     """Find the keys of a merged tree that name something and are the empty text, and take it back where they may be
     null; of a path it is refused all the same: a run would begin anew where a checkpoint's was left out.
-
-    Args:
-        values: the tree; changed.
-
-    Yields:
-        those that cannot be empty.
-    """
+    `values`: the tree; changed.
+    Yields those that cannot be empty."""
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for name, value in list(items):
         if isinstance(value, dict | list):

@@ -29,7 +29,6 @@ class Benchmark:
     files: tuple[str, ...] = ()
     """Files of the source to be read instead, for data sets that `datasets` cannot load."""
     question: str = "problem"
-    """Field of the question."""
     answer: str = "answer"
     """Field of the answer; `a.b`: field b of the JSON text in field a."""
     boxed: bool = False

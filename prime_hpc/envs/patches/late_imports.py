@@ -50,12 +50,10 @@ class _Wrapped(Loader):
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As usual."""
         made: ModuleType | None = self._loader.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """As usual."""
         self._loader.exec_module(module)
 
     def __getattr__(self, name: str) -> Any:  # `get_source` and the like, which tracebacks ask for

@@ -34,11 +34,7 @@ _OWN = re.compile(r"[A-Za-z]+\d*")
 
 def score(generator: str, parameters: str, entry: bytes, answer: str) -> float:
     """Return the score of an answer.
-
-    Args:
-        parameters: those that the question was made with, as JSON: some scorers go by them.
-        entry: the question, pickled.
-    """
+    `parameters`: those that the question was made with, as JSON: some scorers go by them."""
     question = pickle.loads(entry)
     source = question.get("metadata", {}).get("source_dataset", generator)  # of a composite, the one within
     return float(_scorer(generator, parameters)(answer=readable(source, answer, _variables(question)), entry=question))

@@ -35,7 +35,6 @@ class _Steps:
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        """Run one step."""
         EPISODE.pack_into(self._mark, 0, self._episode)
         try:
             return self._coroutine.send(value)
@@ -51,7 +50,6 @@ class _Steps:
             EPISODE.pack_into(self._mark, 0, 0)
 
     def close(self) -> None:
-        """End it."""
         self._coroutine.close()
 
 

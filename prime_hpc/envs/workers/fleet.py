@@ -68,7 +68,6 @@ class _Worker:
     busy: float = 0.0
     memory: int = 0
     stuck: Ending | None = None
-    """Its own last words."""
 
 
 @dataclass
@@ -446,5 +445,4 @@ class _Refused(Exception):
 
 
 def _ended(state: EpisodeState, reason: str, error_type: str) -> EpisodeResult:
-    """Return a result without a trace."""
     return EpisodeResult(state=state, usable=False, reason=reason, error_type=error_type)

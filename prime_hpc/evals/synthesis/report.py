@@ -24,7 +24,7 @@ def report(
 ) -> dict[str, Any]:
     """Return the whole report. `records`: the episodes that were asked for and are there."""
     environments = {}
-    for env in (env.name or env.id for env in config.environments):
+    for env in (env.label for env in config.environments):
         own = [record for record in records if record.env == env]
         scored = [float(record.reward or 0.0) for record in own if record.is_scored]
         dropped = found.dropped[env]

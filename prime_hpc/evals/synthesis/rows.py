@@ -44,7 +44,7 @@ def provenance_of(experiment: Experiment) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     model = (config.client.model if config.client is not None else None) or experiment.model.name
-    sampling = {env.name or env.id: config.sampling_of(env).parameters() for env in config.environments}
+    sampling = {env.label: config.sampling_of(env).parameters() for env in config.environments}
     return {"model": model, "run": experiment.name, "versions": versions, "by_environment": sampling}
 
 
@@ -78,7 +78,6 @@ def write_rows(
     """Write the rows, unless the same are there; an earlier selection is replaced in one rename.
 
     Args:
-        kept: the rows in their order.
         read: returns a place's episode with its conversations.
         meta: kept in the manifest, with `selection`, a sum over what decides the files.
 

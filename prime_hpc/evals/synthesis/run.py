@@ -70,7 +70,7 @@ async def _play(experiment: Experiment, attempt: Attempt[SampledLog]) -> None:
     if attempt.found is not None:
         player = attempt.found.player(attempt.log, on_end=ended, make_record=sampled)
         await player.play(MODEL, attempt.asked.todo[MODEL])
-    progress.ended_all()
+    progress.say()
 
 
 def _there(log: SampledLog, keys: Sequence[Key]) -> list[Sampled]:
@@ -79,7 +79,7 @@ def _there(log: SampledLog, keys: Sequence[Key]) -> list[Sampled]:
 
 def _in_order(experiment: Experiment, keys: Sequence[Key]) -> list[Key]:
     """Environments as they are configured, then tasks and rollouts, whatever ended first."""
-    place = {env.name or env.id: number for number, env in enumerate(experiment.synthesize.environments)}
+    place = {env.label: number for number, env in enumerate(experiment.synthesize.environments)}
     return sorted(keys, key=lambda key: (place[key.env], key.task, key.rollout))
 
 

@@ -94,7 +94,6 @@ class _Layer(CacheLayerMixin):
         return self.window.length - self.window.positions.shape[1] if self.window else 0
 
     def get_max_length(self) -> int:
-        """Return the positions of a row."""
         assert self.keys is not None
         return self.keys.shape[2]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.families import family_of
+from prime_hpc.config.families import family_of, with_text_part
 from prime_hpc.inference.backend import Refusal, stated_samplings
 from prime_hpc.inference.transformers.parameters import BadRequestError, parse_params
 from prime_hpc.store.model.config import read_config
@@ -84,8 +84,7 @@ def model_problem(config: Mapping[str, Any], max_len: int) -> str:
     family = family_of(config)
     if family.rows != "packed":
         return family.reason
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    own = with_text_part(config)
     if config.get("quantization_config"):
         return "its weights are quantized"
     window = own.get("sliding_window") if own.get("use_sliding_window", True) else None

@@ -164,7 +164,6 @@ def _split(body: Mapping[str, Any], own: set[str]) -> tuple[dict[str, Any], dict
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return one message with its content as a string."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise BadRequestError("messages: each needs a role and a content")
     content = message.get("content")

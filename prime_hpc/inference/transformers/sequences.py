@@ -99,7 +99,8 @@ class StopText:
         """`decode` makes text of token ids; `include`: the stop string is a part of the answer."""
         self._decode, self._stop, self._include = decode, stop, include
         self._longest = max(map(len, stop))
-        self._text = ""
+        self.text = ""
+        """All of it so far."""
         self._num_read = 0
         self.end: int | None = None
 
@@ -110,17 +111,12 @@ class StopText:
         now = self._decode(token_ids[behind:])
         if now.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a character is still to come
             return None
-        first = max(0, len(self._text) - self._longest + 1)
-        self._text += now[len(before) :]
+        first = max(0, len(self.text) - self._longest + 1)
+        self.text += now[len(before) :]
         self._num_read = len(token_ids)
-        found = [(at, word) for word in self._stop if (at := self._text.find(word, first)) >= 0]
+        found = [(at, word) for word in self._stop if (at := self.text.find(word, first)) >= 0]
         if not found:
             return None
         at, word = min(found)
         self.end = at + (len(word) if self._include else 0)
         return word
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return self._text

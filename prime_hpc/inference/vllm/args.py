@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.families import with_text_part
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
@@ -181,8 +182,7 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
 
 def latent_size(config: Mapping[str, Any]) -> int | None:
     """Return how many values of a token a layer keeps by a model's config.json; None without latent attention."""
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else config
+    own = with_text_part(config)
     rank, rotary = own.get("kv_lora_rank"), own.get("qk_rope_head_dim")
     if own.get("model_type") not in LATENT_FAMILIES or not isinstance(rank, int) or not isinstance(rotary, int):
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.families import count_experts
+from prime_hpc.config.families import count_experts, with_text_part
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
@@ -214,8 +214,7 @@ def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str
 
 def _not_adapted(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield adapters that vLLM 0.32 refuses once it runs, or loads and does not use."""
-    lora, text = experiment.model.lora, config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else config
+    lora, own = experiment.model.lora, with_text_part(config)
     name, kind = experiment.model.name, own.get("model_type")
     if lora is None:
         return
@@ -335,8 +334,7 @@ def _records_no_experts(config: InferenceConfig) -> Iterator[Refusal]:
 
 def head_size(config: Mapping[str, Any]) -> int | None:
     """Return the size of a model's attention heads by its config.json; None where it has none, or compressed ones."""
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else config
+    own = with_text_part(config)
     if own.get("kv_lora_rank"):
         return None
     heads, hidden, stated = own.get("num_attention_heads"), own.get("hidden_size"), own.get("head_dim")
@@ -348,8 +346,7 @@ def head_size(config: Mapping[str, Any]) -> int | None:
 def delta_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the sizes of keys and values of a model's gated delta nets by its config.json; None without any.
     Unstated they are 128."""
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else config
+    own = with_text_part(config)
     if config.get("model_type") not in DELTA_FAMILIES:
         return None
     return own.get("linear_key_head_dim") or 128, own.get("linear_value_head_dim") or 128
@@ -371,8 +368,7 @@ def slides_in_part(config: Mapping[str, Any]) -> bool:
 
 def router_unstated(config: Mapping[str, Any]) -> dict[str, str | bool]:
     """Return what the config.json of a mixture must say for vLLM to route as transformers does, and does not."""
-    text = config.get("text_config")
-    own = {**config, **text} if isinstance(text, Mapping) else config
+    own = with_text_part(config)
     if not count_experts(own):
         return {}
     return {k: v for k, v in STATED_ROUTERS.get(str(own.get("model_type")), {}).items() if own.get(k) != v}

@@ -33,12 +33,7 @@ _NOT_COMPILED = ("--host", "--port", "--seed", "--data-parallel-address", "--dat
 
 
 def cache_key(argv: Sequence[str], machine: str, versions: str) -> str:
-    """Name of an archive: servers with the same one compile the same.
-
-    Args:
-        machine: kind of the GPUs or the CPU.
-        versions: of everything that compiles.
-    """
+    """Name of an archive: servers with the same one compile the same. `machine`: kind of the GPUs or the CPU."""
     kept, skip = [], False
     for token in argv:
         if not skip and token not in _NOT_COMPILED:

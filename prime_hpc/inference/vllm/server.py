@@ -73,7 +73,6 @@ async def serve(
     """Start the engines, serve until SIGTERM or SIGINT, end everything that was started.
 
     Args:
-        sock: bound socket to listen on.
         keep_kv_cache: running requests keep their key-value cache at an update of the weights.
         on_ready: called once when requests are answered, with facts for the console.
 

@@ -199,7 +199,6 @@ def delete_source(run_dir: Path, chosen: Chosen, again: Chosen) -> None:
 
     Args:
         run_dir: the run; of what lies outside of it (`ckpt.path`) nothing is deleted.
-        chosen: what was archived.
         again: what would be archived now.
 
     Raises:

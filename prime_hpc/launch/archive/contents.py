@@ -74,7 +74,6 @@ def choose(run_dir: Path, checkpoints: Checkpoints, *, rollouts: bool) -> Chosen
 
 
 def _run(run_dir: Path, prefix: str, chosen: Chosen, checkpoints: Checkpoints, *, rollouts: bool) -> None:
-    """Add a run directory."""
     for name, path in _walk(run_dir, prefix, top=True):
         if path.is_symlink():
             _link(path, name, chosen)

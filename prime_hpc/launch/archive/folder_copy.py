@@ -23,7 +23,6 @@ class FolderCopy:
     """A folder that is filled, or gone on with."""
 
     def __init__(self, part: Path) -> None:
-        """Fill `part`."""
         self._part = part
         self.damaged: list[str] = []
         """After `write`: files that were left out."""

@@ -6,11 +6,7 @@ from pathlib import Path
 
 def stays_within(link: Path, root: Path) -> bool:
     """Return whether a link leads to somewhere below `root`, wherever that is moved to.
-
-    Args:
-        link: a symbolic link below `root`; what it leads to need not be there.
-        root: of the run.
-    """
+    `link`: a symbolic link below `root`; what it leads to need not be there."""
     target, home = link.readlink(), os.path.realpath(root)
     if target.is_absolute():
         return False

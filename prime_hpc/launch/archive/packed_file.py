@@ -128,7 +128,6 @@ class PackedFile:
         Args:
             files: name -> source, in the order in which they are written.
             sums: what some of them must be.
-            may_lack: those that are left out where they are damaged.
 
         Raises:
             ArtifactError: another one is damaged: its sum is not that of its artifact's manifest.

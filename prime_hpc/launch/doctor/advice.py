@@ -6,7 +6,7 @@ Pure: figures of `filesystem.measure` in, findings out.
 from collections.abc import Iterator
 
 from prime_hpc.launch.doctor.filesystem import GIB, Measured, Visibility
-from prime_hpc.launch.doctor.finding import Finding, State
+from prime_hpc.launch.doctor.finding import Finding
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs", "squashfs"}
 MEMORY_TYPES = {"tmpfs", "ramfs"}
@@ -46,11 +46,8 @@ def _place(found: Measured) -> Iterator[Finding]:
 def _space(found: Measured) -> Iterator[Finding]:
     free = found.free / GIB
     text = f"{free:,.1f} of {found.total / GIB:,.1f} GiB free"
-    if free < LOW_GIB:
-        remedy = "--ckpt.keep-last 2, or another output_dir; `plan` says what a run keeps"
-        yield Finding("space", "warn", text, remedy)
-    else:
-        yield Finding("space", "ok", text)
+    remedy = "--ckpt.keep-last 2, or another output_dir; `plan` says what a run keeps"
+    yield Finding.of("space", free >= LOW_GIB, text, remedy)
     if found.free_inodes is not None and found.free_inodes < 100_000:
         yield Finding("inodes", "warn", f"{found.free_inodes:,} free", "remove small files; a quota may count them")
     full = {name: share for name, share in found.osts.items() if share > FULL_SHARE}
@@ -79,20 +76,14 @@ def _stripes(found: Measured) -> Iterator[Finding]:
 def _speed(found: Measured) -> Iterator[Finding]:
     text = f"write {found.write_rate / 1e6:,.0f} MB/s, read {found.read_rate / 1e6:,.0f} MB/s"
     text += f" ({found.written / 2**20:,.0f} MiB, one writer)"
-    if found.write_rate < SLOW_RATE:
-        remedy = "--ckpt.save-async, with --ckpt.staging-dir on node-local disk for large models"
-        yield Finding("throughput", "warn", text, remedy)
-    else:
-        yield Finding("throughput", "ok", text)
+    remedy = "--ckpt.save-async, with --ckpt.staging-dir on node-local disk for large models"
+    yield Finding.of("throughput", found.write_rate >= SLOW_RATE, text, remedy)
     text = f"median {found.fsync_s * 1e3:.1f} ms, worst {found.fsync_worst_s * 1e3:.0f} ms"
-    slow = found.fsync_s > SLOW_FSYNC_S
-    remedy = "each batch and each weight version pays it several times: prefer a scratch file system" if slow else ""
-    yield Finding("fsync", "warn" if slow else "ok", text, remedy)
+    remedy = "each batch and each weight version pays it several times: prefer a scratch file system"
+    yield Finding.of("fsync", found.fsync_s <= SLOW_FSYNC_S, text, remedy)
     text = f"{found.metadata_rate:,.0f} create + rename + unlink a second"
-    slow = found.metadata_rate < SLOW_METADATA
-    words = "keep software off it; compilers' caches are node-local anyway (/tmp, or the site's node_local)"
-    remedy = words if slow else ""
-    yield Finding("metadata", "warn" if slow else "ok", text, remedy)
+    remedy = "keep software off it; compilers' caches are node-local anyway (/tmp, or the site's node_local)"
+    yield Finding.of("metadata", found.metadata_rate >= SLOW_METADATA, text, remedy)
 
 
 def _guarantees(found: Measured) -> Iterator[Finding]:
@@ -140,10 +131,8 @@ def _visibility(seen: Visibility) -> Iterator[Finding]:
         ("replaced_s", "a file that was replaced", "readers may get old content for so long"),
     ):
         delay = getattr(seen, key)
-        late = delay is None or delay > LATE_S
         told = f"not within {seen.limit_s:g} s" if delay is None else f"after {delay:.2f} s"
-        state: State = "warn" if late else "ok"
-        yield Finding(name, state, f"{text}: {told}", remedy if late else "")
+        yield Finding.of(name, delay is not None and delay <= LATE_S, f"{text}: {told}", remedy)
     if seen.exclusive:
         yield Finding(name, "ok", "exclusive create holds across")
     else:

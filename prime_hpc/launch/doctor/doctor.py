@@ -68,10 +68,8 @@ def check_python() -> Iterator[Finding]:
     version = sys.version_info[:2]
     text = f"{sys.version.split()[0]} at {sys.executable}"
     low, high = (".".join(map(str, bound)) for bound in SUPPORTED_PYTHON)
-    if SUPPORTED_PYTHON[0] <= version <= SUPPORTED_PYTHON[1]:
-        yield Finding("python", "ok", text)
-    else:
-        yield Finding("python", "fail", text, f"install prime-hpc with a Python from {low} to {high}")
+    is_well = SUPPORTED_PYTHON[0] <= version <= SUPPORTED_PYTHON[1]
+    yield Finding.of("python", is_well, text, f"install prime-hpc with a Python from {low} to {high}", "fail")
 
 
 def requirements() -> dict[str, list[str]]:
@@ -196,9 +194,8 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
     code, text = ask(["scontrol", "ping"])
     took = time.monotonic() - began
     if code == 0 and "UP" in text:
-        state: State = "warn" if took > 2 else "ok"
-        slow = "the controller is slow: keep `status --watch` and sweeps' throttle modest" if took > 2 else ""
-        yield Finding("slurm controller", state, f"{text.splitlines()[0]} ({took:.1f} s)", slow)
+        slow = "the controller is slow: keep `status --watch` and sweeps' throttle modest"
+        yield Finding.of("slurm controller", took <= 2, f"{text.splitlines()[0]} ({took:.1f} s)", slow)
     else:
         shown = (text.splitlines() or ["it said nothing"])[-1][:200]  # the lines before it are what was tried
         yield Finding("slurm controller", "fail", f"scontrol ping: {shown}", "try later; ask the site's staff")
@@ -227,10 +224,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     size = shutil.disk_usage(folder).total
     text = f"{folder} has {size / GIB:.2f} GiB"
     remedy = "in a container: --shm-size 16g (docker), --ipc host"
-    if size < GOOD_SHM:
-        yield Finding("shared memory", "fail" if size < MIN_SHM else "warn", text, remedy)
-    else:
-        yield Finding("shared memory", "ok", text)
+    yield Finding.of("shared memory", size >= GOOD_SHM, text, remedy, "fail" if size < MIN_SHM else "warn")
 
 
 def check_limits() -> Iterator[Finding]:
@@ -243,11 +237,9 @@ def check_limits() -> Iterator[Finding]:
         yield Finding("open files", "ok", "unlimited" if limit == unlimited else f"limit {limit}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if locked == unlimited else f"limit {locked / 2**20:.0f} MiB"
-    if locked != unlimited and Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
-        remedy = "InfiniBand needs it: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf, unlimited for slurmd"
-        yield Finding("locked memory", "warn", text, remedy)
-    else:
-        yield Finding("locked memory", "ok", text)
+    has_infiniband = any(Path("/sys/class/infiniband").glob("*"))
+    remedy = "InfiniBand needs it: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf, unlimited for slurmd"
+    yield Finding.of("locked memory", locked == unlimited or not has_infiniband, text, remedy)
 
 
 def check_ports() -> Iterator[Finding]:
@@ -309,7 +301,7 @@ def _room(name: str, path: Path, need_gib: float, remedy: str) -> Finding:
     text = f"{path} has {free:,.1f} GiB free" + ("" if probe == path else f" (made when needed, in {probe})")
     if not os.access(probe, os.W_OK | os.X_OK):
         return Finding(name, "fail", f"{text}, but may not be written", remedy)
-    return Finding(name, "ok", text) if free >= need_gib else Finding(name, "warn", text, remedy)
+    return Finding.of(name, free >= need_gib, text, remedy)
 
 
 def check_wandb(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@
 Between two nodes (or two mounts of one directory) it is also measured how late one sees what the other did.
 """
 
-import contextlib
 import mmap
 import os
 import shutil
@@ -16,7 +15,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,15 +264,12 @@ def _exclusive(folder: Path) -> bool:
 
 def _lock_works(folder: Path, kind: str) -> bool | None:
     """Return whether a lock keeps another process out; None: not supported here."""
-    view = FolderView(folder)
-    try:
+    with closing(FolderView(folder)) as view:
         if view.ask("lock", "locked", kind) is not True:
             return None
         words = [sys.executable, "-c", _TRY_LOCK, str(folder / "locked"), kind]
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
         return done.stdout.strip() == "held"
-    finally:
-        view.close()
 
 
 def _mmap_works(path: Path) -> bool:
@@ -286,19 +283,11 @@ def _mmap_works(path: Path) -> bool:
     return path.read_bytes()[:4] == b"seen"
 
 
-@contextlib.contextmanager
-def _closing(view: FolderView) -> Iterator[FolderView]:
-    try:
-        yield view
-    finally:
-        view.close()
-
-
 def _visibility(folder: Path, other: FolderView, limit_s: float) -> Visibility:
     """Change things here and ask there. All four waits run at once, so that they share one deadline."""
     here = FolderView(folder)
     found = Visibility(str(other.folder.parent), limit_s)
-    with _closing(here), _closing(other):
+    with closing(here), closing(other):
         try:
             found.other = f"{other.ask('hello')}:{other.folder.parent}"
             _watch(folder, here, other, found)

@@ -16,6 +16,11 @@ class Finding:
     remedy: str = ""
     """The remedy; empty where it is ok."""
 
+    @classmethod
+    def of(cls, name: str, is_well: bool, detail: str, remedy: str, bad: State = "warn") -> "Finding":
+        """Return what is ok, or `bad` with its remedy."""
+        return cls(name, "ok", detail) if is_well else cls(name, bad, detail, remedy)
+
     def line(self) -> str:
         """For people."""
         remedy = f"\n        -> {self.remedy}" if self.remedy else ""

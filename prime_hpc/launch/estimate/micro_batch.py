@@ -36,7 +36,6 @@ class MicroBatch:
     need_gib: float
     """Estimate of a trainer GPU's peak with it."""
     limit_gib: float
-    """Limit of the estimate."""
     gpu_gib: float
     share: float = 1.0
     """Of the GPU, that engines leave to the trainer."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number
+from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number, with_text_part
 from prime_hpc.launch.estimate.vision import VisionFacts, vision_facts
 from prime_hpc.store.model.config import find_config, read_config
 from prime_hpc.store.model.files import stored_tensors
@@ -127,8 +127,7 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
     Returns:
         None where a field is missing that every llama-like model has.
     """
-    if isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}
+    config = with_text_part(config)
     if config.get("model_type") == "gpt2":
         config = _as_others_name_it(config)
     try:

@@ -30,9 +30,7 @@ class Presence:
 
     need: Need
     path: Path | None = None
-    """Its place."""
     lacks: list[str] = field(default_factory=list)
-    """Parts that are missing."""
     num_bytes: int | None = None
     """Of what is there."""
     can_fetch: bool = True
@@ -42,7 +40,6 @@ class Presence:
     is_new: bool = False
     """True if it was fetched just now."""
     problem: str = ""
-    """Why it could not be fetched."""
 
     @property
     def is_there(self) -> bool:

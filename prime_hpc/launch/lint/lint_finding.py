@@ -131,9 +131,7 @@ class Finding:
     key: str | None
     """Dotted key of the experiment that is to be changed."""
     message: str
-    """The fault."""
     remedy: str
-    """The remedy."""
 
     @classmethod
     def error(cls, code: str, key: str | None, message: str, remedy: str) -> "Finding":
@@ -192,7 +190,6 @@ class Subject:
     facts: ModelFacts | None
     """Of the model, where its config.json is here."""
     is_slurm: bool
-    """True if the experiment is meant for Slurm."""
     placement: Placement | None = None
     """None: not for Slurm, or impossible (`misplaced` says why)."""
     misplaced: ConfigError | None = None
@@ -273,7 +270,6 @@ class Rule:
     check: Check
     kinds: tuple[Kind, ...]
     slurm: bool
-    """True if it is for jobs of Slurm alone."""
     pods: bool
     """True if it holds for pods too, wherever these are rendered."""
 

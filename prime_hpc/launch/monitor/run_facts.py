@@ -29,7 +29,6 @@ class Evidence:
 
     path: Path
     record: SubmissionRecord | None = None
-    """`submit.json`."""
     attempts: list[AttemptRow] = field(default_factory=list)
     unreadable: str | None = None
     """Why the attempts, or the submission, are not known."""

@@ -59,11 +59,7 @@ def interval_facts(
     experiment: Experiment, site: SiteConfig, speed: Pace, num_nodes: int, *, walltime_s: float | None, in_job: bool
 ) -> dict[str, Any]:
     """Return the best interval and the one that is set, for `plan --json` and `interval_lines`.
-
-    Args:
-        walltime_s: the job's time limit; None: none.
-        in_job: whether Slurm gives a notice.
-    """
+    `in_job`: whether Slurm gives a notice."""
     events, num_attempts = earlier_failures(experiment.run_dir, num_nodes)
     restart = experiment.slurm.restart
     restart_s = events.restart_s if events.restart_s is not None else site.startup_s

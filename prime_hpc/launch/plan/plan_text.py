@@ -93,7 +93,6 @@ def _role_lines(plan: Plan) -> list[str]:
 
 
 def _engine_line(plan: Plan, role: EngineRole) -> str:
-    """One group of engines."""
     servers, places = servers_of(plan.experiment, role), [g for g in plan.placement.groups if g.role == role]
     first = places[0]
     nodes = {(g.component, g.first_node + i) for g in places for i in range(g.num_nodes)}

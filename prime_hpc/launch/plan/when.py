@@ -49,7 +49,6 @@ class ShapeRow:
     name: str
     answer: ExpectedStart
     loaded: Loaded
-    """The experiment in this shape."""
     made: Submission | None = None
     """Its job; None: it cannot be placed."""
     run_s: float | None = None

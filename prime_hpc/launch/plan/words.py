@@ -33,7 +33,7 @@ def evaluated_versions(experiment: Experiment) -> str:
 def evaluation_line(experiment: Experiment) -> str:
     """Of the process that plays, in a job of its own."""
     config = experiment.episodes
-    envs = ", ".join(env.name or env.id for env in config.environments) or "none"
+    envs = ", ".join(env.label for env in config.environments) or "none"
     tasks = f"{config.num_examples} tasks" if config.num_examples else "all tasks"
     return f"{tasks} x {config.rollouts_per_example} rollouts, at most {config.max_concurrent} in flight, of {envs}"
 
@@ -59,7 +59,7 @@ def orchestrator_line(experiment: Experiment) -> str:
     orchestrator = experiment.orchestrator
     if experiment.trainer.tinker is not None:
         return "none: tinker clients bring their own data and environments"
-    envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
+    envs = ", ".join(env.label for env in orchestrator.env) or "none"
     own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
     sizes = {orchestrator.group_size(i) for i in range(len(orchestrator.env))} or {orchestrator.rollouts_per_example}
     return (
@@ -73,7 +73,7 @@ def evaluation_lines(experiment: Experiment) -> list[str]:
     evaluation = experiment.orchestrator.eval
     if evaluation is None:
         return []
-    envs = ", ".join(env.name or env.id for env in evaluation.env)
+    envs = ", ".join(env.label for env in evaluation.env)
     intervals = " or ".join(map(str, sorted(set(evaluation.intervals))))
     every = f"every {intervals} steps, {evaluation.num_examples} tasks each"
     return [f"orchestrator  evaluates on {envs} {every}"]

@@ -81,7 +81,6 @@ def _exit_code(job: Any) -> int:
 
 
 def _ending(sweep: Sweep, row: PointRow, code: int) -> str:
-    """How a point ended, for people."""
     rows = read_attempts(sweep.run_dir(row) / ATTEMPTS_JSONL)
     if rows and rows[-1].get("outcome"):
         return f"{rows[-1]['outcome']} ({rows[-1].get('cause')})"

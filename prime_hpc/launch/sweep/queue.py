@@ -47,7 +47,6 @@ class Part:
     jobs: list[Job]
     placement: Placement
     experiment: Experiment
-    """The experiment that is rendered."""
     first: int = 0
     """Array: index of the point that task 0 would run."""
     throttle: int | None = None
@@ -173,7 +172,6 @@ def _lanes(
     Args:
         live: submits under way, in the order in which they were begun.
         lanes: how many; None: every job has its own.
-        before: parts that are sent before these.
     """
     count = lanes or len(jobs) + len(live)
     queued: Counter[int] = Counter(dict.fromkeys(range(count), 0))

@@ -20,7 +20,6 @@ class Report:
     views: list[PointView]
     """The points as they were before."""
     jobs: list[Job]
-    """Those that were sent."""
     parts: list[dict[str, Any]] = field(default_factory=list)
     """Arrays and jobs: kind, points, job id, dependency."""
     code: int = OK

@@ -79,7 +79,6 @@ class Point:
     """Of what it computes; None: the config is not valid."""
     loaded: Loaded | None
     reason: str | None = None
-    """Why it is not valid."""
 
 
 def load_base(path: Path, argv: list[str], environ: Mapping[str, str] = os.environ) -> Base:

@@ -59,7 +59,6 @@ class Result:
     view: PointView
     value: float | None = None
     step: int | None = None
-    """The step of the newest value."""
     num_values: int = 0
     """Values that the mean is over; of a point that trains many runs, which count alike, of all of them."""
     steps: list[int] = field(default_factory=list)

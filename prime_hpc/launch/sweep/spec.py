@@ -103,7 +103,6 @@ class Spec:
     document: Document
     """The file with its lines."""
     experiment: Path
-    """The experiment file."""
     choices: list[list[tuple[Entry, ...]]] = field(default_factory=list)
     """One list an axis; each element is a choice of it: statements that are made together."""
 

@@ -31,7 +31,6 @@ def submit_sweep(
     """Bring a sweep nearer to its end.
 
     Args:
-        states: points in these are sent.
         feed: chooses those that fit now; None: all of them.
 
     Raises:

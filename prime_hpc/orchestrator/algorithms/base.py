@@ -31,7 +31,6 @@ class RewardGroup:
     num_tokens: NDArray[np.int64]
     """int64[G], sampled tokens of each rollout."""
     env: str = ""
-    """Label of the environment."""
     position: int = 0
     """The prompt's place in the stream."""
     episodes: Sequence[Episode] = field(default=(), repr=False)

@@ -26,7 +26,7 @@ def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
         scorer = made.setdefault((advantage.type, length), Scorer(advantage, max_tokens=length))
         if scorer.min_group > config.group_size(source):
             raise OrchestratorError(
-                f"orchestrator.env.{source} ({env.name or env.id}): {advantage.type} needs {scorer.min_group} or more "
+                f"orchestrator.env.{source} ({env.label}): {advantage.type} needs {scorer.min_group} or more "
                 f"rollouts of a prompt, but its rollouts_per_example = {config.group_size(source)}"
             )
         found.append(scorer)

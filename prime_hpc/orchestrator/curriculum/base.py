@@ -18,7 +18,6 @@ class CompletedGroup:
     """The usable rollouts of one prompt, as samplers and gates see them."""
 
     env: str
-    """Label of the environment."""
     source: int
     """Its number."""
     task: int

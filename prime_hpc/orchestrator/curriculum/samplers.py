@@ -34,13 +34,11 @@ class _Pools:
     """By task; `_NORMAL`, or beyond its end: of normal difficulty, or never seen."""
 
     def put(self, task: int, pool: int) -> None:
-        """Move a task into a pool."""
         if task >= len(self.pool_of):
             self.pool_of.extend(bytes(max(task + 1, 2 * len(self.pool_of)) - len(self.pool_of)))
         self.pool_of[task] = pool
 
     def of(self, task: int) -> int:
-        """Return a task's pool."""
         return self.pool_of[task] if task < len(self.pool_of) else _NORMAL
 
     def state_dict(self) -> dict[str, Any]:

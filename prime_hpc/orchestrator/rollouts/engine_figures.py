@@ -7,10 +7,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from prime_hpc.client.figures import KV_USE
-from prime_hpc.client.inference import InferenceError
+from prime_hpc.client.inference import InferenceClient, InferenceError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 
 EVERY_S = 5.0
@@ -18,14 +17,6 @@ EVERY_S = 5.0
 LOOKS_AFTER_UPDATE = 2
 """In which preemptions count for nothing: an update of the weights throws all requests out by itself, and their count
 comes with the engine's next step."""
-
-
-class LoadClient(Protocol):
-    """The part of `client.InferenceClient` that is needed here."""
-
-    async def load(self) -> dict[str, float]:
-        """Return the server's figures of the moment."""
-        ...
 
 
 @dataclass
@@ -53,13 +44,10 @@ class _Sums:
 class EngineFigures:
     """Asks servers for their figures and keeps what a row of metrics says of them."""
 
-    def __init__(self, table: ServerTable, clients: Sequence[LoadClient], is_loading: Callable[[int], bool]) -> None:
-        """Nothing is asked yet.
-
-        Args:
-            clients: of the servers, in the table's order.
-            is_loading: whether a server loads weights now.
-        """
+    def __init__(
+        self, table: ServerTable, clients: Sequence[InferenceClient], is_loading: Callable[[int], bool]
+    ) -> None:
+        """Nothing is asked yet. `clients`: of the servers, in the table's order."""
         self._table, self._clients, self._is_loading = table, clients, is_loading
         self._watches = [_Watch() for _ in clients]
         self._sums = _Sums()

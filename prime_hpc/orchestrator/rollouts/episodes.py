@@ -35,7 +35,6 @@ class Episode:
     num_prompt_tokens: int
     """Tokens that were not trained: prompts, tool results, other turns."""
     num_sampled_tokens: int
-    """Tokens that were sampled, to train."""
     version_sum: int
     """Sum over the trained tokens of the version that sampled each, for the mean lag."""
     num_stale_tokens: int = 0

@@ -54,7 +54,6 @@ class Draw:
     seed: int
     source: int
     env: str
-    """The source's label."""
     ordinal: int
     """How many positions this source has had before."""
     num_tasks: int | None

@@ -33,7 +33,6 @@ class LoadMeter:
     """All servers' loads; drained once a step."""
 
     def __init__(self, num_servers: int, now: float) -> None:
-        """Nothing is in flight at `now`."""
         self._servers = [ServerLoad(now) for _ in range(num_servers)]
         self._drained = (now, 0.0, 0.0)
         self._sample: list[list[float]] = []

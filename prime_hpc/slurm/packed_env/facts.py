@@ -37,7 +37,6 @@ class PackFacts:
     blake2b: str
     """512 bits, as `b2sum` says: 0.4 of the CPU time of SHA-256 where the processor has no instructions for that."""
     venv: str
-    """The environment that was packed."""
     files: str
     """How many were packed."""
     start: str = "unpack"
@@ -91,7 +90,6 @@ def python_words(pack: Path | None, node_local: str | None, python: str) -> Sequ
     """Return the command that is followed by Python's own arguments.
 
     Args:
-        pack: of `pack_of`.
         node_local: of the site profile; variables are expanded on the node.
         python: the one on shared storage.
     """

@@ -15,7 +15,6 @@ from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.sbatch_errors import error_lines
 
 QUESTION_S = 10.0
-"""Deadline of one question."""
 TOTAL_S = 60.0
 """No further question is asked after this: a site may have a hundred partitions."""
 _MOST_ACCOUNTS = 4

@@ -277,7 +277,6 @@ class RankBatch:
 
 
 SPECS: dict[str, FieldSpec] = {item.name: item.metadata["spec"] for item in fields(RankBatch)}
-"""Every field of `RankBatch` by name."""
 REQUIRED = tuple(item.name for item in fields(RankBatch) if item.default is not None)
 """Fields that every batch has. Later ones are optional: batches on disk do not have them."""
 

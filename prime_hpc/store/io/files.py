@@ -410,7 +410,6 @@ def retry_read(read: Callable[[], T], *, deadline_s: float, parent: Path | None 
     a network file system answers while names change. After the deadline the last error is raised.
 
     Args:
-        deadline_s: seconds from now.
         parent: directory of what is read; where it is gone for `GONE_S`, nothing will appear in it.
 
     Raises:

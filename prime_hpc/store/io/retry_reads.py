@@ -76,7 +76,6 @@ class Patience:
             logger.warning(f"{trouble}; tried again, for {max(0.0, self._left_s):.0f} s at most")
 
     def _pause(self, seconds: float) -> float:
-        """Sleep; returns the seconds that it took."""
         began = self._clock()
         while (left := began + seconds - self._clock()) > 0:
             self._on_wait()

@@ -268,7 +268,8 @@ class BusClient:
     def __init__(self, address: str | None, role: str, *, incarnation: int | None = None, run: str = "") -> None:
         self._prefix = f"{run}/" if run else ""
         self._address = parse_address(address) if address else None
-        self._secret = address.rpartition("@")[0] if address else ""
+        self.secret = address.rpartition("@")[0] if address else ""
+        """Proves a connection."""
         self._role = role
         self._incarnation = incarnation
         self._changed = threading.Condition()
@@ -282,7 +283,8 @@ class BusClient:
         self._closing = threading.Event()
         self._moved = threading.Event()
         self._peer: Peer | None = None
-        self._local_host: str | None = None
+        self.local_host: str | None = None
+        """Under which the hub's other clients reach this process; None until it has reached the hub itself."""
         if self._address is not None:
             self._waker = _Waker()
             self._thread = threading.Thread(target=self._run, name=f"bus-{role}", daemon=True)
@@ -294,19 +296,9 @@ class BusClient:
         return self._peer is not None
 
     @property
-    def secret(self) -> str:
-        """The secret that proves a connection."""
-        return self._secret
-
-    @property
     def hub_host(self) -> str | None:
         """Host of the hub; None where there is none."""
         return self._address[0] if self._address else None
-
-    @property
-    def local_host(self) -> str | None:
-        """Under which the hub's other clients reach this process; None until it has reached the hub itself."""
-        return self._local_host
 
     @property
     def closed(self) -> bool:
@@ -380,7 +372,7 @@ class BusClient:
             incarnation: stated in every message from now on.
         """
         with self._changed:
-            self._address, self._incarnation = parse_address(f"{self._secret}@{place}"), incarnation
+            self._address, self._incarnation = parse_address(f"{self.secret}@{place}"), incarnation
             self._latest.clear()
             self._history.clear()
             self._moved.set()
@@ -431,8 +423,8 @@ class BusClient:
                 return None
             here, there = sock.getsockname()[0], sock.getpeername()[0]
             # on the hub's machine: as the hub is known (its name may be 127.0.1.1 there, asked from 127.0.0.1)
-            self._local_host = self._address[0] if here == there or sockets.is_loopback(here) else here
-            prove(sock, self._secret, _PURPOSE)
+            self.local_host = self._address[0] if here == there or sockets.is_loopback(here) else here
+            prove(sock, self.secret, _PURPOSE)
             self._peer = Peer(sock)
         except OSError as error:  # the hub is not there yet, or is gone: listing takes over, and this is tried again
             if sock is not None:

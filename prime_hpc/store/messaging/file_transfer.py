@@ -145,7 +145,6 @@ class Handover:
 
         Args:
             directory: its name in the run.
-            number: value of the key.
             choose: the manifest -> names of files.
 
         Returns:

@@ -23,7 +23,6 @@ class ProvenServer(socketserver.ThreadingTCPServer):
 
         Args:
             listening: bound and listening; closed by `server_close`.
-            handler: of one connection.
             owner: for the handler, as `server.owner`.
             purpose: the server's name, part of the proof.
         """

@@ -229,7 +229,6 @@ def _is_promised(port: int) -> bool:
 
 
 def _bound(host: str, port: int, *, reuse: bool = False) -> socket.socket:
-    """Return a bound socket. Raises OSError."""
     if host in ("", ALL):
         try:
             return _bound_to(socket.AF_INET6, (ALL, port), reuse, both=True)

@@ -98,7 +98,6 @@ def _refuse_if_running(experiment: Experiment, run_dir: Path, row: AttemptRow) -
 
 
 def _last_seen(run_dir: Path, row: AttemptRow) -> float:
-    """When the attempt was last seen alive."""
     times = [
         path.stat().st_mtime for path in (run_dir / STATUS_JSON, run_dir / "logs" / "supervisor.log") if path.exists()
     ]

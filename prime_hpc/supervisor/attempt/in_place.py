@@ -36,7 +36,6 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
 
     Args:
         ended: an attempt that is over and written down, with `left`.
-        patience: with what cannot be read.
 
     Returns:
         the attempt, not running yet; None: the job ends, its servers have, and the restart policy decides the rest.

@@ -54,7 +54,6 @@ def clock_bounds(
     """Least and greatest offset of every host's clock to the supervisor's; infinite where nothing is known.
 
     Args:
-        sightings: what was seen of whom.
         hosts: without the supervisor.
         same_clock: hosts that are the supervisor's own machine.
     """
@@ -171,7 +170,6 @@ def stuck(phases: Mapping[str, int], silent: Iterable[str], hosts: Iterable[str]
     Args:
         phases: how far each host came; hosts that never spoke are absent.
         silent: hosts without a recent sign of life.
-        hosts: all of them.
     """
     hosts = list(hosts)
     mute = [host for host in hosts if host not in phases]

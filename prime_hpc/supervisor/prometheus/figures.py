@@ -158,5 +158,4 @@ class _Collected:
         self._metrics = metrics
 
     def collect(self) -> Sequence["Metric"]:
-        """Return them."""
         return self._metrics

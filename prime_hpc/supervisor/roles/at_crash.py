@@ -57,7 +57,6 @@ class SaveFirst:
             needs_s: what a step and a save took lately, at most.
             left_s: to the job's end; None: unknown.
             is_over: whether somebody wants the attempt to end at once.
-            many: it trains many runs.
         """
         found = [role for role in roles if role.spec.name == "trainer" and role is not crashed]
         if len(found) != 1 or found[0].state != "ready":
@@ -94,7 +93,6 @@ class Hold:
     """Asks an orchestrator to hold; of one attempt."""
 
     def __init__(self, incarnation: int, publish: Callable[..., None]) -> None:
-        """`incarnation`: of the attempt; `publish`: of its hubs."""
         self._incarnation, self._publish = incarnation, publish
         self._answer: dict[str, Any] | None = None
 
@@ -104,12 +102,7 @@ class Hold:
             self._answer = payload
 
     def ask(self, roles: Sequence[Role], lost: Sequence[str], left: LedRoles) -> None:
-        """Add the orchestrator to what the attempt leaves, if it holds.
-
-        Args:
-            lost: nodes that are gone.
-            left: the servers.
-        """
+        """Add the orchestrator to what the attempt leaves, if it holds."""
         found = [role for role in roles if role.spec.name == "orchestrator"]
         if len(found) != 1 or found[0].state != "ready" or set(found[0].hosts) & set(lost):
             return

@@ -99,7 +99,8 @@ class Role:
         self._reports: dict[int, tuple[Any, float]] = {}
         """The last word of each process, and when it was noticed."""
         self._environment = environment
-        self._command: list[str] = []
+        self.command: list[str] = []
+        """As it was started last."""
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = ""
         self._killed: list[psutil.Process] = []
@@ -130,11 +131,6 @@ class Role:
     def is_alive(self) -> bool:
         """True if the process that the supervisor started is still there."""
         return self._process is not None and self._process.poll() is None
-
-    @property
-    def command(self) -> list[str]:
-        """As it was started last."""
-        return self._command
 
     @property
     def health_url(self) -> str | None:
@@ -210,7 +206,7 @@ class Role:
         """Politely and at once; `process_tree.end_families` does it for this machine's processes."""
 
     def _launch(self, command: list[str]) -> None:
-        self._command = command
+        self.command = command
         self._reports = {}
         self._before = {index: self._read_statuses(index) for index in self._indices}
         self.log_dir.mkdir(parents=True, exist_ok=True)

@@ -137,7 +137,6 @@ def _entry(pid: int) -> tuple[list[str], str]:
 
 
 def _become(pid: int, entry: list[str], command: list[str], environment: dict[str, str], run_dir: str) -> int:
-    """Replace this process."""
     if not command:
         inside = f"/proc/{pid}/root" if entry else ""
         wanted = (environment.get("SHELL", ""), "/bin/bash", "/bin/sh")

@@ -131,7 +131,6 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
 
 
 def _server_gpus(experiment: Experiment, role: EngineRole) -> int:
-    """GPUs of one server on this node."""
     servers = servers_of(experiment, role)
     return (servers.data_parallel_size_local or servers.data_parallel_size) * servers.gpus_per_engine
 

@@ -36,11 +36,7 @@ Seen = dict[str, Any]
 
 def look_here(run_dir: Path, *, pids: Collection[int] = (), by_name: bool = False) -> Seen:
     """Look at the run's processes on this node, its file system and GPUs, all at once; takes 6 s at most.
-
-    Args:
-        pids: these processes and what they started.
-        by_name: all processes that say to be the run's.
-    """
+    `by_name`: all processes that say to be the run's."""
     found: Seen = {"host": this_node()}
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     found["machine"] = f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -44,11 +44,7 @@ def part_name(word: Row) -> str:
 
 def find_held(parts: Sequence[Row], *, now: float, least_s: float) -> Held | None:
     """Find the part that holds the others up; None where none has been in one call for `least_s` seconds.
-
-    Args:
-        parts: from `parts_of`.
-        least_s: a call that has lasted so long hangs, or is slow.
-    """
+    `least_s`: a call that has lasted so long hangs, or is slow."""
     stuck = [row for row in parts if _is_mute(row) or _seconds(row, now) >= least_s]
     if not stuck:
         return None

@@ -77,7 +77,6 @@ class MicroBatch:
     top_k: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
     most_top_k: int = 0
-    """Largest `top_k`."""
     all_have_top_k: bool = False
     """True if all targets with a `top_p` have one."""
     trained: torch.Tensor | None = None

@@ -101,7 +101,6 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Yield a new file."""
         assert mode == "wb"
         with open_summed(Path(path)) as file:
             yield file
@@ -212,12 +211,7 @@ def load_state(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def differences(metadata: Metadata, state: Mapping[str, torch.Tensor], *, with_optimizer: bool = True) -> list[str]:
-    """Why a checkpoint does not fit the policy and optimizer of this run, as sentences; [] where it does.
-
-    Args:
-        state: from `named_state`.
-        with_optimizer: compare its state too.
-    """
+    """Why a checkpoint does not fit the policy and optimizer of this run, as sentences; [] where it does."""
     saved = metadata.state_dict_metadata
     found = []
     parts_of = (

@@ -6,8 +6,8 @@ Messages: "save" {"id": n} asks everyone to checkpoint at the next step boundary
 {"step", "path", "ids"} says that a checkpoint is whole and which requests it answers (step 0: nothing was trained yet).
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from loguru import logger
 
@@ -17,13 +17,6 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule
 from prime_hpc.trainer.rank_group import RankGroup
-
-
-class Agree(Protocol):
-    """Rank 0's yes or no on every rank. Collective."""
-
-    def __call__(self, yes: bool, /) -> bool:
-        """Return the decision."""
 
 
 class Saver:
@@ -90,8 +83,8 @@ class Saver:
         if self._config is not None:
             self.checkpointer.prepare()
 
-    def is_due(self, step: int, agree: Agree) -> bool:
-        """Return whether the config wants a checkpoint after `step`."""
+    def is_due(self, step: int, agree: Callable[[bool], bool]) -> bool:
+        """Return whether the config wants a checkpoint after `step`. `agree`: rank 0's yes or no on every rank."""
         if self._config is None:
             return False
         if isinstance(self._config.interval, int):

@@ -8,7 +8,7 @@ data.close()
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -33,26 +33,6 @@ if TYPE_CHECKING:
 
 Progress = dict[str, int]
 _COUNTS = ("rows", "overlong", "truncated", "untrained", "bad", "unended", "unshown")
-
-
-class TrainingData(Protocol):
-    """Batches in order."""
-
-    figures: dict[str, float]
-    """Metrics of the batch taken last."""
-
-    def start(self, progress: Mapping[str, int]) -> Progress:
-        """Go on where a checkpoint's progress says; what to save before a first step. Collective."""
-
-    def last_step(self, start: int, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
-        """Return the step at which the data end, of a run that goes on after `start`; None: never. Collective.
-        Raises StoppedCountingError: rank 0's `is_stopped` says so, before all rows are counted."""
-
-    def next(self) -> tuple[RankBatch, Progress]:
-        """Return this rank's part of the next step, and the progress after it. Collective."""
-
-    def close(self) -> None:
-        """At the same step on every rank; not needed after a failure."""
 
 
 class FakeData:
@@ -134,6 +114,7 @@ class RealData:
         )
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
+        """Metrics of the batch taken last."""
         self._rank, self._told_at = trainer.rank, 0
         if trainer.rank == 0:
             logger.info(f"{config.label}: {rows.num_rows:,} rows, template: {tokenizer.name}")
@@ -141,7 +122,7 @@ class RealData:
                 logger.info(self._order.words(config.paths))
 
     def start(self, progress: Mapping[str, int]) -> Progress:
-        """Begin to make batches from there on.
+        """Begin to make batches from there on; returns what to save before a first step. Collective.
         Raises SFTDataError: the checkpoint is of other data or another order, see `on_change`."""
         position = position_of(progress)
         known = progress.get("data_fingerprint", self._fingerprint)
@@ -170,10 +151,11 @@ class RealData:
         return Position()
 
     def last_step(self, start: int, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
-        """Return the step that ends the last of `sft.data.num_epochs`, counted from where `start` has put the stream.
+        """Return the step that ends the last of `sft.data.num_epochs`, counted from where `start` has put the stream;
+        None: it never ends. Collective.
 
         Raises:
-            StoppedCountingError: the run is to end before all rows are counted.
+            StoppedCountingError: rank 0's `is_stopped` says so, before all rows are counted.
             SFTDataError: a row cannot be trained on.
         """
         last_row = self._stream.last_row
@@ -214,7 +196,8 @@ class RealData:
         return fingerprint_of(rows, config.shuffle, self._seed, *mixture)
 
     def next(self) -> tuple[RankBatch, Progress]:
-        """Return the next batch, usually made already. Raises SFTDataError: a row in it cannot be trained on."""
+        """Return this rank's part of the next batch, usually made already, and the progress after it. Collective.
+        Raises SFTDataError: a row in it cannot be trained on."""
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
         batch = self._prefetcher.take()
@@ -248,7 +231,7 @@ class RealData:
         }
 
     def close(self) -> None:
-        """End the thread and the processes."""
+        """End the thread and the processes: at the same step on every rank; not needed after a failure."""
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._reader.close()
@@ -326,7 +309,7 @@ def _try_open(recipe: Recipe) -> tuple[Rows | None, str | None]:
         return None, str(error)
 
 
-def build_data(trainer: "Trainer") -> TrainingData:
+def build_data(trainer: "Trainer") -> FakeData | RealData:
     """Return the data of the config. Collective. Raises SFTDataError: see `RealData`."""
     fake = trainer.experiment.sft.data.type == "fake"
     return FakeData(trainer) if fake else RealData(trainer)

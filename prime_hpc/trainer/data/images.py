@@ -33,7 +33,6 @@ class EncodedImage:
     content: bytes
     """PNG, JPEG, ..., as it was given."""
     num_tokens: int
-    """Tokens that stand for it."""
 
 
 class ImageTokens:

@@ -203,17 +203,13 @@ class SampleStream:
 
     def start(self, position: Position) -> None:
         """Go on from a position."""
-        self._position = position
+        self.position = position
+        """After the batch made last."""
         self._next_row = position.row
         self._waiting: deque[_Row] = deque()
         self._held: dict[int, list[SFTSample]] = {}  # by place: the samples that this rank tokenised
         self._mean_length = self._shape.mean_length
         self._barren = 0
-
-    @property
-    def position(self) -> Position:
-        """After the batch made last."""
-        return self._position
 
     def agree(self, go_on: bool) -> bool:
         """Return whether every rank goes on."""
@@ -230,7 +226,7 @@ class SampleStream:
         lengths = np.array([self._waiting[row].lengths[sub] for row, sub in chosen], dtype=np.int64)
         batch = self._build(chosen, lengths)
         self._advance(chosen)
-        return replace(batch, position=self._position)
+        return replace(batch, position=self.position)
 
     def _is_read(self) -> bool:
         """Return whether the stream ends with what waits."""
@@ -251,7 +247,7 @@ class SampleStream:
         """Lengths of the rows that wait, without what is used of the first; None where one is in error."""
         rows = [None if row.error is not None else row.lengths for row in self._waiting]
         if rows and rows[0] is not None:
-            rows[0] = rows[0][self._position.sub :]
+            rows[0] = rows[0][self.position.sub :]
         return rows
 
     def _read_round(self, needed: int) -> None:
@@ -303,7 +299,7 @@ class SampleStream:
                 if chosen and shape.batch_tokens is not None and tokens >= shape.batch_tokens:
                     break
                 raise SFTDataError(row.error)
-            for sub in range(self._position.sub if number == 0 else 0, len(row.lengths)):
+            for sub in range(self.position.sub if number == 0 else 0, len(row.lengths)):
                 if shape.batch_tokens is not None:
                     tokens += row.lengths[sub]
                     if chosen and tokens > shape.batch_tokens:
@@ -350,7 +346,7 @@ class SampleStream:
         ranked = replace(ranked, sample_ids=rows, group_ids=rows.copy())
         total, padded = int(lengths.sum()), sum(self._padded(int(n)) for n in lengths)
         room = len(shares) * len(shares[0]) * self._shape.micro_batch_tokens if self._shape.pack else padded
-        return Batch(ranked, self._position, padded - total, total / max(room, 1))
+        return Batch(ranked, self.position, padded - total, total / max(room, 1))
 
     def _swap(
         self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64], share_of: dict[int, int]
@@ -381,7 +377,7 @@ class SampleStream:
     def _advance(self, chosen: list[tuple[int, int]]) -> None:
         """Forget what is used up."""
         last, sub = chosen[-1]
-        position = self._position
+        position = self.position
         row, counts = position.row, position.counts
         used = last + 1 if sub + 1 == len(self._waiting[last].lengths) else last
         left = 0 if used == last + 1 else sub + 1
@@ -389,4 +385,4 @@ class SampleStream:
         for place in range(first, first + used):
             counts += self._waiting.popleft().counts
             self._held.pop(place, None)
-        self._position = Position(row + used, left, position.samples + len(chosen), counts)
+        self.position = Position(row + used, left, position.samples + len(chosen), counts)

@@ -50,7 +50,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._enable_thinking = enable_thinking
         self.images = images
-        self._template, self._origin = _read_template(tokenizer, chat_template)
+        self._template, self.name = _read_template(tokenizer, chat_template)
         self._chosen = None if chat_template == "auto" else self._template  # None: of several, the one for tools
         self._added = set(tokenizer.get_added_vocab().values())
         first = tokenizer("a", verbose=False)["input_ids"][:1]
@@ -88,11 +88,6 @@ class ChatTokenizer:
         if self._chosen is None and isinstance(own, dict):
             others += sorted(own.items())
         return fingerprint_of(self.looks, vocabulary, self._begin, sorted(self._ends), *others)
-
-    @property
-    def name(self) -> str:
-        """Name of the template for messages to people."""
-        return self._origin
 
     def ends_turns(self, token: int) -> bool:
         """Return whether a token may end a turn: no piece of text does."""

@@ -174,7 +174,6 @@ class WeightMap:
     """From `map_weights`: how a model's tensors and those of its checkpoint belong together."""
 
     stored: Mapping[str, StoredTensor]
-    """All tensors of the checkpoint."""
     pieces: Mapping[str, list[Piece]]
     """By the model's names. Of tied tensors the one name that `Policy.named_weights` has."""
     buffers: frozenset[str] = frozenset()
@@ -202,14 +201,9 @@ class WeightMap:
 
 def map_weights(hf: Any, stored: Mapping[str, StoredTensor]) -> WeightMap:
     """Follow transformers' loading of a checkpoint.
-
-    Args:
-        hf: the model, with or without memory for its parameters.
-        stored: from `store.model.files.stored_tensors`.
-
-    Raises:
-        ValueError: tensors that are missing, unknown, of another shape, or converted in a way that cannot be followed.
-    """
+    `hf`: the model, with or without memory for its parameters.
+    Raises ValueError: tensors that are missing, unknown, of another shape, or converted in a way that cannot be
+    followed."""
     model = {name: tensor for name, tensor in hf.state_dict().items() if isinstance(tensor, torch.Tensor)}
     traced = {name: Traced(t.shape, (Piece.whole(name, t.shape),)) for name, t in stored.items()}
     made, unknown = convert(hf, model, traced)

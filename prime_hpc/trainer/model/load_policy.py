@@ -116,7 +116,6 @@ def _load_shards(policy: Policy, weights: WeightMap, device: torch.device) -> No
 
 
 def _announce(policy: Policy, config: ModelConfig, notes: list[str]) -> None:
-    """Log what was loaded."""
     count, layout = sum(p.numel() for p in policy.parameters()), policy.parallel.dims.describe()
     logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {compute_dtype(config)}, {layout}")
     if config.lora is not None and policy.adapters is not None:

@@ -35,7 +35,6 @@ class Admission:
     incarnation: int
     """Its attempt that begins."""
     resume: CheckpointInfo | None
-    """Checkpoint that it goes on from."""
     republish: bool
     """True if the version of that checkpoint is not on disk any more."""
 
@@ -69,7 +68,6 @@ def prepare(
 
     Args:
         failed_reads: first readings of this child's files.
-        known: the newest attempt that is known of.
         parent_incarnation: the trainer's own attempt; an older one takes no child over.
 
     Raises:

@@ -35,12 +35,8 @@ class FairQueue:
     def __init__(self, num_slots: int) -> None:
         self._accounts: dict[str, _Account] = {}
         self._now = 0.0
-        self._limit = PATIENCE * (num_slots - 1)
-
-    @property
-    def limit(self) -> int:
+        self.limit = PATIENCE * (num_slots - 1)
         """Steps of others that a ready run lets pass at most."""
-        return self._limit
 
     def add(self, run: str) -> None:
         """Add a run that begins at the virtual time of now."""
@@ -58,7 +54,7 @@ class FairQueue:
         waiting = {run: a for run, a in self._accounts.items() if a.waits and run in ready}
         if not waiting:
             return None
-        overdue = {run: a for run, a in waiting.items() if a.passed >= self._limit - self._ahead(run, waiting)}
+        overdue = {run: a for run, a in waiting.items() if a.passed >= self.limit - self._ahead(run, waiting)}
         among = overdue or waiting
         key = (lambda run: (-among[run].passed, run)) if overdue else (lambda run: (among[run].virtual, run))
         return min(among, key=key)
@@ -69,12 +65,7 @@ class FairQueue:
         return sum((-a.passed, name) < own for name, a in waiting.items() if name != run)
 
     def trained(self, run: str, num_tokens: float, ready: Collection[str]) -> None:
-        """Count a step of `run`.
-
-        Args:
-            run: the one that was chosen.
-            ready: as it was given to `choose`.
-        """
+        """Count a step of `run`."""
         account = self._accounts[run]
         self._now = max(self._now, account.virtual)
         account.virtual += max(num_tokens, 1.0)  # an empty batch is a step all the same

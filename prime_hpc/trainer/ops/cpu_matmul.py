@@ -60,7 +60,6 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute `a @ b.T`."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 

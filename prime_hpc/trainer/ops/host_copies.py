@@ -43,18 +43,6 @@ class HostCopies(Protocol):
         """Begin to bring back what `to_host` took away, in new memory of the device."""
 
 
-class _Here:
-    """A tensor that stays where it is."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def for_device(self) -> torch.Tensor:
-        return self._tensor
-
-    on_host = for_device
-
-
 class NoCopies:
     """Of a CPU."""
 
@@ -64,7 +52,7 @@ class NoCopies:
 
     def to_host(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> Copy:
         """Return the tensor."""
-        return _Here(tensor)
+        return at_home(tensor)
 
     def to_device(self, leaving: Copy) -> Copy:
         """Return the tensor."""
@@ -72,7 +60,7 @@ class NoCopies:
 
 
 class _Queued:
-    """On a stream: done when the event has happened."""
+    """On a stream: done when the event has happened; without one it is done."""
 
     def __init__(self, tensor: torch.Tensor, event: "torch.cuda.Event | None") -> None:
         self.tensor, self.event = tensor, event

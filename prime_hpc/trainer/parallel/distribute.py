@@ -47,7 +47,6 @@ def distribute(
 
     Args:
         policy: becomes the root FSDP module.
-        hf: its causal LM.
         dtype: of the forward and backward pass.
         reshard: free gathered block parameters after the forward pass.
 

@@ -108,14 +108,8 @@ def train_again(trainer: Trainer, source: RunPaths, start: int, stop: int, metri
 
 def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
     """Train steps `start` + 1 .. `stop` of a run again, one row a step in `scratch`'s metrics. Collective.
-
-    Args:
-        scratch: for what this writes.
-        start: checkpoint to begin with; 0: the base model.
-
-    Returns:
-        False when a step is refused; its row says why.
-    """
+    `start`: checkpoint to begin with; 0: the base model.
+    Returns False when a step is refused; its row says why."""
     experiment = load_run(run_dir)
     source = RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
     with opened(experiment, scratch) as trainer:

@@ -151,7 +151,6 @@ class _Routes:
         self._service = service
 
     async def capabilities(self, request: web.Request) -> web.Response:
-        """Name the one model."""
         return web.json_response({"supported_models": [self._service.describe_model()]})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
@@ -168,7 +167,6 @@ class _Routes:
         return web.json_response(self._service.describe_session(request.match_info["session_id"]))
 
     async def finish(self, request: web.Request) -> web.Response:
-        """End a session."""
         self._service.finish(request.match_info["session_id"])
         return web.json_response({})
 
@@ -180,7 +178,6 @@ class _Routes:
         return _future(self._service.load(body))
 
     async def info(self, request: web.Request) -> web.Response:
-        """Describe an adapter."""
         return web.json_response(self._service.info((await _read(request, wanted.OfModel)).model_id))
 
     async def unload(self, request: web.Request) -> web.Response:
@@ -190,16 +187,13 @@ class _Routes:
         return _future(f"{model_id}:remove")
 
     async def forward_backward(self, request: web.Request) -> web.Response:
-        """Have a forward (and backward) pass done."""
         return _future(self._service.run_pass(read_forward_backward(await request.read())))
 
     async def create_sampler(self, request: web.Request) -> web.Response:
-        """Begin a sampler."""
         sampler_id = self._service.create_sampler(await _read(request, wanted.CreateSampler))
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def sampler(self, request: web.Request) -> web.Response:
-        """Describe a sampler."""
         return web.json_response(self._service.describe_sampler(request.match_info["sampler_id"]))
 
     async def retrieve(self, request: web.Request) -> web.Response:
@@ -214,14 +208,12 @@ class _Routes:
         return web.Response(body=future.body, content_type=PROTOBUF if future.is_protobuf else "application/json")
 
     async def weights_info(self, request: web.Request) -> web.Response:
-        """Describe a save."""
         body = json.loads(await request.read())
         shape = self._service.shelf.find(str(body.get("tinker_path"))).shape
         facts = {"train_unembed": False, "train_mlp": shape.train_mlp, "train_attn": shape.train_attn}
         return web.json_response({"base_model": shape.base_model, "is_lora": True, "lora_rank": shape.rank} | facts)
 
     async def sessions(self, request: web.Request) -> web.Response:
-        """List the sessions that are not over."""
         rows, _ = _part(request, self._service.list_sessions())
         return web.json_response({"sessions": rows})
 
@@ -250,7 +242,6 @@ class _Routes:
         return web.json_response({"checkpoints": part, "cursor": cursor})
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Delete a save."""
         self._service.shelf.delete(self._saved(request))
         return web.json_response({})
 

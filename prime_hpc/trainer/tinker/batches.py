@@ -99,14 +99,8 @@ def check_loss(name: str, config: Mapping[str, float | str]) -> Bounds:
 
 def check_data(data: Sequence[Datum], loss: str, vocab_size: int, most_tokens: int) -> list[Example]:
     """Return the data as examples.
-
-    Args:
-        loss: of `LOSSES`.
-        most_tokens: of one datum's input and its last target.
-
-    Raises:
-        BadRequestError: data that the model cannot be trained on; says which datum, and why.
-    """
+    `most_tokens`: of one datum's input and its last target.
+    Raises BadRequestError: data that the model cannot be trained on; says which datum, and why."""
     if not data:
         raise BadRequestError("no data")
     return [_example(datum, f"datum {i}", LOSSES[loss], vocab_size, most_tokens) for i, datum in enumerate(data)]
@@ -211,12 +205,7 @@ class Collected:
 
 def summed_loss(name: str, bounds: Bounds, collected: Collected) -> MicroBatchLoss:
     """Return the loss of micro-batches: a sum over their targets, which notes every target's log pi and loss.
-
-    Args:
-        name: of `LOSSES`.
-        bounds: of `check_loss`.
-        collected: takes the notes.
-    """
+    `collected`: takes the notes."""
     objective: Callable[..., Any] = get_objective(LOSSES[name].objective)
     config = LossConfig()
 

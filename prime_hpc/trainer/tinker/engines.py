@@ -198,7 +198,6 @@ class Engines:
             raise
 
     def _body(self, request: Sample, tokens: list[int], vocab_size: int) -> dict[str, Any]:
-        """Return the request as our servers have it."""
         if any(chunk.type != "encoded_text" for chunk in request.prompt.chunks):
             raise BadRequestError("prompt: pictures and sound are not served here, only tokens")
         if not tokens or not all(0 <= token < vocab_size for token in tokens):

@@ -167,7 +167,6 @@ class Gathering:
         return whole
 
     def _num_bytes(self, rows: Rows, part: Box) -> int:
-        """Room of a part in a message."""
         size = _volume(part) * self._wanted[rows.index].dtype.itemsize
         return size + -size % _ALIGNMENT
 

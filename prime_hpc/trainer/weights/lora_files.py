@@ -129,7 +129,6 @@ class AdapterPublisher:
         return manifest if self._ranks.rank == 0 else None
 
     def _write(self, version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
-        """On rank 0."""
         final = self._paths.weights_step(version)
         stage = stage_dir(final, self._incarnation)
         try:

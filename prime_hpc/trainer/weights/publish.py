@@ -200,7 +200,6 @@ class Publisher:
         return self._plan.blocks(dict(self._policy.named_weights()))
 
     def _written_files(self) -> list[WholeFile]:
-        """Return the files into which this rank writes."""
         return [
             WholeFile(file.name, file.layout.size, file.layout.header, file.owner == self._ranks.rank)
             for file in self._plan.mine()

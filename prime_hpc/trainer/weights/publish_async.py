@@ -65,7 +65,6 @@ class BesidePublisher:
         """Open it. Collective.
 
         Args:
-            publisher: whose plan and files they are.
             announce: called on rank 0, in the thread, with the manifest of a version that has its name.
             timeout_s: longest that a version may take.
         """

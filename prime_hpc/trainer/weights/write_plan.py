@@ -231,7 +231,6 @@ def runs(box: Box, shape: Sequence[int], values: torch.Tensor) -> Iterator[tuple
     Args:
         box: where it stands.
         shape: of the stored tensor.
-        values: of the box.
 
     Yields:
         index of the first element in the flattened tensor; the values from there on.

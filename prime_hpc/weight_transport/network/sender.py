@@ -57,11 +57,7 @@ class NetworkSender:
 
     def __init__(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int, backend: str) -> None:
         """Begin to listen. Collective where there is a process group: all ranks that have something to send, or none.
-
-        Args:
-            config, files, rank: see `WeightTransport.sender`.
-            backend: of the groups.
-        """
+        `config, files, rank`: see `WeightTransport.sender`."""
         self._interval, self._rank, self._backend = config.whole_interval, rank, backend
         self._files, self._form = FilesSender(files), VersionForm()
         own_gpu = backend == "nccl"  # a new thread's own would be the first of the node

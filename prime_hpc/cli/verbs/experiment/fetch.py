@@ -47,7 +47,6 @@ def _line(one: Presence) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Return bytes in one unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -45,7 +45,7 @@ def run(argv: list[str], program: str) -> int:
     compression = given.get("--compression") or "zstd"
     if compression not in COMPRESSIONS:
         raise ConfigError(f"--compression {compression}: must be one of {', '.join(COMPRESSIONS)}")
-    names = [env.name or env.id for env in load_run(run_dir).orchestrator.env]
+    names = [env.label for env in load_run(run_dir).orchestrator.env]
     with _refused():
         done = export_batches(paths, steps, output, names, compression=compression)
     if "--json" in given:

@@ -72,7 +72,6 @@ class _View:
         self._final_since: float | None = None
 
     def show(self, count: int) -> int:
-        """Return the last lines."""
         source = self._first_source()
         if source is None:
             self._say_why_nothing()
