@@ -42,8 +42,9 @@ def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Path | 
         raise EnvError(f"{who}: {found.files[0]} is a folder that `datasets` saved: write it as Parquet (to_parquet)")
     read = _read_parquet if found.kind == "parquet" else _read_jsonl
     for path in found.files:
+        folder = path.parent
         for place, row in read(path):
-            yield place, path.parent, row
+            yield place, folder, row
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
@@ -55,7 +56,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             for line in file:
                 reached += 1
                 if line.strip():
-                    yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode("utf-8-sig")))
+                    yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode().removeprefix("\ufeff")))
         except (RecursionError, ValueError, OSError, EOFError, zlib.error) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error
@@ -82,8 +83,11 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 def prompt_column(row: Row) -> str | None:
     """Return the column of a row's prompt: the first that is no whole conversation, as SFT has it, with the reply that
     is to be found; where all are, the first."""
-    found = [name for name in PROMPTS if row.get(name)]
-    return next((name for name in found if not is_answered(as_messages(row[name]))), found[0] if found else None)
+    found = (name for name in PROMPTS if row.get(name))
+    first = next(found, None)
+    if first is None or not is_answered(as_messages(row[first])):
+        return first
+    return next((name for name in found if not is_answered(as_messages(row[name]))), first)
 
 
 def prompt_in(row: Row, column: str) -> Any:
