@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
-from pydantic import ValidationError
+from verifiers.v1.dialects.chat import message_to_wire
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub
+from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub, why_refused
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
 
@@ -67,7 +67,7 @@ def _plain(messages: Any) -> Any:
     """Return messages as OpenAI's dictionaries; a text as it is."""
     if isinstance(messages, str) or messages is None:
         return messages
-    return [message.model_dump(exclude_none=True) for message in messages]
+    return [message_to_wire(message) for message in messages]
 
 
 class RowsConfig(vf.TasksetConfig):
@@ -135,8 +135,8 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
         for place, folder, row in _read(config):
             try:
                 data = _data(config, row, folder)
-            except (ValueError, ValidationError) as error:
-                raise EnvError(f"rows: {place}: {' '.join(str(error).split())[:300]}") from error
+            except ValueError as error:
+                raise EnvError(f"rows: {place}: {why_refused(error)}") from error
             _check_answer(functions, data, place)
             columns.update(data.row)
             task = RowTask(data, config.task)
