@@ -109,3 +109,23 @@ def test_parts_of_text_are_one_text_to_a_chat_template(world: World, tmp_path: P
     (result,) = world.play(EnvConfig(id="rows", args=args), renderer="default")
     assert result.usable, result.reason
     assert world.tokenizer.decode(world.server.requests[-1]["token_ids"]) == "<|im_start|>1 + 1?<|im_end|>"
+
+
+def test_a_modeled_user_asks_for_what_rows_say(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+
+    def script(prompt: str, number: int) -> str:
+        if "role-playing a USER" not in prompt:
+            return "2" if "add, please" in prompt else "how can I help?"
+        return ("hello", "add, please", "###DONE###")[prompt.count("<|im_start|>assistant") - 1]
+
+    world.script = script
+    args = {"files": [str(tmp_path / "rows.jsonl")]}
+    around = EnvConfig(id="rows", harness="in-process", args=args, env_args={"id": "user-sim"})
+    for workers in (0, 1):
+        (result,) = world.play(around.model_copy(update={"workers": workers}))
+        assert result.usable and result.reward == 1.0, result.reason
+        (sample,) = result.samples
+        trained = world.tokenizer.decode(sample.token_ids[sample.loss_mask])
+        assert (sample.agent, trained) == ("assistant", "how can I help?<|im_end|>2<|im_end|>")
