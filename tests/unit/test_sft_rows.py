@@ -423,3 +423,14 @@ def test_of_several_chat_templates_one_is_the_default_or_stated(tokenizer: Any, 
     tokenizer.chat_template = {"default": CHATML, "rag": "{{ raise_exception('another') }}"}
     ones = [sample({"messages": CONVERSATION}, one) for one in (stated, ChatTokenizer(tokenizer))]
     assert ones[0].token_ids.tolist() == ones[1].token_ids.tolist()
+
+
+def test_a_reply_of_nothing_is_no_empty_reply(chat: ChatTokenizer, tokenizer: Any) -> None:
+    asked = {"role": "user", "content": "add"}
+    empty: list[dict[str, Any]] = [{"content": None}, {}, {"content": None, "tool_calls": [], "reasoning": None}]
+    for nothing in empty:
+        assert "no content (null)" in refusal({"messages": [asked, {"role": "assistant", **nothing}]}, chat)
+    talk = [{"from": "human", "value": "add"}, {"from": "gpt", "value": None}]
+    assert "no content (null)" in refusal({"messages": talk}, chat)
+    said = sample({"messages": [asked, {"role": "assistant", "content": ""}]}, chat)
+    assert trained_text(said, tokenizer) == ["<|im_end|>"]
