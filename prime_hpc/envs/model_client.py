@@ -390,7 +390,16 @@ def _first_choice(raw: bytes) -> dict[str, Any]:
 
 def _to_wire(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages as renderers take them, without what their images hold."""
-    return without_images([message_to_wire(message) for message in messages])
+    return [_joined(message) for message in without_images([message_to_wire(message) for message in messages])]
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose parts are all text with one text: a chat template may refuse a list, or write it as Python
+    shows it."""
+    content = message.get("content")
+    if not isinstance(content, list) or any(part.get("type") != "text" for part in content):
+        return message
+    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def _expanded(choice: Mapping[str, Any], num_images: int) -> list[int]:

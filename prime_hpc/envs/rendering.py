@@ -406,7 +406,7 @@ def _by_template(tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any] |
             if not any("tool_calls" in message for message in messages):
                 raise
             return write(_with_json_arguments(messages))
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ValueError) as error:  # the last: of several templates none is the default
         raise EnvError(
             f"the chat template of {hub_name(tokenizer)} cannot write a prompt ({type(error).__name__}: {error}): mend "
             "it (chat_template.jinja or tokenizer_config.json beside the model), or set model.renderer to one of the "

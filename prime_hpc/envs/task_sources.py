@@ -8,6 +8,7 @@ import itertools
 import pickle
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -129,6 +130,21 @@ class PackedTasks:
         return self._like.with_data(**pickle.loads(packed[place]))
 
 
+_SHARED: "weakref.WeakValueDictionary[str, PackedTasks]" = weakref.WeakValueDictionary()
+"""Lists that both splits take their tasks from, by the taskset's settings, as long as one of them has it."""
+
+
+def _packed(taskset: Any, is_shared: bool) -> PackedTasks:
+    """Return a taskset's tasks; those of both splits are read once."""
+    key = f"{type(taskset).__module__} {taskset.config.model_dump_json()}"
+    found = _SHARED.get(key) if is_shared else None
+    if found is None:
+        found = PackedTasks(taskset)
+        if is_shared:
+            _SHARED[key] = found
+    return found
+
+
 class EnvSource:
     """One environment's tasks. The same config and seed always give the same tasks in the same order.
 
@@ -160,10 +176,14 @@ class EnvSource:
         self._chosen: list[int] | None = None
         try:
             self.env: Any = load_environment(self.env_config)
-            self._tasks: list[Any] | PackedTasks | EndlessTasks
             taskset = self.env.taskset
-            listed = PackedTasks if isinstance(taskset, OfAnyNumber) else list
-            self._tasks = listed(taskset) if taskset.bounded else EndlessTasks(taskset, self.name)
+            self._tasks: list[Any] | PackedTasks | EndlessTasks
+            if not taskset.bounded:
+                self._tasks = EndlessTasks(taskset, self.name)
+            elif isinstance(taskset, OfAnyNumber):
+                self._tasks = _packed(taskset, is_shared)
+            else:
+                self._tasks = list(taskset)
         except EnvError:
             raise
         except (Exception, SystemExit) as error:  # other people's code

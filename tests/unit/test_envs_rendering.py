@@ -225,11 +225,12 @@ def test_unknown_renderers_are_refused(tokenizer: Any) -> None:
         ("{{ raise_exception('not this one') }}", "not this one"),
         ("{{ messages | unknown_filter }}", "unknown_filter"),
         ("{{ messages + 1 }}", "TypeError"),
+        ({"rag": PLAIN, "tool_use": PLAIN}, "no default specified"),
     ],
 )
 @pytest.mark.parametrize("renderer", ["auto", "default"])
 def test_a_template_that_cannot_write_a_prompt_is_named(
-    tokenizer: Any, tmp_path: Path, template: str, said: str, renderer: str
+    tokenizer: Any, tmp_path: Path, template: Any, said: str, renderer: str
 ) -> None:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path / "model")

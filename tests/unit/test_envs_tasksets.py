@@ -186,3 +186,18 @@ def test_no_secret_is_in_what_is_said_of_an_environment(tmp_path: Path, monkeypa
             EnvSource(EnvConfig(id="tells_all", args=key | args), "train", 0)
         assert said in str(refused.value) and "can4ry" not in str(refused.value)
     assert one_line("it knows no can4ry-0f-a-judge") == "it knows no ***"
+
+
+def test_rows_that_both_splits_take_from_are_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'\ufeff{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(40)), encoding="utf-8")
+    config = EnvConfig(id="rows", args={"files": [str(file)]})
+    trained = EnvSource(config, "train", 0, beside=[config])
+    file.unlink()
+    held_out = EnvSource(config, "eval", 0, beside=[config])
+    asked = [[one.task(n).data.prompt for n in range(one.num_tasks or 0)] for one in (trained, held_out)]
+    assert [len(prompts) for prompts in asked] == [36, 4] and asked[1] == ["9?", "19?", "29?", "39?"]
+    assert not set(asked[0]) & set(asked[1])
+    del trained, held_out  # nobody has them any more
+    with pytest.raises(EnvError, match="does not exist"):
+        EnvSource(config, "train", 0, beside=[config])

@@ -411,3 +411,26 @@ def test_tokens_that_the_model_has_no_embedding_of_are_refused(tokenizer: Any, t
     assert result({"prompt": "a", "completion": "b"}, chat, vocab_size=vocab_size).error is None
     assert chat.pad_id(vocab_size + 2) == vocab_size + 1
     assert chat.pad_id(vocab_size) == grown.eos_token_id  # no row can be filled with what the model has not
+
+
+def test_of_several_chat_templates_one_is_the_default_or_stated(tokenizer: Any, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML)
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(SFTDataError, match=r"chat templates \(rag, tool_use\), and none .*sft.data.chat_template"):
+        ChatTokenizer(tokenizer)
+    stated = ChatTokenizer(tokenizer, chat_template=str(own))
+    tokenizer.chat_template = {"default": CHATML, "rag": "{{ raise_exception('another') }}"}
+    ones = [sample({"messages": CONVERSATION}, one) for one in (stated, ChatTokenizer(tokenizer))]
+    assert ones[0].token_ids.tolist() == ones[1].token_ids.tolist()
+
+
+def test_a_reply_of_nothing_is_no_empty_reply(chat: ChatTokenizer, tokenizer: Any) -> None:
+    asked = {"role": "user", "content": "add"}
+    empty: list[dict[str, Any]] = [{"content": None}, {}, {"content": None, "tool_calls": [], "reasoning": None}]
+    for nothing in empty:
+        assert "no content (null)" in refusal({"messages": [asked, {"role": "assistant", **nothing}]}, chat)
+    talk = [{"from": "human", "value": "add"}, {"from": "gpt", "value": None}]
+    assert "no content (null)" in refusal({"messages": talk}, chat)
+    said = sample({"messages": [asked, {"role": "assistant", "content": ""}]}, chat)
+    assert trained_text(said, tokenizer) == ["<|im_end|>"]

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
-from pydantic import ValidationError
 
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.rows.reading import PROMPTS, Row, prompt_column, prompt_in, read_files
+from prime_hpc.envs.rows.reading import PROMPTS, Row, prompt_column, prompt_in, read_files, why_refused
 from prime_hpc.envs.rows.shown import with_images
 
 __all__ = ["Prompts"]
@@ -57,8 +56,8 @@ class Prompts(vf.Taskset[PromptTask, PromptsConfig]):
         for place, folder, row in read_files(self.config.files, "prompts"):
             try:
                 data = _data(row, folder)
-            except (ValueError, ValidationError) as error:
-                raise EnvError(f"{place}: no prompt can be read ({' '.join(str(error).split())[:300]})") from error
+            except ValueError as error:
+                raise EnvError(f"{place}: no prompt can be read ({why_refused(error)})") from error
             yield PromptTask(data, self.config.task)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from pydantic import ValidationError
+
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
@@ -42,8 +44,9 @@ def read_files(patterns: Sequence[str], who: str) -> Iterator[tuple[str, Path | 
         raise EnvError(f"{who}: {found.files[0]} is a folder that `datasets` saved: write it as Parquet (to_parquet)")
     read = _read_parquet if found.kind == "parquet" else _read_jsonl
     for path in found.files:
+        folder = path.parent
         for place, row in read(path):
-            yield place, path.parent, row
+            yield place, folder, row
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
@@ -55,14 +58,14 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             for line in file:
                 reached += 1
                 if line.strip():
-                    yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode("utf-8-sig")))
+                    yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode().removeprefix("\ufeff")))
         except (RecursionError, ValueError, OSError, EOFError, zlib.error) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error
 
 
 def as_messages(prompt: Any) -> Any:
-    """Return a prompt whose messages stand in another form, a JSON text or ShareGPT's, as OpenAI's; others as they
+    """Return a prompt of messages, maybe as JSON, OpenAI's or ShareGPT's, as verifiers reads them; others as they
     are."""
     found = prompt
     if isinstance(prompt, str) and prompt.startswith("[{"):
@@ -70,20 +73,68 @@ def as_messages(prompt: Any) -> Any:
             found = json.loads(prompt)
     if not isinstance(found, list) or not all(isinstance(each, dict) and {"role", "from"} & {*each} for each in found):
         return prompt  # text that happens to begin so
-    return [
-        each if "role" in each else {"role": _ROLES.get(each["from"], each["from"]), "content": each.get("value")}
-        for each in found
-    ]
+    return list(_shaped(found))
 
 
-_ROLES = {"human": "user", "gpt": "assistant"}
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}
+_ROLES |= {"function": "tool", "observation": "tool"}
+_CALL = "function_call"
+
+
+def _shaped(messages: list[Row]) -> Iterator[Row]:
+    """Yield messages with the usual roles, calls as verifiers has them, and tool results that say of which call."""
+    unanswered: list[str] = []
+    for number, each in enumerate(messages):
+        message = each if "role" in each else {"role": each["from"], "content": each.get("value")}
+        role = str(message["role"]).lower()
+        message = {**message, "role": _ROLES.get(role, role)}
+        if message["role"] == "assistant":
+            if isinstance(message.get("content"), list):
+                message["content"] = "".join(_text_of(part) for part in message["content"])
+            calls = message.pop("tool_calls", None) or message.pop(_CALL, None)
+            calls = calls if isinstance(calls, list) else [calls] if calls else []
+            message["tool_calls"] = [_call(call, f"call_{number}_{at}") for at, call in enumerate(calls)] or None
+            message["reasoning_content"] = message.get("reasoning_content") or message.get("reasoning")
+            unanswered = [call["id"] for call in message["tool_calls"] or ()]
+        elif message["role"] == "tool" and not message.get("tool_call_id"):
+            message["tool_call_id"] = unanswered.pop(0) if unanswered else ""
+        yield message
+
+
+def _text_of(part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        raise ValueError(f"a message of the assistant is text alone, got {part!r:.120}")
+    return str(part["text"])
+
+
+def _call(call: Any, ident: str) -> Row:
+    """Return a tool call, OpenAI's or flat, with its arguments as JSON; `ident`: of one that has none."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"expected a tool call with a name and arguments, got {call!r:.120}")
+    arguments = function.get("arguments", function.get("parameters"))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return {"id": call.get("id") or ident, "name": function["name"], "arguments": text}
+
+
+def why_refused(error: ValueError) -> str:
+    """Return in one line why a row is no prompt; of what pydantic finds wrong the first."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        first = next(item for item in error.errors() if item["loc"] != ("prompt", "str"))
+        place = ".".join(str(part) for part in first["loc"] if part != "str" and not str(part).startswith("list["))
+        text = f"{place}: {first['msg']}, got {first['input']!r:.120}"
+    return " ".join(text.split())[:300]
 
 
 def prompt_column(row: Row) -> str | None:
     """Return the column of a row's prompt: the first that is no whole conversation, as SFT has it, with the reply that
     is to be found; where all are, the first."""
-    found = [name for name in PROMPTS if row.get(name)]
-    return next((name for name in found if not is_answered(as_messages(row[name]))), found[0] if found else None)
+    found = (name for name in PROMPTS if row.get(name))
+    first = next(found, None)
+    if first is None or not is_answered(as_messages(row[first])):
+        return first
+    return next((name for name in found if not is_answered(as_messages(row[name]))), first)
 
 
 def prompt_in(row: Row, column: str) -> Any:

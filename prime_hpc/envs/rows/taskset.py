@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import verifiers.v1 as vf
-from pydantic import ValidationError
+from pydantic import PrivateAttr, SerializeAsAny
+from verifiers.v1.dialects.chat import message_to_wire
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub
+from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub, why_refused
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
 
@@ -33,16 +34,32 @@ class RowData(vf.TaskData):
     """Its columns but for the prompt's."""
 
 
-class RowTask(vf.Task[RowData]):
-    """Scores a reply by the functions."""
+class RowTaskConfig(vf.TaskConfig):
+    """Holds the functions: an environment around the rows makes tasks of its own, with their config."""
 
-    functions: tuple[RewardFunction, ...] = ()
+    _functions: tuple[RewardFunction, ...] = PrivateAttr(())
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """By which replies are scored."""
+        return self._functions
+
+    def scored_by(self, functions: tuple[RewardFunction, ...]) -> Self:
+        """Return a copy with these."""
+        own = self.model_copy()
+        own._functions = functions
+        return own
+
+
+class RowTask(vf.Task[RowData, vf.State, RowTaskConfig]):
+    """Scores a reply by the functions of its config."""
 
     @vf.reward
     async def rewards(self, trace: vf.Trace) -> dict[str, float]:
         """Record every function's score with its weight, and what it measures beside it.
         Raises Exception: a function's own; the episode has failed then."""
-        if not self.functions:
+        functions = self.config.functions
+        if not functions:
             raise RuntimeError("the task has lost its reward functions")
         reply = Reply(
             text=trace.last_reply,
@@ -52,14 +69,14 @@ class RowTask(vf.Task[RowData]):
             row=self.data.row,
             reasoning="".join(message.reasoning_content or "" for message in trace.assistant_messages[-1:]),
         )
-        for each in self.functions:
+        for each in functions:
             value, metrics = await each.value(reply)
             if each.weight:
                 trace.record_reward(each.name, value, each.weight)
             else:
                 trace.record_metric(each.name, value)
             for name, figure in metrics.items():
-                trace.record_metric(name if len(self.functions) == 1 else f"{each.name}/{name}", figure)
+                trace.record_metric(name if len(functions) == 1 else f"{each.name}/{name}", figure)
         return {}
 
 
@@ -67,12 +84,13 @@ def _plain(messages: Any) -> Any:
     """Return messages as OpenAI's dictionaries; a text as it is."""
     if isinstance(messages, str) or messages is None:
         return messages
-    return [message.model_dump(exclude_none=True) for message in messages]
+    return [message_to_wire(message) for message in messages]
 
 
 class RowsConfig(vf.TasksetConfig):
     """Arguments of `rows`."""
 
+    task: SerializeAsAny[RowTaskConfig] = RowTaskConfig()
     files: str | list[str] = []
     """JSONL or Parquet files, patterns or directories; relative to where the run is started."""
     dataset: str | None = None
@@ -132,16 +150,15 @@ class Rows(vf.Taskset[RowTask, RowsConfig]):
         if config.question.count("{}") != 1:
             raise EnvError(f"rows: `question` needs one {{}}, which stands for the prompt, not {config.question!r}")
         functions, columns, place = self.functions, set[str](), ""
+        scoring = config.task.scored_by(functions)
         for place, folder, row in _read(config):
             try:
                 data = _data(config, row, folder)
-            except (ValueError, ValidationError) as error:
-                raise EnvError(f"rows: {place}: {' '.join(str(error).split())[:300]}") from error
+            except ValueError as error:
+                raise EnvError(f"rows: {place}: {why_refused(error)}") from error
             _check_answer(functions, data, place)
             columns.update(data.row)
-            task = RowTask(data, config.task)
-            task.functions = functions
-            yield task
+            yield RowTask(data, scoring)
         for each in functions if place else ():
             each.check(columns)
 

@@ -7,7 +7,8 @@ Beside a conversation, `system` begins it.
 Accepted besides the plain form, because data sets are written so:
 
 - Alpaca's `input` and `history` beside a prompt in `instruction`;
-- content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
+- content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside
+  calls or reasoning;
 - `from`/`value` messages with the roles human, gpt, model, function; roles with capitals;
 - a call in `function_call` of a message (OpenAI's older form), or as a message of that role, with JSON as its content;
 - a call's `parameters` in the place of `arguments` (Llama's name);
@@ -165,7 +166,7 @@ def _messages(value: Any, role: str, own_names: Sequence[str]) -> list[Message]:
 def _message(raw: Message, own_names: Sequence[str]) -> Message:
     message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
-        message = {**message, "role": message.pop("from"), "content": message.pop("value", "")}
+        message = {{"from": "role", "value": "content"}.get(key, key): value for key, value in message.items()}
     role = message.get("role")
     if not isinstance(role, str):
         raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {raw!r:.120}")
@@ -176,6 +177,9 @@ def _message(raw: Message, own_names: Sequence[str]) -> Message:
         message.setdefault("tool_calls", _older_calls(call))
     if "reasoning" in message:  # kept beside: a template may know either name
         message.setdefault("reasoning_content", message["reasoning"])
+    said = message.get("tool_calls") or message.get("reasoning_content")
+    if message["role"] == "assistant" and "content" not in message and not said:
+        raise SFTDataError("an assistant's message has no content (null) and no calls: an empty reply would be learned")
     message["content"] = _content(message.get("content", ""))
     if calls := message.pop("tool_calls", None):
         if not isinstance(calls, list):

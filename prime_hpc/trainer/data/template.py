@@ -319,7 +319,14 @@ def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
         return None, "no chat template"
     if chosen == "auto":
         own = getattr(tokenizer, "chat_template", None)
-        return (tokenizer.get_chat_template() if isinstance(own, dict) else own), f"the chat template of {model}"
+        try:
+            return (tokenizer.get_chat_template() if isinstance(own, dict) else own), f"the chat template of {model}"
+        except ValueError as error:
+            names = ", ".join(sorted(own or ()))
+            raise SFTDataError(
+                f"{model} has several chat templates ({names}), and none of them is called default: state the file of "
+                "one as sft.data.chat_template"
+            ) from error
     try:
         return Path(chosen).read_text(encoding="utf-8"), f"the chat template {chosen} (model {model})"
     except (OSError, UnicodeDecodeError) as error:
