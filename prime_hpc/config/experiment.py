@@ -455,6 +455,8 @@ class Experiment(Section):
                 f"{key} compares log-probabilities at temperature 1 (so the teacher's are): orchestrator.sampling."
                 f"temperature must be 1, not {o.sampling.temperature:g}"
             )
+        if o.advantage.scale == "batch" and (o.advantage.distils or imitates):
+            raise ValueError(f"{key} takes a teacher's word as it is: leave orchestrator.advantage.scale out")
         if o.advantage.distils and o.sampling.truncates:
             raise ValueError(
                 f"{key} compares log-probabilities over the whole vocabulary (so the teacher's are): leave "

@@ -335,8 +335,15 @@ class Orchestrator:
         self, step: int, groups: list[Group], state: dict[str, Any], references: list[References] | None
     ) -> tuple[BatchContent, Scored]:
         config = self.exp.orchestrator
-        zero, names, floor = zero_groups(self.exp), self.env_names, self.book.mask_floor(step)
-        scored = score_groups(groups, self.scorers, zero=zero, env_names=names, references=references, floor=floor)
+        scored = score_groups(
+            groups,
+            self.scorers,
+            zero=zero_groups(self.exp),
+            scale=config.advantage.scale,
+            env_names=self.env_names,
+            references=references,
+            floor=self.book.mask_floor(step),
+        )
         state = state | scorers_state(self.scorers)
         samples = train_samples(scored, self.echo)
         if self.echo is not None:
@@ -352,7 +359,7 @@ class Orchestrator:
         )
         if config.bench:
             self.shape = batch_shape(ranks)
-        row = batch_metrics(scored, self.env_names, step)
+        row = batch_metrics(scored, self.env_names, step, config.eval.pass_threshold if config.eval else 1.0)
         meta = {key: row[key] for key in ("reward/mean", "reward/std", "lag/mean", "lag/max", "groups/trained")}
         return BatchContent(step, ranks, state, meta), (scored, row)
 
