@@ -161,6 +161,7 @@ ORCHESTRATOR: dict[str, Family] = {
         of={
             "groups/in_batch": "in_batch",
             "groups/trained": "trained",
+            "groups/with_signal": "with_signal",
             "groups/zero_signal": "zero_signal",
             "groups/unscorable": "unscorable",
             "groups/solved_all": "solved_all",

@@ -393,8 +393,8 @@ class Orchestrator:
         self.parts.status.beat(step, **info, lag_mean=row["lag/mean"], waited=longest_wait(row))
         logger.info(
             f"batch {step}: reward {row['reward/mean']:.3f} +- {row['reward/std']:.3f}, "
-            f"{row['groups/trained']:.0f}/{row['groups/in_batch']:.0f} groups train, lag {row['lag/mean']:.2f} "
-            f"(max {row['lag/max']:.0f}), {row['tokens/sampled_per_second']:.0f} tokens/s, "
+            f"{row['groups/with_signal']:.0f}/{row['groups/in_batch']:.0f} groups with a signal, "
+            f"lag {row['lag/mean']:.2f} (max {row['lag/max']:.0f}), {row['tokens/sampled_per_second']:.0f} tokens/s, "
             f"{row['episodes/per_second']:.1f} episodes/s, {row['time/step']:.2f} s{troubles(row)}"
         )
 

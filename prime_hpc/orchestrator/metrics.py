@@ -122,6 +122,7 @@ def batch_metrics(
         "reward/std": float(rewards.std()),
         "groups/in_batch": len(scored),
         "groups/trained": sum(entry.trains for entry in scored),
+        "groups/with_signal": sum(entry.has_signal for entry in scored),
         "groups/zero_signal": int((spreads == 0).sum()),
         "groups/unscorable": sum(bool(entry.problem) for entry in scored),
         "reward/shaped_mean": float(np.mean([r for entry in scored for r in entry.rewards])),
@@ -273,4 +274,5 @@ def troubles(row: dict[str, Any]) -> str:
     names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
     names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
     parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
+    parts += [] if row["groups/with_signal"] else ["no group has a signal: nothing is learned from it"]
     return "; " + ", ".join(parts) if parts else ""

@@ -1,6 +1,7 @@
 """From groups to rank batches: every token keeps its id, mask, log-probability and version, and gets its advantage."""
 
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
     train_samples,
 )
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.metrics import batch_metrics
+from prime_hpc.orchestrator.metrics import batch_metrics, troubles
 from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_server_error, mask_all, to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
@@ -294,7 +295,10 @@ def test_groups_and_lengths_by_outcome() -> None:
     assert row["completion/tokens_mean_below"] == np.mean(below)
     scored = score(groups, AdvantageConfig(type="dr_grpo"))
     assert batch_metrics(scored, ["a"], step=1, good=0.5)["groups/solved_none"] == 1
-    level = batch_metrics(score(groups[1:2], AdvantageConfig(zero="keep")), ["a"], step=1)
+    assert row["groups/with_signal"] == 2 and "signal" not in troubles(defaultdict(int, row))
+    level = batch_metrics(score(groups[1:2], AdvantageConfig()), ["a"], step=1)
+    assert (level["groups/trained"], level["groups/with_signal"]) == (1, 0), "the one that stands in the batch"
+    assert "no group has a signal" in troubles(defaultdict(int, level))
     assert "completion/tokens_mean_above" not in level, "nothing was better than anything"
 
 

@@ -319,8 +319,8 @@ class AdvantageConfig(Section):
     eps: float = Field(1e-6, gt=0)
     """`grpo`: added to the standard deviation."""
     scale: Literal["none", "batch"] = "none"
-    """`batch`: divide the advantages of a step by their root mean square, all groups together; with `dr_grpo` they are
-    those of REINFORCE++-baseline and ScaleRL."""
+    """`batch`: divide the advantages of a step by their root mean square, all groups together; with `dr_grpo` (`grpo`
+    has divided within each group) they are those of REINFORCE++-baseline and ScaleRL."""
     decay: float = Field(0.95, ge=0, lt=1)
     """`rae`: what the moving average keeps of itself at each trace."""
     reward_weight: float = Field(0.0, ge=0)

@@ -69,6 +69,12 @@ class ScoredGroup:
     references: References = ()
     """The teacher's log-probabilities: see `RewardGroup`."""
 
+    @property
+    def has_signal(self) -> bool:
+        """True if any of its tokens has an advantage."""
+        every = [self.advantages] if self.tokens is None else [row for rows in self.tokens for row in rows]
+        return any(bool(row.any()) for row in every)
+
 
 def sample_id(position: int, episode: int) -> int:
     """int64 id of episode `episode` of the prompt at `position`; all its branches share it."""
