@@ -19,7 +19,7 @@ from prime_hpc.config.sections.common import (
     PrometheusConfig,
     WandbConfig,
 )
-from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
+from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig, WeightsConfig
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.orchestrator import EnvConfig, OrchestratorConfig
@@ -29,7 +29,6 @@ from prime_hpc.config.sections.standalone_eval import EpisodesConfig, Standalone
 from prime_hpc.config.sections.supervisor import AlarmsConfig, KubernetesConfig, SupervisorConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
-from prime_hpc.config.sections.weights import WeightsConfig
 
 COMPONENTS = ("trainer", "orchestrator", "inference", "sft", "eval", "synthesize")
 ALONE = ("eval", "synthesize")
@@ -455,6 +454,8 @@ class Experiment(Section):
                 f"{key} compares log-probabilities at temperature 1 (so the teacher's are): orchestrator.sampling."
                 f"temperature must be 1, not {o.sampling.temperature:g}"
             )
+        if o.advantage.scale == "batch" and (o.advantage.distils or imitates):
+            raise ValueError(f"{key} takes a teacher's word as it is: leave orchestrator.advantage.scale out")
         if o.advantage.distils and o.sampling.truncates:
             raise ValueError(
                 f"{key} compares log-probabilities over the whole vocabulary (so the teacher's are): leave "

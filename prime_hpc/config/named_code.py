@@ -16,7 +16,8 @@ from prime_hpc.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bounds:
-    """The trust region's width on both sides of a ratio of 1 (of `dppo` and `ipo`: of a probability)."""
+    """The trust region's width on both sides of a ratio of 1 (`gmpo`: of its logarithm; `dppo`, `ipo`: of a
+    probability)."""
 
     low: float
     high: float
@@ -51,6 +52,8 @@ OBJECTIVES = {
     "grpo": ObjectiveEntry(f"{_TRAINER}.grpo:grpo", "sequence", dual_clip=True),
     "dr_grpo": ObjectiveEntry(f"{_TRAINER}.dr_grpo:dr_grpo", "batch", dual_clip=True),
     "gspo": ObjectiveEntry(f"{_TRAINER}.gspo:gspo", "sequence", Bounds(3e-4, 4e-4)),
+    "gmpo": ObjectiveEntry(f"{_TRAINER}.gmpo:gmpo", "sequence", Bounds(0.4, 0.4)),
+    "sapo": ObjectiveEntry(f"{_TRAINER}.sapo:sapo", "sequence", clips=False),
     "cispo": ObjectiveEntry(f"{_TRAINER}.cispo:cispo", bounds=Bounds(1.0, 4.0)),
     "dppo": ObjectiveEntry(f"{_TRAINER}.dppo:dppo", kl_bounds=Bounds(0.05, 0.05), masks_mismatch=True),
     "ipo": ObjectiveEntry(f"{_TRAINER}.ipo:ipo", bounds=Bounds(0.1, 0.1), masks_mismatch=True),

@@ -344,14 +344,15 @@ def unknown_arguments(experiment: Experiment) -> Iterator[Problem]:
 
 
 def missing_rows(experiment: Experiment) -> Iterator[Problem]:
-    """Yield what is not there of the files that `rows` and `prompts` are given, rows and reward functions."""
+    """Yield what is not there of the files that `rows` and `prompts` are given, rows and reward functions, and files
+    that begin as no file of rows does (one JSON array)."""
     own = f"synthesize.env.{len(experiment.episodes.env)}"  # the environment of `synthesize.prompts`
     for key, env in stated_environments(experiment):
         for name, path in named_files(env.id, env.args):
             where = "synthesize.prompts" if key == own else f"{key}.args.{name}"
             try:
                 if name == "files":
-                    find_data(SFTSourceConfig(path=[path]))
+                    first_columns(find_data(source := SFTSourceConfig(path=[path])), source)
                 elif not Path(path).is_file():
                     yield Problem(f"{path} is no file", where)
             except ValueError as error:

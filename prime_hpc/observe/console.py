@@ -293,8 +293,9 @@ class Console:
         who = max(waits, key=lambda key: waits[key])
         share, tail = min(1.0, waits[who]), rollouts.get("queue/empty_tail", 0.0)
         generated = rollouts.get("tokens/sampled_per_second", 0.0)
+        is_idle = rollouts.get("groups/with_signal", 1) == 0
         return [
-            f"reward {reward:.3f} {sparkline(rewards)}",
+            f"reward {reward:.3f} {sparkline(rewards)}" + (" (no group has a signal)" if is_idle else ""),
             f"loss {row['loss']:+.4f}",
             f"kl {row['kl']:.1e} ratio {row['ratio']:.3f}",
             f"lag {rollouts.get('lag/mean', 0.0):.1f}/{rollouts.get('lag/max', 0)}",

@@ -78,6 +78,16 @@ TRAINER: dict[str, Family] = {
         of={"logprob_diff": "mean", "logprob_diff_max": "max"},
     ),
     "trainer_clipped_ratio": gauge("Share of tokens whose ratio is outside of the objective's bounds.", of="clipped"),
+    "trainer_clipped_side_ratio": gauge(
+        "The same by side; high: the ratio is above 1, low: below.",
+        "side",
+        of={"clipped_high": "high", "clipped_low": "low"},
+    ),
+    "trainer_left_out_ratio": gauge(
+        "Share of tokens that the importance correction bounds or leaves out, and off-policy masking.",
+        "by",
+        of={"corrected": "correction", "off_policy_masked": "off_policy_mask"},
+    ),
     "trainer_mismatch": gauge("1: trainer and engine disagree more than they should.", of="mismatch_alarm"),
     "trainer_lag_versions": gauge(
         "How many versions older than the policy the batch's tokens are.",
@@ -151,8 +161,11 @@ ORCHESTRATOR: dict[str, Family] = {
         of={
             "groups/in_batch": "in_batch",
             "groups/trained": "trained",
+            "groups/with_signal": "with_signal",
             "groups/zero_signal": "zero_signal",
             "groups/unscorable": "unscorable",
+            "groups/solved_all": "solved_all",
+            "groups/solved_none": "solved_none",
         },
     ),
     "orchestrator_group_reward_spread": gauge(
@@ -160,9 +173,17 @@ ORCHESTRATOR: dict[str, Family] = {
     ),
     "orchestrator_masked_rollouts": gauge("Rollouts of the last batch that bear no loss.", of="rollouts/masked"),
     "orchestrator_completion_tokens": gauge(
-        "Tokens sampled for a rollout of the last batch.",
+        "Tokens sampled for a rollout of the last batch; above, below: those whose reward is so in their group.",
         "stat",
-        of={"completion/tokens_mean": "mean", "completion/tokens_max": "max"},
+        of={
+            "completion/tokens_mean": "mean",
+            "completion/tokens_max": "max",
+            "completion/tokens_mean_above": "mean_above",
+            "completion/tokens_mean_below": "mean_below",
+        },
+    ),
+    "orchestrator_truncated_ratio": gauge(
+        "Share of the last batch's rollouts that were cut at a limit.", of="completion/truncated"
     ),
     "orchestrator_lag_versions": gauge(
         "How many versions older than the policy the batch's tokens are.",

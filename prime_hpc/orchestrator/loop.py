@@ -335,8 +335,15 @@ class Orchestrator:
         self, step: int, groups: list[Group], state: dict[str, Any], references: list[References] | None
     ) -> tuple[BatchContent, Scored]:
         config = self.exp.orchestrator
-        zero, names, floor = zero_groups(self.exp), self.env_names, self.book.mask_floor(step)
-        scored = score_groups(groups, self.scorers, zero=zero, env_names=names, references=references, floor=floor)
+        scored = score_groups(
+            groups,
+            self.scorers,
+            zero=zero_groups(self.exp),
+            scale=config.advantage.scale,
+            env_names=self.env_names,
+            references=references,
+            floor=self.book.mask_floor(step),
+        )
         state = state | scorers_state(self.scorers)
         samples = train_samples(scored, self.echo)
         if self.echo is not None:
@@ -352,7 +359,7 @@ class Orchestrator:
         )
         if config.bench:
             self.shape = batch_shape(ranks)
-        row = batch_metrics(scored, self.env_names, step)
+        row = batch_metrics(scored, self.env_names, step, config.eval.pass_threshold if config.eval else 1.0)
         meta = {key: row[key] for key in ("reward/mean", "reward/std", "lag/mean", "lag/max", "groups/trained")}
         return BatchContent(step, ranks, state, meta), (scored, row)
 
@@ -386,8 +393,8 @@ class Orchestrator:
         self.parts.status.beat(step, **info, lag_mean=row["lag/mean"], waited=longest_wait(row))
         logger.info(
             f"batch {step}: reward {row['reward/mean']:.3f} +- {row['reward/std']:.3f}, "
-            f"{row['groups/trained']:.0f}/{row['groups/in_batch']:.0f} groups train, lag {row['lag/mean']:.2f} "
-            f"(max {row['lag/max']:.0f}), {row['tokens/sampled_per_second']:.0f} tokens/s, "
+            f"{row['groups/with_signal']:.0f}/{row['groups/in_batch']:.0f} groups with a signal, "
+            f"lag {row['lag/mean']:.2f} (max {row['lag/max']:.0f}), {row['tokens/sampled_per_second']:.0f} tokens/s, "
             f"{row['episodes/per_second']:.1f} episodes/s, {row['time/step']:.2f} s{troubles(row)}"
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 from prime_hpc.config.sections.common import WandbConfig
 from prime_hpc.envs.samples import EpisodeState
 from prime_hpc.observe.line_file import LineFile
-from prime_hpc.orchestrator.algorithms.base import all_equal
+from prime_hpc.orchestrator.algorithms.base import all_equal, centered
 from prime_hpc.orchestrator.batching.batch_builder import ScoredGroup
 from prime_hpc.orchestrator.evaluation import texts
 from prime_hpc.orchestrator.rollouts.episodes import Episode
@@ -105,8 +105,11 @@ class StepStats:
         return row
 
 
-def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step: int) -> dict[str, float]:
-    """Rewards, groups, lengths and lag of one batch (all its groups, also those without signal)."""
+def batch_metrics(
+    scored: Sequence[ScoredGroup], env_names: Sequence[str], step: int, good: float = 1.0
+) -> dict[str, float]:
+    """Rewards, groups, lengths and lag of one batch (all its groups, also those without signal). A rollout whose reward
+    is `good` or more has solved its task."""
     episodes = [e for entry in scored for e in entry.episodes]
     rewards = np.array([e.result.reward for e in episodes])
     sampled = np.array([e.num_sampled_tokens for e in episodes if e.result.samples])
@@ -119,6 +122,7 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "reward/std": float(rewards.std()),
         "groups/in_batch": len(scored),
         "groups/trained": sum(entry.trains for entry in scored),
+        "groups/with_signal": sum(entry.has_signal for entry in scored),
         "groups/zero_signal": int((spreads == 0).sum()),
         "groups/unscorable": sum(bool(entry.problem) for entry in scored),
         "reward/shaped_mean": float(np.mean([r for entry in scored for r in entry.rewards])),
@@ -129,6 +133,8 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "lag/mean": step - 1 - versions / max(1, int(sampled.sum()) - num_stale) if lags else 0.0,
         "lag/max": max(lags, default=0),
         "tokens/stale": num_stale / max(1, int(sampled.sum())),
+        "completion/truncated": float(np.mean([e.result.truncated for e in episodes])),
+        **_outcomes(scored, good),
     }
     if any(entry.references for entry in scored):
         row["teacher/reverse_kl"] = _reverse_kl(scored)
@@ -137,6 +143,20 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         if values:
             row |= {f"reward/{name}/mean": float(np.mean(values)), f"reward/{name}/std": float(np.std(values))}
     return row | _env_metrics(scored, env_names)
+
+
+def _outcomes(scored: Sequence[ScoredGroup], good: float) -> dict[str, float]:
+    """Count groups all or none of whose rollouts solved the task (what `none` leaves is pass@k of a group's k),
+    and average the lengths of rollouts above and below their group's mean reward: is length rewarded?"""
+    solved = [[e.result.reward >= good for e in entry.episodes] for entry in scored]
+    lengths: dict[str, list[int]] = {"above": [], "below": []}
+    for entry in scored:
+        rewards = np.array([e.result.reward for e in entry.episodes])
+        for episode, distance in zip(entry.episodes, centered(rewards), strict=True):
+            if distance and episode.result.samples:
+                lengths["above" if distance > 0 else "below"].append(episode.num_sampled_tokens)
+    row = {"groups/solved_all": sum(map(all, solved)), "groups/solved_none": sum(not any(group) for group in solved)}
+    return row | {f"completion/tokens_mean_{side}": float(np.mean(n)) for side, n in lengths.items() if n}
 
 
 def _num_masked(entry: ScoredGroup) -> int:
@@ -254,4 +274,5 @@ def troubles(row: dict[str, Any]) -> str:
     names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
     names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
     parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
+    parts += [] if row["groups/with_signal"] else ["no group has a signal: nothing is learned from it"]
     return "; " + ", ".join(parts) if parts else ""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from loguru import logger
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.io import files as store_files

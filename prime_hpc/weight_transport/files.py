@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.shared_writer import RangeFile, open_ranges

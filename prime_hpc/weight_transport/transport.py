@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prime_hpc.config.named_code import TRANSPORTS
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import FileEntry

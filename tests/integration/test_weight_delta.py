@@ -19,7 +19,7 @@ from prime_hpc.cli.verbs.run import export
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
 from prime_hpc.config import ConfigError
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.transformers.engine import Engine

@@ -61,6 +61,22 @@ def cases() -> list[Case]:
             clip_high=0.2,
             token_advantages=True,
         ),
+        _case("gmpo", s("gmpo", low=0.4, high=0.4, normalize="sequence"), type="gmpo"),
+        _case(
+            "gmpo uneven", s("gmpo", low=0.1, high=0.3, normalize="sequence"), type="gmpo", clip_low=0.1, clip_high=0.3
+        ),
+        _case("sapo", s("sapo", normalize="sequence"), type="sapo", token_advantages=True),
+        _case(
+            "sapo sharp", s("sapo", tau_pos=1.5, tau_neg=2.0), type="sapo", normalize="token", tau_pos=1.5, tau_neg=2
+        ),
+        _case("ppo_clip + off-policy mask", s("ppo_clip", off_policy=0.1), type="ppo_clip", off_policy_mask=0.1),
+        _case(
+            "reinforce + off-policy mask + truncate",
+            s("reinforce", off_policy=0.1, correction=("truncate", "token", 0.7, 1.4)),
+            type="reinforce",
+            off_policy_mask=0.1,
+            token_advantages=True,
+        ),
         _case("cispo", s("cispo", low=1.0, high=4.0), type="cispo", token_advantages=True),
         _case("cispo both", s("cispo", low=0.3, high=0.5), type="cispo", clip_low=0.3, clip_high=0.5),
         _case("dppo tv", s("dppo"), type="dppo", token_advantages=True),

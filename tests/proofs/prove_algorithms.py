@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from prime_hpc.config.sections.orchestrator import (
+from prime_hpc.config.sections.advantage import (
     AdvantageConfig,
     LengthPenaltyConfig,
     RepetitionPenaltyConfig,

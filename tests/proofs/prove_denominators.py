@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.envs.samples import Sample

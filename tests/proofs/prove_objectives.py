@@ -1,7 +1,7 @@
 """Objective x property: values and gradients against the reference, and what must not change the result.
 
 Every check returns a relative error: of the loss against the sum of its terms' sizes, of a gradient against its
-largest entry.
+largest entry, or against what a gate leaves of it where all of them are saturated.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,13 +19,17 @@ FLOAT32_BOUND = 5e-5
 """Float32 arithmetic over up to a hundred terms, through an exponential of up to e^4: 5e-6 in the worst of 7,000 draws,
 1.1e-5 of many more. A wrong term shows in the first digits."""
 
+SATURATED = 1e-4
+"""A gradient of less than this share of the loss's terms (`sapo` far off-policy) is held against this: differences of
+those terms, and float32, tell no more of it."""
+
 Result = tuple[float, np.ndarray]
 
 
 def relative(found: Result, wanted: Result, scale: float) -> float:
     """The greater relative error of loss and gradient."""
     (value, grad), (right, right_grad) = found, wanted
-    peak = float(np.abs(right_grad).max(initial=0.0))
+    peak = max(float(np.abs(right_grad).max(initial=0.0)), SATURATED * scale)
     error = float(np.abs(grad - right_grad).max(initial=0.0))
     return max(abs(value - right) / max(scale, 1e-300), error / peak if peak else error)
 
@@ -55,7 +59,7 @@ def gradient_error(case: Case, seed: int, lengths: list[int] | None = None) -> f
     batch, theta = random_batch(case, seed, lengths)
     _, grad = _whole(case, batch, theta)
     wanted = gradient(case.setting, batch, theta)
-    peak = float(np.abs(wanted).max(initial=0.0))
+    peak = max(float(np.abs(wanted).max(initial=0.0)), SATURATED * size(case.setting, batch, theta))
     error = float(np.abs(grad - wanted).max(initial=0.0))
     return error / peak if peak > 1e-12 else error
 

@@ -50,6 +50,10 @@ class Setting:
     constant: int = 1
     kl: tuple[str, str, float] | None = None
     """(reference | behaviour, k1 | k2 | k3, coefficient)"""
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    off_policy: float | None = None
+    """DeepSeek-V3.2's delta."""
     correction: tuple[str, str, float, float] | None = None
     """(truncate | mask, token | sequence | geometric, low, high)"""
 
@@ -97,6 +101,13 @@ def token_gains(s: Setting, seq: Sequence, theta: Vector, frozen: Vector) -> dic
         elif s.objective == "ipo":
             moved = exp(log_pi) - exp(log_old)
             gains[t] = 0.0 if moved > s.high or moved < -s.low else ratio * advantage
+        elif s.objective == "sapo":
+            tau = s.tau_pos if advantage > 0 else s.tau_neg
+            gains[t] = 4 / tau / (1 + exp(-tau * (ratio - 1))) * advantage
+        elif s.objective == "gmpo":
+            logs = [theta[seq.index[u]] - _old(s, seq, frozen, u) for u in targets]
+            kept = [min(x, s.high) if advantage > 0 else max(x, -s.low) for x in logs]
+            gains[t] = exp(sum(kept) / len(kept)) * advantage
         elif s.objective == "gspo":
             log_s = sum(theta[seq.index[u]] - _old(s, seq, frozen, u) for u in targets) / len(targets)
             gains[t] = surrogate(exp(log_s), advantage, s)
@@ -127,6 +138,12 @@ def correction_weight(s: Setting, seq: Sequence, frozen: Vector, t: int) -> floa
     return min(c, high) if kind == "truncate" else c if low <= c <= high else 0.0
 
 
+def drift(seq: Sequence, frozen: Vector) -> float:
+    """Mean of log(mu / pi) over the sequence's targets."""
+    logs = [seq.mu[u] - frozen[seq.index[u]] for u in seq.targets()]
+    return sum(logs) / len(logs)
+
+
 def kl_of_token(s: Setting, seq: Sequence, theta: Vector, t: int) -> float:
     """Schulman's estimators of KL(pi || other)."""
     assert s.kl is not None
@@ -148,6 +165,8 @@ def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vecto
         gains = token_gains(s, seq, theta, frozen)
         for t in seq.targets():
             value = -correction_weight(s, seq, frozen, t) * gains[t]
+            if s.off_policy is not None and seq.advantages[t] < 0 and drift(seq, frozen) > s.off_policy:
+                value = 0.0
             if s.kl is not None:
                 value += s.kl[2] * kl_of_token(s, seq, theta, t)
             yield (
@@ -202,6 +221,10 @@ def kink_distance(s: Setting, batch: list[Sequence], theta: Vector) -> float:
             logs = [sum(logs) / len(logs)]
         edges = [x for x in (1 - s.low, 1 + s.high, s.dual, s.delta) if x is not None and x > 0]
         nearest = min([nearest, *(abs(x - log(edge)) for x in logs for edge in edges)])
+        if s.objective == "gmpo":
+            nearest = min([nearest, *(abs(x - edge) for x in logs for edge in (-s.low, s.high))])
+        if s.off_policy is not None:
+            nearest = min(nearest, abs(drift(seq, theta) - s.off_policy))
         if s.objective in ("dppo", "ipo"):
             for t in targets:
                 pi, mu = exp(theta[seq.index[t]]), exp(seq.mu[t])

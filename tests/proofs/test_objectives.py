@@ -38,14 +38,17 @@ def test_proofs_see_both_sides_of_every_clip(case: Case) -> None:
         count += sum(len(s.targets()) for s in batch)
         sums = {k: sums.get(k, 0.0) + v for k, v in found.items()}
     clips = (
-        case.config.type not in ("reinforce", "nll")
+        case.config.type not in ("reinforce", "nll", "sapo")
         and case.config.correction is None
         and case.setting.objective != "sft"
     )
     if clips:
         assert 0.01 < sums["clipped"] / count < 0.99
+        assert sums["clipped"] == sums["clipped_high"] + sums["clipped_low"]
     if case.config.correction is not None:
         assert 0.05 < sums["corrected"] / count < 0.95
+    if case.config.off_policy_mask is not None:
+        assert 0.02 < sums["off_policy_masked"] / count < 0.5
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.inference.vllm.transfer_engine import DTYPES
 from prime_hpc.inference.vllm.weight_updates import PolicyService
 from prime_hpc.runtime.role_context import BUS

@@ -9,7 +9,7 @@ import pytest
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.algorithms import RewardGroup, Scorer, get_algorithm
 from prime_hpc.orchestrator.algorithms.penalties import sampled_runs

@@ -1,6 +1,7 @@
 """From groups to rank batches: every token keeps its id, mask, log-probability and version, and gets its advantage."""
 
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -10,12 +11,8 @@ import pytest
 from loguru import logger
 from pydantic import ValidationError
 
-from prime_hpc.config.sections.orchestrator import (
-    MOST_ROLLOUTS,
-    AdvantageConfig,
-    OrchestratorConfig,
-    SoftOverlongConfig,
-)
+from prime_hpc.config.sections.advantage import AdvantageConfig, SoftOverlongConfig
+from prime_hpc.config.sections.orchestrator import MOST_ROLLOUTS, OrchestratorConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import EpisodeResult, Sample
@@ -31,7 +28,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
     train_samples,
 )
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.metrics import batch_metrics
+from prime_hpc.orchestrator.metrics import batch_metrics, troubles
 from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_server_error, mask_all, to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
@@ -44,7 +41,8 @@ SAMPLING, WARM = SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.9, to
 
 
 def score(groups: list[Group], config: AdvantageConfig) -> list[ScoredGroup]:
-    return score_groups(groups, Scorer(config, max_tokens=64), zero=config.zero, env_names=["a", "b"])
+    scorer, names = Scorer(config, max_tokens=64), ["a", "b"]
+    return score_groups(groups, scorer, zero=config.zero, scale=config.scale, env_names=names)
 
 
 def test_a_group_is_no_larger_than_ids_have_room_for() -> None:
@@ -233,6 +231,71 @@ def test_rollouts_that_were_cut_short_are_masked_dropped_or_kept() -> None:
     assert advantages["mask"] == pytest.approx([2 / 3, -1 / 3])  # still part of the mean
     assert advantages["drop"] == pytest.approx([0.5, -0.5])
     assert advantages["penalize"] == pytest.approx([1.0, 0.0, -1.0])
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "rloo", "opo", "reinforce"])
+def test_advantages_are_scaled_over_the_whole_step(kind: str) -> None:
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.5, 0.0, 3.0, 0.25]]
+    groups = [make_group(p, [make_result([2], reward=r) for r in given]) for p, given in enumerate(rewards)]
+    groups.append(make_group(3, [make_result([2], reward=9.0), None, None, None]))  # too few for all but reinforce
+    plain = score(groups, AdvantageConfig(type=kind))
+    scaled = score(groups, AdvantageConfig(type=kind, scale="batch"))
+    found = np.concatenate([entry.advantages for entry in plain if entry.kept.any()])  # groups without signal too
+    size = np.sqrt(np.mean(found**2))
+    for before, after in zip(plain, scaled, strict=True):
+        assert after.advantages == pytest.approx(before.advantages / size) and after.trains == before.trains
+    advantages = np.concatenate([s.advantages[s.sample.loss_mask] for s in train_samples(scaled)])
+    assert set(advantages.tolist()) <= {np.float32(a) for entry in scaled for a in entry.advantages}
+    level = [make_group(0, [make_result([2], reward=1.0)] * 4)]
+    assert not any(entry.advantages.any() for entry in score(level, AdvantageConfig(type="dr_grpo", scale="batch")))
+
+
+def test_reinforce_plus_plus_baseline_is_the_standard_deviation_of_the_step() -> None:
+    rng = np.random.default_rng(0)
+    rewards = rng.random((6, 4))
+    groups = [make_group(p, [make_result([2], reward=r) for r in given]) for p, given in enumerate(rewards.tolist())]
+    scored = score(groups, AdvantageConfig(type="dr_grpo", scale="batch"))
+    distances = rewards - rewards.mean(1, keepdims=True)
+    assert np.stack([entry.advantages for entry in scored]) == pytest.approx(distances / distances.std())
+
+
+def test_advantages_of_tokens_are_scaled_with_their_rollouts() -> None:
+    def seats(reward: float) -> EpisodeResult:
+        parts = enumerate((("x", reward), ("o", 1 - reward)))
+        samples = [replace(make_sample([2], reward=r), agent=a, trace=t) for t, (a, r) in parts]
+        return make_result(samples=samples, reward=0.5)
+
+    groups = [make_group(0, [seats(r) for r in (1.0, 0.0, 0.0)])]
+    groups.append(make_group(1, [make_result([2], reward=r) for r in (4.0, 0.0, 2.0)]))
+    plain, scaled = (score(groups, AdvantageConfig(type="dr_grpo", scale=scale)) for scale in ("none", "batch"))
+    assert plain[0].tokens is not None and scaled[0].tokens is not None
+    size = plain[1].advantages[0] / scaled[1].advantages[0]
+    for before, after in zip(plain[0].tokens, scaled[0].tokens, strict=True):
+        assert [(row / size).tolist() for row in before] == [pytest.approx(row.tolist()) for row in after]
+    assert any(row.any() for rows in plain[0].tokens for row in rows)
+
+
+def test_groups_and_lengths_by_outcome() -> None:
+    lengths = [[2, 9, 4], [3, 3, 3], [5, 5, 8], [2, 2, 2]]
+    rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    groups = [
+        make_group(p, [replace(make_result([n]), reward=r, truncated=n > 8) for n, r in zip(*both, strict=True)])
+        for p, both in enumerate(zip(lengths, rewards, strict=True))
+    ]
+    sampled = [[e.num_sampled_tokens for e in group.usable] for group in groups]
+    row = batch_metrics(score(groups, AdvantageConfig(type="dr_grpo")), ["a"], step=1)
+    assert (row["groups/solved_all"], row["groups/solved_none"], row["groups/zero_signal"]) == (1, 2, 2)
+    assert row["completion/truncated"] == pytest.approx(1 / 12)
+    above, below = [sampled[0][0], sampled[2][2]], [*sampled[0][1:], *sampled[2][:2]]
+    assert row["completion/tokens_mean_above"] == np.mean(above)
+    assert row["completion/tokens_mean_below"] == np.mean(below)
+    scored = score(groups, AdvantageConfig(type="dr_grpo"))
+    assert batch_metrics(scored, ["a"], step=1, good=0.5)["groups/solved_none"] == 1
+    assert row["groups/with_signal"] == 2 and "signal" not in troubles(defaultdict(int, row))
+    level = batch_metrics(score(groups[1:2], AdvantageConfig()), ["a"], step=1)
+    assert (level["groups/trained"], level["groups/with_signal"]) == (1, 0), "the one that stands in the batch"
+    assert "no group has a signal" in troubles(defaultdict(int, level))
+    assert "completion/tokens_mean_above" not in level, "nothing was better than anything"
 
 
 def test_a_group_that_cannot_be_scored_does_not_train_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,26 @@ def test_answers_to_other_names_are_true() -> None:
     assert not ours & set(names), "no key, no alias of ours"
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "said"),
+    [
+        ("trainer.loss.type", "dapo", "it is ppo_clip with trainer.loss.clip_high = 0.28"),
+        ("trainer.loss.type", "geo_mean", "it is gmpo"),
+        ("trainer.loss.type", "IcePop", "it is trainer.loss.correction, beside any objective: type = mask"),
+        ("orchestrator.advantage.type", "gspo", "it is an objective, trainer.loss.type"),
+        (
+            "orchestrator.advantage.type",
+            "reinforce-plus-plus",
+            "it is dr_grpo with orchestrator.advantage.scale = batch",
+        ),
+        ("orchestrator.advantage.type", "gae", "there is no critic"),
+    ],
+)
+def test_algorithms_by_the_names_that_others_give_them(key: str, name: str, said: str) -> None:
+    (problem,) = problems([f"--{key}", name], "rl")
+    assert said in problem and "did you mean" not in problem and "known are" in problem
+
+
 def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text("[optim]\nlearning_rat = 3\n")

@@ -42,6 +42,18 @@ def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.Captu
     assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
 
 
+def test_console_says_where_nothing_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward function that never finds anything looked like a run: reward 0.000, loss 0.0000."""
+    setup_logger("supervisor")
+    console = Console(tmp_path, 40, kind="rl")
+    rows = [{"step": s, "reward/mean": 0.0, "groups/with_signal": n} for s, n in ((1, 0), (2, 1))]
+    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", rows)
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1), trainer_row(2)])
+    console.tick({})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "(no group has a signal)" in first and "signal" not in second
+
+
 def test_console_shows_figures_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are text in the file; a line for people ends no run."""
 

@@ -220,6 +220,9 @@ def test_files_that_cannot_be_read_are_named_with_the_line(folder: Path) -> None
     (folder / "deep.jsonl").write_text(json.dumps(SUM) + "\n" + "[" * 20000)
     with pytest.raises(EnvError, match=r"deep.jsonl, line 2: no row can be read"):
         data_of(files=["deep.jsonl"])
+    (folder / "array.json").write_text(json.dumps([SUM, SUM], indent=2))
+    with pytest.raises(EnvError, match=r"array.json is one JSON array; rows are one object a line: jq -c"):
+        data_of(files=["array.json"])
     (folder / "cut.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(EnvError, match=r"cut.parquet, row 1: no row can be read"):
         data_of(files=["cut.parquet"])

@@ -64,7 +64,7 @@ except ValueError as error:
 import contextlib
 from pathlib import Path
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage, stage_dir
 from prime_hpc.weight_transport.transport import Place, VersionReader, WholeFile, load_transport, transport_of
 

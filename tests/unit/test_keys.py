@@ -21,7 +21,7 @@ from prime_hpc.client import keys
 from prime_hpc.client.inference import InferenceClient, InferenceError
 from prime_hpc.client.keys import KEY_VARIABLES, find_key, key_file, server_key
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.inference.guard import KeyGuard, PendingConnections
 from prime_hpc.orchestrator.setup import _teacher_client, make_clients, make_pool
 from prime_hpc.store.io.private import NotPrivateError, check_way, make_private_dir

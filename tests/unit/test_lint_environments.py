@@ -58,6 +58,16 @@ def test_benchmarks_that_nobody_fetches_are_told(tmp_path: Path, monkeypatch: py
         assert f"is not in {tmp_path}/own.jsonl, and no role fetches it" in message
 
 
+def test_a_file_of_rows_that_is_one_json_array_is_told(tmp_path: Path) -> None:
+    """Alpaca's form, which `datasets` reads: the run ended once its engines were up."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"instruction": "a b", "output": "b a"}], indent=2))
+    tree = {"orchestrator": {"env": [{"id": "rows", "args": {"files": [str(path)]}}]}}
+    found = lint(Experiment.model_validate({"name": "x", "model": MODEL, **tree}), SiteConfig(name="x"))
+    (message,) = [f.message for f in found if f.code == "PH207"]
+    assert message == f"{path} is one JSON array; rows are one object a line: jq -c '.[]' rows.json > rows.jsonl"
+
+
 def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
     trained = {"id": "reverse_text", "args": {"max_char": 9, "seed": 3, "num_tasks": 8}}
     tree = {"env": [trained], "eval": {"env": [{"id": "aime24", "args": {"instruction": "x"}}]}}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage

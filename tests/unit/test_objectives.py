@@ -24,7 +24,7 @@ from prime_hpc.trainer.objectives import (
 from prime_hpc.trainer.ops.logprobs import token_logprobs
 from tests.support.tiny_model import random_rank_batch
 
-KINDS = ["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo"]
+KINDS = ["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "dppo", "ipo"]
 OPTIONS = {
     "none": {},
     "truncate": {"correction": {"type": "truncate", "high": 2.0}},
@@ -84,6 +84,52 @@ def test_gspo_spreads_one_ratio_over_its_sequence() -> None:
     torch.testing.assert_close(policy.grad, torch.tensor([-0.25 * ratio, -0.25 * ratio, 0.0]))
     assert stats.sums["clipped"].item() == 1
     assert loss.item() == pytest.approx(-0.5 * ratio - 0.5 * 1.5)
+
+
+def test_gmpo_clips_a_token_where_gspo_clips_its_sequence() -> None:
+    log_pi, mu = [-1.0, -1.0, -1.0], [-1.0, -1.0, -4.0]  # two tokens as they were, one outlier: e^3
+    assert gradient(log_pi, mu, [1.0] * 3, type="gspo").tolist() == [0.0] * 3
+    ratio = math.exp(0.4 / 3)  # the outlier counts as e^0.4
+    assert gradient(log_pi, mu, [1.0] * 3, type="gmpo").tolist() == pytest.approx([-ratio, -ratio, 0.0])
+    lost = gradient(log_pi, mu, [-1.0] * 3, type="gmpo")  # a bad token that came up: it is to go down, unclipped
+    assert lost.tolist() == pytest.approx([math.e] * 3)
+
+
+def test_sapo_lets_go_smoothly_and_sooner_of_negative_advantages() -> None:
+    ratios = [1.0, 1.5, 3.0, 0.2]
+    mu = [-1.0 - math.log(r) for r in ratios]
+
+    def weights(sign: float) -> list[float]:
+        return (-sign * gradient([-1.0] * 4, mu, [sign] * 4, type="sapo")).tolist()
+
+    for sign, tau in ((1.0, 1.0), (-1.0, 1.05)):
+        gates = [1 / (1 + math.exp(-tau * (r - 1))) for r in ratios]
+        wanted = [4 * gate * (1 - gate) * r for gate, r in zip(gates, ratios, strict=True)]
+        assert weights(sign) == pytest.approx(wanted, rel=1e-5)
+    assert all(bad < good for good, bad in zip(weights(1.0)[1:], weights(-1.0)[1:], strict=True))
+
+
+def test_off_policy_masking_leaves_out_bad_sequences_that_the_policy_left() -> None:
+    mu, lengths = [-1.0, -1.0, -1.0, -1.0, -3.0, -3.0], [2, 2, 2]
+    policy = torch.tensor(
+        [-1.2, -2.4] * 2 + [-1.0, -1.0], requires_grad=True
+    )  # 0.8 nats a token below mu; the last above
+    config = LossConfig.model_validate({"type": "reinforce", "off_policy_mask": 0.5})
+    micro = micro_of(mu, [-1.0, -1.0, 1.0, 1.0, -1.0, -1.0], lengths)
+    loss, stats = rl_loss(config, micro, policy, torch.ones(6))
+    loss.backward()
+    assert policy.grad is not None and policy.grad.tolist() == [0.0, 0.0, -1.0, -1.0, 1.0, 1.0]
+    assert stats.sums["off_policy_masked"].item() == 2
+
+
+def test_the_two_sides_of_a_clip_are_told_apart() -> None:
+    up, down = -1.0 - math.log(1.5), -1.0 + math.log(2)
+    micro = micro_of([up, up, down, down], [1.0, -1.0, 1.0, -1.0])
+    _, stats = rl_loss(LossConfig(type="ppo_clip"), micro, torch.full((4,), -1.0), torch.ones(4))
+    assert [stats.sums[k].item() for k in ("clipped", "clipped_high", "clipped_low")] == [2, 1, 1]
+    rising = micro_of([-1.0, -5.0], [1.0, 1.0])  # the first token fell, its sequence rose
+    _, stats = rl_loss(LossConfig(type="gspo"), rising, torch.tensor([-1.5, -1.0]), torch.ones(2))
+    assert [stats.sums[k].item() for k in ("clipped", "clipped_high", "clipped_low")] == [2, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +192,7 @@ def test_coefficient_zero_measures_without_touching_the_loss() -> None:
 
 def test_normalisation_follows_the_paper_unless_it_is_stated() -> None:
     found = {kind: normalization(LossConfig(type=kind)) for kind in KINDS}
-    assert {k for k, v in found.items() if v == "sequence"} == {"grpo", "gspo"}
+    assert {k for k, v in found.items() if v == "sequence"} == {"grpo", "gspo", "gmpo", "sapo"}
     assert found["dr_grpo"] == "batch" and found["aipo"] == found["dppo"] == "token"
     assert normalization(LossConfig(type="gspo", normalize="token")) == "token"
 
@@ -182,6 +228,7 @@ def test_own_objective_by_import_path(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ({"type": "gsop"}, "did you mean gspo"),
         ({"type": "dppo", "correction": {}}, "leave correction out"),
         ({"type": "gspo", "dual_clip": 3}, "dual_clip is of ppo_clip"),
+        ({"type": "nll", "off_policy_mask": 0.5}, "leave off_policy_mask out"),
         ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
         ({"clip_low": 1.5}, "cannot exceed 1"),
         ({"correction": {"type": "mask", "low": 2, "high": 1}}, "below high"),

@@ -3,6 +3,7 @@ test_report_page.py."""
 
 import json
 import math
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
+from prime_hpc.observe.metric_names import is_known
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.orchestrator.metrics import MOST_SPANS, SampleLog, StepStats, joined
 from prime_hpc.report import phases as phases_module
@@ -360,3 +362,11 @@ def test_a_run_that_cannot_be_read_is_named_and_left_out(
     assert "mine" in streams.out and "theirs left out: " in streams.err
     code, _, said = report(capsys, theirs, "--output", tmp_path / "x.html")
     assert code == 2 and "none of" in said and not (tmp_path / "x.html").exists()
+
+
+def test_the_curves_of_the_page_are_metrics_that_are_written() -> None:
+    """The KL to a reference model had a curve of a name that no trainer writes."""
+    script = (Path(phases_module.__file__).parent / "assets" / "charts.js").read_text()
+    named = re.findall(r'\["(trainer|orchestrator)", "([^"]+)",', script)
+    assert len(named) > 40
+    assert [f"{role}.{name}" for role, name in named if not is_known(f"{role}.{name}")] == []

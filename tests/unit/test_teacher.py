@@ -16,7 +16,7 @@ from prime_hpc.client.inference import InferenceClient, InferenceError, parse_sc
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.secret import revealed
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.checks import _teacher
 from prime_hpc.orchestrator.algorithms import Scorer

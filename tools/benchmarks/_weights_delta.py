@@ -76,7 +76,7 @@ def train(rank: int, model: Path, rendezvous: Path, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from prime_hpc.config.sections.weights import WeightsConfig
+    from prime_hpc.config.sections.inference import WeightsConfig
     from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
     from prime_hpc.store.run_paths import RunPaths
     from prime_hpc.trainer.weights.publish import Publisher

@@ -1,4 +1,4 @@
-"""The engine groups' sections: vLLM servers of the policy and of a teacher, their parallelism and their limits."""
+"""The engine groups' sections, vLLM servers of the policy and of a teacher, and how weight versions get into them."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.names import BackendName
+from prime_hpc.config.sections.names import BackendName, TransportName
 
 DEFAULT_PORT = 8000
 """Of the first server on one machine."""
@@ -138,3 +138,20 @@ class TeacherInferenceConfig(InferenceConfig):
     """Bearer token that clients must send, or `@FILE`; default: the policy's."""
     max_model_len: int | None = Field(None, ge=1)
     """Longest sequence; default: `seq_len` + 1, since a score samples one token that is not used."""
+
+
+class WeightsConfig(Section):
+    """Weight versions on their way from the trainer to the engines; adapters (`model.lora`) always go as files."""
+
+    transport: TransportName = "files"
+    """`files`: each version is a directory that Hugging Face loads, in the run directory. `delta`: most hold only what
+    changed since the one before, to the bit: of bfloat16 at learning rates of 1e-6 some percent of the bytes. Whole
+    versions come between, and by themselves where too much changes. For file systems that are slower than the nodes'
+    memory; each server's node keeps a version's bytes in its temporary directory. `gloo`, `nccl`: from the trainer's
+    memory into vLLM's workers over the network, through host memory or from GPU to GPU; files come between. The whole
+    model trains, engines are vLLM's. All but `files` cost each rank its share of the published weights in host memory
+    (twice where versions are published beside the next step, as they are from GPUs); where a node has too little for
+    that, versions go as whole files."""
+    whole_interval: int = Field(32, ge=1)
+    """With `delta`, `gloo` and `nccl`: of so many versions one is whole, from which a server begins that has none or
+    missed some."""

@@ -13,6 +13,45 @@ from prime_hpc.config.named_code import ALGORITHMS, BACKENDS, OBJECTIVES, TRANSP
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+_CORRECTION = "it is trainer.loss.correction, beside any objective"
+_NO_CRITIC = "there is no critic; grpo, rloo and others compare a prompt's rollouts"
+_ELSEWHERE: dict[str, dict[str, str]] = {
+    "an objective": {
+        **dict.fromkeys(("ppo", "vanilla", "regular"), "it is ppo_clip"),
+        "dual_clip": "it is ppo_clip, with trainer.loss.dual_clip",
+        "dapo": "it is ppo_clip with trainer.loss.clip_high = 0.28; DAPO's other parts are gates of "
+        "orchestrator.curriculum (advantage_range) and orchestrator.advantage.soft_overlong",
+        "bnpo": "it is ppo_clip, normalised over the whole batch",
+        "geo_mean": "it is gmpo",
+        **dict.fromkeys(("dppo_tv", "dppo_kl"), "it is dppo, with trainer.loss.divergence"),
+        **dict.fromkeys(("tis", "rollout_is", "importance_sampling"), f"{_CORRECTION}: type = truncate"),
+        **dict.fromkeys(("mis", "icepop"), f"{_CORRECTION}: type = mask, with its low and high"),
+        "opsm": "it is trainer.loss.off_policy_mask, beside any objective",
+        **dict.fromkeys(
+            ("gpg", "reinforce++", "reinforce_plus_plus"),
+            "it is reinforce or ppo_clip; its advantages are orchestrator.advantage",
+        ),
+        "cross_entropy": "it is nll",
+    },
+    "an algorithm": {
+        "dapo": "it is grpo; DAPO's other parts are trainer.loss (ppo_clip, clip_high = 0.28), gates of "
+        "orchestrator.curriculum (advantage_range) and orchestrator.advantage.soft_overlong",
+        **dict.fromkeys(
+            ("gspo", "cispo", "sapo", "gmpo", "ppo"),
+            "it is an objective, trainer.loss.type; its paper's advantages are grpo",
+        ),
+        **dict.fromkeys(("gae", "vapo"), _NO_CRITIC),
+        **dict.fromkeys(
+            ("reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce_baseline"),
+            "it is dr_grpo with orchestrator.advantage.scale = batch",
+        ),
+        "group_norm": "it is grpo",
+        "maxrl": "it is max_rl",
+    },
+}
+"""Names that other suites give to what is called otherwise here -> the answer."""
+
+
 def is_import_path(name: str) -> bool:
     """Return whether a name is written as `module:attribute`."""
     return _IMPORT_PATH.fullmatch(name) is not None
@@ -34,8 +73,8 @@ def known_name(name: str, known: Collection[str], what: str) -> str:
 
 
 def _unknown(name: str, known: Collection[str], what: str) -> str:
-    near = nearest_path(name, known)
-    hint = f"did you mean {near}? " if near else ""
+    near, told = nearest_path(name, known), _ELSEWHERE.get(what, {}).get(name.lower().replace("-", "_"))
+    hint = f"{told}; " if told else f"did you mean {near}? " if near else ""
     return f"{name!r} is not {what}: {hint}known are {', '.join(known)}"
 
 

@@ -112,12 +112,18 @@ class LossConfig(Section):
     delta: float = Field(8.0, gt=0)
     """`aipo`: upper clip of the importance ratio pi/mu."""
     clip_low: float | None = Field(None, ge=0)
-    """How far below 1 the ratio may fall; default 0.2, `gspo` 3e-4, `cispo` 1 (no lower clip). `dppo` and `ipo`: how
-    far the token's probability may fall; default 0.2 and 0.1 (`dppo` with `divergence = kl`: 0.05)."""
+    """How far below 1 the ratio may fall; default 0.2, `gspo` 3e-4, `cispo` 1 (no lower clip). `gmpo`: how far its
+    logarithm may fall; default 0.4. `dppo` and `ipo`: how far the token's probability may fall; default 0.2 and 0.1
+    (`dppo` with `divergence = kl`: 0.05)."""
     clip_high: float | None = Field(None, ge=0)
-    """The same above 1; default 0.2, `gspo` 4e-4, `cispo` 4; `dppo` and `ipo` as `clip_low`."""
+    """The same above 1; default 0.2, `gspo` 4e-4, `cispo` 4; `gmpo`, `dppo` and `ipo` as `clip_low`."""
     dual_clip: float | None = Field(None, gt=1)
     """`ppo_clip`, `grpo`, `dr_grpo`: bound of the ratio where the advantage is negative (dual-clip PPO); off."""
+    tau_pos: float = Field(1.0, gt=0)
+    """`sapo`: temperature of the gate where the advantage is positive; the greater, the sooner an off-policy token
+    counts less."""
+    tau_neg: float = Field(1.05, gt=0)
+    """`sapo`: the same where it is negative."""
     divergence: Literal["tv", "kl"] = "tv"
     """`dppo`: the trust region's measure, binary total variation or binary KL."""
     normalize: Literal["auto", "token", "sequence", "batch"] = "auto"
@@ -134,6 +140,9 @@ class LossConfig(Section):
     """KL penalty; off when absent."""
     correction: CorrectionConfig | None = None
     """Importance correction; off when absent: the objectives' own ratio is to the engine's log-probabilities."""
+    off_policy_mask: float | None = Field(None, gt=0)
+    """Leave out sequences whose advantage is negative and from which the policy has moved away: by more than this in
+    the mean of log mu - log pi over their tokens, in nats (DeepSeek-V3.2; 0.5 is TRL's example); off when absent."""
     mismatch: MismatchConfig = MismatchConfig()
     """Alarm on the mismatch to the engine."""
 
@@ -162,6 +171,8 @@ class LossConfig(Section):
             raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
         if self.correction is not None and objective.imitates:
             raise ValueError(f"trainer.loss.type = {self.type} has no importance ratio: leave correction out")
+        if self.off_policy_mask is not None and objective.imitates:
+            raise ValueError(f"trainer.loss.type = {self.type} looks at no advantage: leave off_policy_mask out")
         return self
 
 

@@ -118,14 +118,18 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level ratio_type",
         "the objective: <trainer.loss.type>",
     ),
+    ("sapo_temperature_pos", "it is <trainer.loss.tau_pos>"),
+    ("sapo_temperature_neg", "it is <trainer.loss.tau_neg>"),
+    ("off_policy_mask_threshold use_opsm opsm_delta", "it is <trainer.loss.off_policy_mask>"),
     ("loss_agg_mode loss_scale_factor", "the divisor of a token's loss: <trainer.loss.normalize>"),
     (
         "adv_estimator advantage_estimator advantage.estimator",
         "it is <orchestrator.advantage.type>; the objective is <trainer.loss.type>",
     ),
     (
-        "scale_rewards norm_adv_by_std_in_grpo no_std_norm",
-        "`grpo` divides by the standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>",
+        "scale_rewards norm_adv_by_std_in_grpo no_std_norm normalize_advantages advantage_batch_normalize",
+        "`grpo` divides by the group's standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>; by that "
+        "of the whole step: <orchestrator.advantage.scale>",
     ),
     ("entropy_coef entropy_coeff use_adaptive_entropy entropy_target top_entropy_quantile", _ENTROPY),
     ("gamma lam lambd critic value_clip cliprange_value critic_learning_rate critic_pretrain value_model", _CRITIC),

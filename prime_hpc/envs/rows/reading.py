@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.images import encode_image
-from prime_hpc.store.dataset.files import find_data, prompt_of
+from prime_hpc.store.dataset.files import find_data, no_json_lines, prompt_of
 
 Row = dict[str, Any]
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
@@ -55,10 +55,15 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
         raise EnvError(f"{path}: unpack it (zstd -d {path.name}), or compress it by gzip")
     with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
         try:
+            if wrong := no_json_lines(path, file.read(4096)):
+                raise EnvError(wrong)
+            file.seek(0)
             for line in file:
                 reached += 1
                 if line.strip():
                     yield f"{path}, line {reached}", _row(_DECODER.decode(line.decode().removeprefix("\ufeff")))
+        except EnvError:
+            raise
         except (RecursionError, ValueError, OSError, EOFError, zlib.error) as error:
             text = " ".join(str(error).split())[:300]
             raise EnvError(f"{path}, line {reached}: no row can be read ({text})") from error

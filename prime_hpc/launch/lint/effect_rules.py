@@ -25,6 +25,8 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
     is_own = ":" in loss.type
     divisor = loss.objective.normalize if loss.normalize == "auto" else loss.normalize
     yield "trainer.loss.delta", loss.type == "aipo" or is_own, "trainer.loss.type = aipo"
+    for key in ("tau_pos", "tau_neg"):
+        yield f"trainer.loss.{key}", loss.type == "sapo" or is_own, "trainer.loss.type = sapo"
     for key in ("clip_low", "clip_high"):
         yield f"trainer.loss.{key}", loss.objective.clips, "an objective with a trust region, as ppo_clip and grpo"
     yield "trainer.loss.divergence", loss.type == "dppo" or is_own, "trainer.loss.type = dppo"
@@ -55,7 +57,13 @@ def _of_advantage(experiment: Experiment) -> Iterator[Row]:
 
 def _of_sft(experiment: Experiment) -> Iterator[Row]:
     data, key = experiment.sft.data, "sft.data"
-    for name in ("trainer.data.fake", "trainer.loss.type", "trainer.loss.kl", "trainer.loss.correction"):
+    for name in (
+        "trainer.data.fake",
+        "trainer.loss.type",
+        "trainer.loss.kl",
+        "trainer.loss.correction",
+        "trainer.loss.off_policy_mask",
+    ):
         yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
     yield f"{key}.path", data.type != "fake", "sft.data.type other than fake"
     yield f"{key}.name", data.type != "fake", "sft.data.type other than fake"

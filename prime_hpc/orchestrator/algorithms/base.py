@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.named_code import ALGORITHMS, import_object
 from prime_hpc.config.secret import revealed
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.config.sections.names import is_import_path
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 
 FloatArray = NDArray[np.float64]

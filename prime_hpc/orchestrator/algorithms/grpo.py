@@ -13,7 +13,7 @@ the group is one role's traces (`base.score_by_role`).
 
 import numpy as np
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered
 
 

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import (
     FloatArray,
     RewardGroup,

@@ -11,7 +11,7 @@ lengths.
 
 import numpy as np
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, all_equal
 
 

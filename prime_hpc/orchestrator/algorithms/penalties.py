@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.sections.orchestrator import LengthPenaltyConfig, RepetitionPenaltyConfig, SoftOverlongConfig
+from prime_hpc.config.sections.advantage import LengthPenaltyConfig, RepetitionPenaltyConfig, SoftOverlongConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 

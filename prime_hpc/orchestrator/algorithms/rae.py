@@ -19,7 +19,7 @@ share its advantage; the episode's own, which the log shows, is the mean over it
 
 from typing import Any
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import (
     FloatArray,
     RewardGroup,

@@ -4,7 +4,7 @@ Edge cases: groups of one rollout are fine. Rewards that are never negative push
 than others: with large groups prefer a baseline.
 """
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup
 
 

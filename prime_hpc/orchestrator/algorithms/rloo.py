@@ -7,7 +7,7 @@ Unbiased, where GRPO's own-reward-in-the-mean shrinks the gradient by (G-1)/G.
 Edge cases: equal rewards give exact zeros; a group of one has no others and is unusable.
 """
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered
 
 

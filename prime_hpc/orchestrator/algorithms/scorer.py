@@ -12,7 +12,7 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, get_algorithm
 from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
 from prime_hpc.orchestrator.errors import OrchestratorError

@@ -12,7 +12,7 @@ Edge cases: all rollouts train, good or bad, except those that `overlong` takes 
 
 import numpy as np
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup
 from prime_hpc.orchestrator.algorithms.grpo import grpo
 

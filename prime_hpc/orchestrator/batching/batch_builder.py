@@ -69,6 +69,12 @@ class ScoredGroup:
     references: References = ()
     """The teacher's log-probabilities: see `RewardGroup`."""
 
+    @property
+    def has_signal(self) -> bool:
+        """True if any of its tokens has an advantage."""
+        every = [self.advantages] if self.tokens is None else [row for rows in self.tokens for row in rows]
+        return any(bool(row.any()) for row in every)
+
 
 def sample_id(position: int, episode: int) -> int:
     """int64 id of episode `episode` of the prompt at `position`; all its branches share it."""
@@ -81,12 +87,13 @@ def score_groups(
     scorer: Scorer | Sequence[Scorer],
     *,
     zero: str,
+    scale: str = "none",
     env_names: Sequence[str] = (),
     references: Sequence[References] | None = None,
     floor: int = 0,
 ) -> list[ScoredGroup]:
     """Advantages of every group, in order, and which groups train; `references` are the groups', in order. No token
-    trains that a version before `floor` sampled.
+    trains that a version before `floor` sampled. `zero` and `scale`: see `AdvantageConfig`.
 
     With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty, so that step n
     still makes version n: where nothing at all would train, the smallest group (in tokens) without a signal stays with
@@ -101,6 +108,7 @@ def score_groups(
     problems = [s.problem for s in scored if s.problem]
     if len(problems) == len(scored):
         raise OrchestratorError(f"none of the batch's {len(scored)} groups could be scored; e.g. {problems[0]}")
+    scored = _scaled(scored) if scale == "batch" else scored
     scored = [replace(entry, episodes=[mask_older(episode, floor) for episode in entry.episodes]) for entry in scored]
     with_tokens = [i for i, entry in enumerate(scored) if any(map(_has_targets, _kept(entry)))]
     if any(scored[i].trains for i in with_tokens):
@@ -108,6 +116,22 @@ def score_groups(
     smallest = min(with_tokens or range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
     scored[smallest] = (_without_signal if with_tokens else _without_targets)(scored[smallest])
     return scored
+
+
+def _scaled(scored: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Divide all advantages by their root mean square over the rollouts that may train, also those of groups without
+    signal: their standard deviation, where an algorithm takes the group's mean off (REINFORCE++-baseline, arXiv
+    2501.03262; ScaleRL, arXiv 2510.13786, section 3.2). Advantages that are all zero stay so."""
+    every = np.concatenate([entry.advantages[entry.kept] for entry in scored])
+    scale = float(np.sqrt(np.mean(every**2))) if every.any() else 1.0
+    return [
+        replace(
+            entry,
+            advantages=entry.advantages / scale,
+            tokens=entry.tokens and [[row / np.float32(scale) for row in rows] for rows in entry.tokens],
+        )
+        for entry in scored
+    ]
 
 
 def _kept(entry: ScoredGroup) -> list[Episode]:

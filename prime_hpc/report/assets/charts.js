@@ -92,15 +92,15 @@ P.heldOut = function (run, color) {
 
 P.groups = [
   ["Loss", [["trainer", "loss", "training loss"], ["trainer", "echo_loss", "echo loss"]]],
-  ["KL and mismatch to the engine (nats a token)", [["trainer", "kl", "KL to the engine"], ["trainer", "ref_kl", "KL to the reference"], ["trainer", "logprob_diff", "mean log-probability difference"], ["orchestrator", "teacher/reverse_kl", "reverse KL to the teacher"]]],
+  ["KL and mismatch to the engine (nats a token)", [["trainer", "kl", "KL to the engine"], ["trainer", "kl_penalty", "KL of the penalty (its reference model)"], ["trainer", "logprob_diff", "mean log-probability difference"], ["orchestrator", "teacher/reverse_kl", "reverse KL to the teacher"]]],
   ["Entropy (nats a token)", [["trainer", "entropy", "entropy"]]],
-  ["Lengths (tokens of a completion)", [["orchestrator", "completion/tokens_mean", "mean"], ["orchestrator", "completion/tokens_max", "longest"]]],
-  ["Importance ratio", [["trainer", "ratio", "mean ratio"], ["trainer", "clipped", "share clipped"]]],
+  ["Lengths (tokens of a completion)", [["orchestrator", "completion/tokens_mean", "mean"], ["orchestrator", "completion/tokens_max", "longest"], ["orchestrator", "completion/tokens_mean_above", "above their group's mean reward"], ["orchestrator", "completion/tokens_mean_below", "below it"]]],
+  ["Importance ratio", [["trainer", "ratio", "mean ratio"], ["trainer", "clipped", "share clipped"], ["trainer", "clipped_high", "ratio above the bounds"], ["trainer", "clipped_low", "below"], ["trainer", "corrected", "corrected"], ["trainer", "off_policy_masked", "off-policy, left out"]]],
   ["Staleness (versions)", [["orchestrator", "lag/mean", "mean lag"], ["orchestrator", "lag/max", "largest lag"]]],
   ["Gradient norm", [["trainer", "grad_norm", "gradient norm"]]],
   ["Learning rate", [["trainer", "lr", "learning rate"]]],
   ["Spread of rewards", [["orchestrator", "reward/std", "of rollouts"], ["orchestrator", "groups/reward_spread", "within groups"]]],
-  ["Groups of a batch", [["orchestrator", "groups/in_batch", "in the batch"], ["orchestrator", "groups/trained", "trained"], ["orchestrator", "groups/zero_signal", "without a signal"], ["orchestrator", "groups/stale", "stale"]]],
+  ["Groups of a batch", [["orchestrator", "groups/in_batch", "in the batch"], ["orchestrator", "groups/trained", "trained"], ["orchestrator", "groups/with_signal", "with a signal"], ["orchestrator", "groups/solved_all", "solved by all rollouts"], ["orchestrator", "groups/solved_none", "by none"], ["orchestrator", "groups/stale", "stale"]]],
   ["Episodes of a step", [["orchestrator", "episodes/completed", "completed"], ["orchestrator", "episodes/truncated", "truncated"], ["orchestrator", "episodes/failed", "failed"], ["orchestrator", "episodes/timeout", "timed out"]]]
 ];
 P.speed = [

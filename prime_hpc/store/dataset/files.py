@@ -228,7 +228,7 @@ def no_json_lines(path: Path, head: bytes) -> str | None:
     wide = _WIDE.get(head[:2]) or ("UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE" if head[:1] == b"\0" else None)
     if wide is None:
         is_array = head.lstrip()[:1] == b"["
-        array = f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > utf8.jsonl"
+        array = f"{path} is one JSON array; rows are one object a line: jq -c '.[]' {path.name} > rows.jsonl"
         return array if is_array else None
     from_it = "UTF-16" if head[:2] in _WIDE else wide  # iconv then leaves the mark of the byte order out
     return f"{path} is {wide}, not UTF-8: iconv -f {from_it} -t UTF-8 {path.name} > utf8.jsonl"

@@ -77,6 +77,9 @@ class Terms:
     """[N], each target's loss before its weight in the batch, differentiable in `Targets.logprobs`."""
     clipped: torch.Tensor
     """bool[N], targets whose gradient a clip or mask cut off or bounded."""
+    log_ratio: torch.Tensor | None = None
+    """[N], a constant: the logarithm of the ratio that was held against the bounds, where that is not the token's own:
+    the log tells its two sides apart."""
 
 
 Objective = Callable[[Targets, LossConfig, Bounds], Terms]

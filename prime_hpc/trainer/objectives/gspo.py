@@ -13,6 +13,8 @@ results left out of mean and length. Sequences never span micro-batches. mean lo
 without targets has no loss.
 """
 
+from dataclasses import replace
+
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms
 from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
@@ -21,5 +23,6 @@ from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
 def gspo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     mean = targets.sequence_mean(targets.logprobs - targets.anchor)[targets.sequence]
-    log_ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + (targets.logprobs - targets.logprobs.detach())
-    return clipped_surrogate(targets, log_ratio, config, bounds)
+    mean = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    terms = clipped_surrogate(targets, mean + (targets.logprobs - targets.logprobs.detach()), config, bounds)
+    return replace(terms, log_ratio=mean)

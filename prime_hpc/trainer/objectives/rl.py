@@ -1,6 +1,6 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
-loss = sum_t w_t ( c_t l_t + coef KL_t )
+loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out.
 """
 
 import torch
@@ -9,7 +9,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.trainer import KLConfig, LossConfig
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, LossStats, Targets, get_objective
-from prime_hpc.trainer.objectives.correction import correction_factor
+from prime_hpc.trainer.objectives.correction import correction_factor, off_policy
 from prime_hpc.trainer.objectives.kl import kl_estimate
 
 
@@ -36,8 +36,9 @@ def rl_loss(
         weights: float32 `[N]`.
 
     Returns:
-        the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective), `corrected` (by
-        the correction), `kl_penalty` (the estimate, without coef).
+        the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective; `clipped_high`,
+        `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction), `off_policy_masked`,
+        `kl_penalty` (the estimate, without coef).
 
     Raises:
         ConfigError: a KL to the reference is asked for, but the micro-batch has no reference log-probabilities.
@@ -52,12 +53,19 @@ def rl_loss(
     )
     terms = objective(targets, config, config.bounds)
     stats = mismatch_stats(logprobs, behaviour)
+    compared = logprobs.detach() - targets.anchor if terms.log_ratio is None else terms.log_ratio
     stats.sums["clipped"] = terms.clipped.sum().float()
+    stats.sums["clipped_high"] = (terms.clipped & (compared > 0)).sum().float()
+    stats.sums["clipped_low"] = (terms.clipped & (compared < 0)).sum().float()
     per_target = terms.loss
     if config.correction is not None:
         factor, outside = correction_factor(config.correction, targets, behaviour)
         per_target = factor * per_target
         stats.sums["corrected"] = outside.sum().float()
+    if config.off_policy_mask is not None:
+        masked = off_policy(config.off_policy_mask, targets, behaviour)
+        per_target = torch.where(masked, torch.zeros_like(per_target), per_target)
+        stats.sums["off_policy_masked"] = masked.sum().float()
     if config.kl is not None:
         penalty = kl_estimate(logprobs, _kl_target(config.kl, micro), config.kl.estimator)
         stats.sums["kl_penalty"] = penalty.detach().sum()

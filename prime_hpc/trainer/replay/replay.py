@@ -15,8 +15,8 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.config.sections.parallel import ParallelConfig
-from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus

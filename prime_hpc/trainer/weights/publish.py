@@ -19,7 +19,7 @@ from typing import Any, Protocol, Unpack
 import torch
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.model.files import INDEX

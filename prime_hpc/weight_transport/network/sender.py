@@ -29,7 +29,7 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
 from prime_hpc.runtime.page_locked import page_locked
 from prime_hpc.runtime.role_context import BUS

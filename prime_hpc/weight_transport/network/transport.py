@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.store.errors import StoreError
 from prime_hpc.weight_transport.network.sender import NetworkSender
 from prime_hpc.weight_transport.transport import Receiver, Sender, WholeFile
