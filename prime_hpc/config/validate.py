@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
-from prime_hpc.config.experiment import ALONE, NO_ROOM, Experiment
+from prime_hpc.config.experiment import NO_ROOM, Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
 from prime_hpc.config.sections.base import Section
@@ -158,11 +158,6 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
             if length is not None and length >= most:
                 key = f"{experiment.kind}.env.{i}.sampling.max_tokens"
                 yield key, f"{length} cannot fit inference.max_model_len ({most}) {NO_ROOM}"
-    for kind in ALONE if experiment.kind == "rl" and experiment.orchestrator.env else ():
-        episodes = experiment.eval if kind == "eval" else experiment.synthesize
-        if episodes.environments:
-            key = f"{kind}.{'environment_ids' if episodes.environment_ids else 'env'}"
-            yield key, f"only kind = {kind} plays them; beside training it is orchestrator.eval.env, a list of items"
     for key, url in _addresses(experiment):
         if not _is_address(url):
             yield key, f"{masked(repr(url))} is no address of a server: write http://host:port/v1"

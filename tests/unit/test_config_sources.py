@@ -273,8 +273,6 @@ def test_a_whole_experiment_and_a_file_of_sft_mean_each_their_own_eval(tmp_path:
     assert "sft.eval" in problems(["@", write(tmp_path / "bad.yaml", "eval: {intervall: 7}\n")], "sft")[0]
     orch = write(tmp_path / "orch.toml", '[[env]]\nid = "reverse-text"\n[eval]\nenvironment_ids = ["math500"]\n')
     assert "`id`: orchestrator.eval.env" in problems(["--orchestrator", "@", orch], "rl")[0], "and not one of kind eval"
-    rl = write(tmp_path / "rl.yaml", "orchestrator: {env: [{id: a}]}\neval: {environment_ids: [math500]}\n")
-    assert f"{rl}:2: eval.environment_ids: only kind = eval plays them" in problems(["@", rl], "rl")[0]
 
 
 def test_no_key_of_a_component_hides_a_shared_one() -> None:

@@ -120,6 +120,14 @@ def test_a_run_that_trains_nothing_is_held_to_what_its_engines_and_its_job_can_d
     assert said(alarms={"rules": rules}) == {("PH240", "warning", "alarms.rules.0.metric")}
 
 
+def test_environments_of_another_kind_are_told_of(model: Path) -> None:
+    """As PRIME-RL's [eval] of an orchestrator: nobody would evaluate, without a word."""
+    told = {
+        (f.code, f.severity, f.key) for f in findings(model, {"kind": "rl", "eval": {"environment_ids": ["math500"]}})
+    }
+    assert ("PH241", "warning", "eval.environment_ids") in told
+
+
 @pytest.mark.parametrize("kind", EVERY.split())
 def test_a_model_that_nobody_may_fetch(model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))

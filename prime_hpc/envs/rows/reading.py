@@ -126,7 +126,7 @@ def why_refused(error: ValueError) -> str:
     """Return in one line why a row is no prompt; of what pydantic finds wrong the first."""
     text = str(error)
     if isinstance(error, ValidationError):
-        first = next(item for item in error.errors() if item["loc"] != ("prompt", "str"))
+        first = min(error.errors(), key=lambda item: item["loc"] == ("prompt", "str"))
         place = ".".join(str(part) for part in first["loc"] if part != "str" and not str(part).startswith("list["))
         text = f"{place}: {first['msg']}, got {first['input']!r:.120}"
     return " ".join(text.split())[:300]

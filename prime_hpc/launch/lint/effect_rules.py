@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.experiment import ALONE
 from prime_hpc.evals.versions import adapter_rank, find_versions
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
@@ -106,6 +107,9 @@ def _of_environments(experiment: Experiment) -> Iterator[Row]:
         most = max((env.rollouts_per_example or 0 for env in held_out.env), default=0)
         several = max(most, held_out.rollouts_per_example) > 1
         yield "orchestrator.eval.pass_threshold", several, "orchestrator.eval.rollouts_per_example of 2 and more"
+    for kind in set(ALONE) - {experiment.kind}:
+        user = f"kind = {kind}; evaluations beside training are orchestrator.eval.env"
+        yield from ((f"{kind}.{name}", False, user) for name in ("environment_ids", "env"))
 
 
 @rule(*EVERY)
