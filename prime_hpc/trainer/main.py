@@ -124,6 +124,7 @@ def start_process_group(experiment: Experiment) -> torch.device:
         make_deterministic()
     device, backend = select_device(experiment)
     if device.type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch's optimizers would make a context on the first GPU
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(experiment.trainer.threads_per_rank or max(1, cores // local_size))

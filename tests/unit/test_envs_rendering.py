@@ -325,13 +325,13 @@ ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 BAD = "<tool_call>\n{no JSON}\n</tool_call>"
 UNREADABLE = [  # by Python, though it is JSON, or as a call
     ONE.replace("1}}", "1" * 5000 + "}}"),
-    ONE.replace("1}}", "[" * 2000 + "]" * 2000 + "}}"),
+    ONE.replace("1}}", "[" * 11_000 + "]" * 11_000 + "}}"),  # Python 3.13 reads 10,000
     ONE.replace('"add"', "5"),
 ]
 
 
 async def ask(server: ScriptedServer, renderer: PromptRenderer, prompt: str) -> Any:
-    client = PolicyClient(server.url, "key", renderer, 10_000, patience_s=0)
+    client = PolicyClient(server.url, "key", renderer, 40_000, patience_s=0)
     messages: list[Any] = [UserMessage(content=prompt)]
     tools = [Tool(name="add", description="Add.", parameters={})]
     try:
@@ -350,7 +350,7 @@ def test_a_text_that_cannot_fit_is_not_encoded_to_its_end(tokenizer: Any) -> Non
 
     tokenizer.encode = counted
     renderer = PromptRenderer(tokenizer, make_renderer(tokenizer, "qwen3", False))
-    full = "more tokens than the model's context, 10000"
+    full = "more tokens than the model's context, 40000"
     with ScriptedServer(tokenizer, lambda prompt, number: "hi") as server, pytest.raises(ContextFullError, match=full):
         asyncio.run(ask(server, renderer, "two words " * 200_000))
     assert seen[0] < 200_000

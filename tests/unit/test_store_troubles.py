@@ -121,8 +121,15 @@ def test_a_stage_that_cannot_be_listed_is_an_error_of_the_file_system(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "STALE_S", 0.0)
+    scandir = os.scandir
+
+    def fails(path: Any) -> Any:
+        if ".stage-" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return scandir(path)
+
     claim_incarnation(paths)
-    refuse(monkeypatch, os, "scandir", errno.EIO)
+    monkeypatch.setattr(os, "scandir", fails)
     with pytest.raises(StoreError, match=r"weights/.stage-.*: the file system reports an I/O error"):
         make_weights(paths, 1, incarnation=1)
 
