@@ -23,9 +23,9 @@ from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.store.model.fingerprint import adapter_conflicts
 from prime_hpc.store.run_dirs import find_run, outputs_folder
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.resume import mismatches
 
 POLL_S = 0.5
 _EXPERIMENTS = (".yaml", ".yml", ".toml")
@@ -116,8 +116,23 @@ def add_child(parent: Parent, loaded: Loaded) -> Path:
 
 def follow_parent(parent: Experiment, parent_dir: Path) -> None:
     """Give the runs below a parent that is about to start what they share with it as it is stated now: the ranks, the
-    engines. One whose config is none is left to the trainer, which says so.
+    engines. A link or a copy, which is no run of this parent, and one whose config is none are left to the trainer,
+    which says so.
     Raises ConfigError: one that has not ended cannot go on with it, and nothing was changed."""
+    try:
+        changed, problems = _followers(parent, parent_dir)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or parent_dir} cannot be read: {error.strerror}", "output_dir") from error
+    if problems:
+        ways = "state it as before, or leave the run out: prime-hpc runs remove"
+        raise ConfigError([replace(problem, message=f"{problem.message}; {ways}") for problem in problems])
+    lock = share(sys.argv) if changed else None
+    for path, child in changed.items():
+        write_snapshot(child, path, sys.argv, lock)
+
+
+def _followers(parent: Experiment, parent_dir: Path) -> tuple[dict[Path, Experiment], list[Problem]]:
+    """Return the runs whose config is another one now, and what keeps those from going on that are not over."""
     changed: dict[Path, Experiment] = {}
     problems: list[Problem] = []
     for name in list_children(parent_dir):
@@ -126,6 +141,8 @@ def follow_parent(parent: Experiment, parent_dir: Path) -> None:
             before = read_experiment(path / RUN_YAML)
         except ConfigError:
             continue
+        if path.is_symlink() or before.name != name:
+            continue
         child = with_shared(parent, before)
         wrong = _misfits(parent, child, path)
         if not wrong and child != before:
@@ -133,12 +150,7 @@ def follow_parent(parent: Experiment, parent_dir: Path) -> None:
         state = read_state(path)
         if not (path / STOP).exists() and not (state is not None and state.has_ended):
             problems += [replace(problem, message=f"{name}: {problem.message}") for problem in wrong]
-    if problems:
-        ways = "state it as before, or leave the run out: prime-hpc runs remove"
-        raise ConfigError([replace(problem, message=f"{problem.message}; {ways}") for problem in problems])
-    lock = share(sys.argv) if changed else None
-    for path, child in changed.items():
-        write_snapshot(child, path, sys.argv, lock)
+    return changed, problems
 
 
 def _misfits(parent: Experiment, child: Experiment, path: Path) -> list[Problem]:
@@ -150,10 +162,8 @@ def _misfits(parent: Experiment, child: Experiment, path: Path) -> list[Problem]
         return error.problems
     except (StoreError, OSError):  # the trainer tries again, and says what it finds
         return []
-    if newest is None or child.model.lora is None:
-        return []
-    words = adapter_conflicts(newest.manifest.meta.get("adapter"), child.model.lora.model_dump(mode="json"))
-    return [Problem(f"checkpoint {newest.step} is of another adapter: {'; '.join(words)}")] if words else []
+    words = mismatches(child, newest) if newest is not None else []
+    return [Problem(f"it cannot go on from {newest.path}: {'; '.join(words)}")] if newest is not None and words else []
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def run(loaded: Loaded) -> int:
     # models and benchmarks that are not there: nobody brings them meanwhile, as he may while a job waits
     absent = absent_models(loaded.experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
     absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
-    findings = [replace(f, severity="error") if f.key in absent else f for f in findings]
+    codes = ("PH207", "PH329")
+    findings = [replace(f, severity="error") if f.code in codes and f.key in absent else f for f in findings]
     refuse_errors(loaded, findings)
     run_dir = prepare_run(loaded)
     print_warnings(findings)  # no sooner: a model that is missing is an error here

@@ -1,9 +1,11 @@
 """A file of lines to which one process of an attempt appends."""
 
+import errno
 from pathlib import Path
 
 from loguru import logger
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_HELD = 16 << 20
 """Bytes of lines that may wait for room: a trainer's of some ten thousand steps."""
 
@@ -23,11 +25,11 @@ class LineFile:
             self.append("\n")
 
     def append(self, lines: str) -> None:
-        """Write whole lines. Raises OSError: none could be written for so long that more than `MOST_HELD` bytes wait;
-        names the file."""
+        """Write whole lines. Raises OSError: it is not for want of room that they cannot be written, or more than
+        `MOST_HELD` bytes wait; names the file."""
         self._held += lines.encode(errors="replace")  # half a surrogate pair is no UTF-8
         error = self._write()
-        if error is not None and len(self._held) > MOST_HELD:
+        if error is not None and (error.errno not in _FULL or len(self._held) > MOST_HELD):
             raise OSError(error.errno, error.strerror, str(self._path)) from error
         if error is not None and not self._refused:
             logger.warning(f"{self._path}: {error.strerror}: lines wait in memory until it takes them (said once)")

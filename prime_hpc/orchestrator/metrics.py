@@ -274,5 +274,5 @@ def troubles(row: dict[str, Any]) -> str:
     names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
     names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
     parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
-    parts += [] if row["groups/with_signal"] else ["no group has a signal: nothing is learned from it"]
+    parts += [] if row["groups/with_signal"] else ["no group has a signal"]
     return "; " + ", ".join(parts) if parts else ""

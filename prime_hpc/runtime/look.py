@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -232,8 +233,10 @@ def _look_again(one: _Seen, seconds: float) -> None:
         for thread, stat in threads.items()
         if stat.state == "D" and one.threads.get(thread, stat).state == "D" and stat.ticks == _ticks(one, thread)
     }
-    if one.word and threads and len(waits) == len(threads):  # the thread that answers waits for no device
-        state = "T"  # Slurm has frozen the job; a signal would be handled when all threads go on at once, and kill it
+    if one.word and threads and len(waits) == len(threads) and not _is_killed(one.pid, threads):
+        # The thread that answers waits for no device, so Slurm has frozen the job; a signal would be handled when all
+        # threads go on at once, and kill it.
+        state = "T"
     one.row = {
         "host": one.word.get("host") or socket.gethostname(),
         "pid": one.pid,
@@ -251,6 +254,18 @@ def _look_again(one: _Seen, seconds: float) -> None:
 
 def _ticks(one: _Seen, thread: int) -> int:
     return one.threads[thread].ticks if thread in one.threads else -1
+
+
+def _is_killed(pid: int, threads: Iterable[int]) -> bool:
+    """Return whether SIGKILL waits for a thread that a driver or a file system holds: the others are gone."""
+    kill = 1 << signal.SIGKILL - 1
+    with contextlib.suppress(OSError, ValueError):
+        for thread in threads:
+            lines = Path(f"/proc/{pid}/task/{thread}/status").read_text(encoding="ascii", errors="replace").splitlines()
+            pending = [line.split()[1] for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
+            if any(int(mask, 16) & kill for mask in pending):
+                return True
+    return False
 
 
 def _kernel_place(pid: int, thread: int) -> str:

@@ -285,7 +285,8 @@ def command_tail(argv: list[str]) -> list[str]:
             changed = [*tail[:place], _absolute(token), *tail[place + 1 :]]
             # Whether a bare word is a file or a flag's value, only the parser knows. Asked of the word as it was: the
             # path is no value of a switch, and so a file, whatever the word was.
-            if _files(changed).count(Path(token)) < _files(tail).count(Path(token)):
+            named = Path(token).expanduser()  # as the parser has it
+            if _files(changed).count(named) < _files(tail).count(named):
                 tail = changed
     return tail
 

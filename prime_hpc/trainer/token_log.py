@@ -35,6 +35,7 @@ class TokenLog:
 
     def __init__(self, path: Path, per_step: int, max_steps: int) -> None:
         self._path, self._per_step = path, per_step
+        self._writer: MetricsWriter | None = None
         self._interval = max(1, max_steps // STEPS_LOGGED)
         self._batch: RankBatch | None = None
         self._logprobs: torch.Tensor | None = None
@@ -63,11 +64,10 @@ class TokenLog:
         try:
             rows = token_rows(batch.micro_batch(0), logprobs.float().cpu().numpy(), self._per_step)
             if rows:
-                writer = MetricsWriter(self._path)
+                self._writer = self._writer or MetricsWriter(self._path)
                 for row in rows:
-                    writer.log(step, **row)
-                writer.close()
-        except (OSError, RuntimeError) as error:  # a full disk; a device without memory
+                    self._writer.log(step, **row)
+        except (OSError, RuntimeError) as error:  # a device without memory
             logger.warning(f"{self._path}: rollouts of step {step} were not written: {error}")
 
 

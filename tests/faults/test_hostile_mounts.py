@@ -28,7 +28,7 @@ from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights
-from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.messages import DataChangedError
 from prime_hpc.trainer.data.sources import ArrowRows, JsonLines
 from tests.support.hostile.mount import Node, hostile_mounts, why_not
 from tests.unit.test_store_batches import assert_equal, make_rank
@@ -218,8 +218,10 @@ def test_rows_that_cannot_be_read_now_are_waited_for(
     nodes[0].ask()
     path.with_suffix(".new").write_text('{"row": 0}\n' * 2000)
     path.with_suffix(".new").replace(path)
-    with pytest.raises(SFTDataError, match=f"{path.name} has changed since the run began"):
+    with pytest.raises(DataChangedError, match=f"{path.name} has changed since the run began"):
         rows.row(300)
+    path.write_text("{}\n")
+    assert rows.where(1500).startswith(str(path)), "of a file that is shorter now"
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE"])

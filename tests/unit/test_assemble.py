@@ -273,6 +273,10 @@ def test_advantages_of_tokens_are_scaled_with_their_rollouts() -> None:
     for before, after in zip(plain[0].tokens, scaled[0].tokens, strict=True):
         assert [(row / size).tolist() for row in before] == [pytest.approx(row.tolist()) for row in after]
     assert any(row.any() for rows in plain[0].tokens for row in rows)
+    (alone,) = score(groups[:1], AdvantageConfig(type="dr_grpo", scale="batch"))  # a game's seats add up to nothing
+    assert alone.tokens is not None
+    squares = [float(np.max(row**2)) for rows in alone.tokens for row in rows]
+    assert np.mean(squares) == pytest.approx(1)
 
 
 def test_groups_and_lengths_by_outcome() -> None:

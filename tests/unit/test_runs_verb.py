@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.launch.prepare import claim_directory
 from prime_hpc.launch.prepare import write as write_run
 from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.child_runs import STATE, ChildState, list_children, read_state, write_state
 from prime_hpc.store.run_paths import RunPaths
 from tests.support.checkpoints import make_checkpoint
@@ -170,7 +173,13 @@ def test_a_parent_that_starts_otherwise_takes_its_runs_along(tmp_path: Path, par
     for name in ("going", "over", "to_end"):
         lora = read_experiment(many / f"run_{name}" / "run.yaml").model.lora
         assert lora is not None
-        make_checkpoint(RunPaths(many / f"run_{name}"), 2, meta={"adapter": lora.model_dump(mode="json")})
+        paths = RunPaths(many / f"run_{name}")
+        write_batch(paths, 2, [RankBatch.empty(1)], state={"step": 2, "prompts": {"seed": 4}})
+        make_checkpoint(paths, 2, meta={"adapter": lora.model_dump(mode="json")})
+    single = tmp_path / "single"
+    for copy in (single, many / "run_copy"):
+        shutil.copytree(many / "run_over", copy)
+    (many / "run_link").symlink_to(single)
 
     loaded = load_experiment([str(parent), "--trainer.num-ranks", "2", "--trainer.micro-batch-tokens", "256"], "submit")
     write_run(loaded, many)
@@ -178,9 +187,11 @@ def test_a_parent_that_starts_otherwise_takes_its_runs_along(tmp_path: Path, par
         made = read_experiment(many / f"run_{name}" / "run.yaml")
         check_child(loaded.experiment, made)
         assert (made.trainer.num_ranks, made.trainer.micro_batch_tokens, made.seed, made.max_steps) == (2, 256, 4, 4)
+    for path in (single, many / "run_copy"):
+        assert read_experiment(path / "run.yaml").trainer.num_ranks == 1, "no run of this parent"
     before = {path: path.read_bytes() for path in many.glob("**/run.yaml")}
     for flags, words in (
-        (["--model.lora.rank", "4"], "run_going: checkpoint 2 is of another adapter: model.lora: rank was 8, is 4"),
+        (["--model.lora.rank", "4"], "step_000002: model.lora: rank was 8, is 4"),
         (["--seq-len", "32"], "seq_len: run_going: 64 tokens are more than the engines' 32"),
     ):
         with pytest.raises(ConfigError) as refused:

@@ -434,3 +434,7 @@ def test_a_reply_of_nothing_is_no_empty_reply(chat: ChatTokenizer, tokenizer: An
     assert "no content (null)" in refusal({"messages": talk}, chat)
     said = sample({"messages": [asked, {"role": "assistant", "content": ""}]}, chat)
     assert trained_text(said, tokenizer) == ["<|im_end|>"]
+    history = [asked, {"role": "assistant", "content": None, "train": False}, asked, CONVERSATION[-1]]
+    assert trained_text(sample({"messages": history}, chat), tokenizer) == trained_text(
+        sample({"messages": [asked, CONVERSATION[-1]]}, chat), tokenizer
+    )

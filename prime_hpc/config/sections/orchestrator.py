@@ -225,7 +225,7 @@ class EvalConfig(Section):
     rollouts_per_example: int = Field(1, ge=1)
     """Completions of each task; of several, `eval/<env>/pass@k` is the chance that one of k is good."""
     pass_threshold: float = 1.0
-    """A completion is good from this reward on."""
+    """A completion is good from this reward on; so are training's rollouts (`groups/solved_all`, `solved_none`)."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """Greedy and as long as in training, where it does not say otherwise."""
     prefer: Literal["eval", "train"] = "eval"

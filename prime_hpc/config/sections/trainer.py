@@ -167,7 +167,7 @@ class LossConfig(Section):
         if self.dual_clip is not None and not objective.dual_clip:
             clipped = ", ".join(name for name, entry in OBJECTIVES.items() if entry.dual_clip)
             raise ValueError(f"dual_clip is of {clipped} only, not of trainer.loss.type = {self.type}")
-        if (self.clip_low or 0) > 1:
+        if (self.clip_low or 0) > 1 and self.type != "gmpo":  # whose bounds are of logarithms
             raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
         if self.correction is not None and objective.imitates:
             raise ValueError(f"trainer.loss.type = {self.type} has no importance ratio: leave correction out")

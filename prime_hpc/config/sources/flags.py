@@ -148,7 +148,11 @@ class _Parser:
             return
         hint = f"to load a config file write `@ {token}`" if is_file else "flags are `--key value` or `--key=value`"
         before = self.argv[self.position - 2] if self.position > 1 else ""
-        if before.startswith("--") and locate((*self._segments(before[2:]), "name"), self.scope) is not None:
+        if (
+            not is_file
+            and before.startswith("--")
+            and locate((*self._segments(before[2:]), "name"), self.scope) is not None
+        ):
             hint = f"{before} is a section of keys; did you mean `{before}.name {token}`?"  # `--model M`, as vLLM's
         self._problem(f"unexpected argument {token!r}: {hint}", token)
 

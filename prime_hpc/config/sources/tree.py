@@ -26,6 +26,7 @@ from prime_hpc.config.sources.other_names import instead_of
 from prime_hpc.config.validate import origin_of, validate
 
 UNKNOWN = "unknown key"
+_OF_ENGINES = "an argument of vLLM would be"
 
 
 class _Claim(NamedTuple):
@@ -253,7 +254,7 @@ def _in_its_scope(entry: Entry) -> Entry:
     reads as its own (`sft.eval`) in a file of its own."""
     if entry.document is None or entry.scope is None or len(entry.segments) > 1 or not isinstance(entry.value, dict):
         return entry
-    if not {"kind", entry.scope} & entry.document.data.keys():
+    if entry.scope == "orchestrator" and not {"kind", entry.scope} & entry.document.data.keys():
         return entry
     below = [(*entry.segments, str(name)) for name in entry.value]
     own, of_root = (sum(locate(key, scope) is not None for key in below) for scope in (entry.scope, None))
@@ -267,7 +268,12 @@ def _unknown(entry: Entry) -> Iterator[Problem]:
         yield unknown_key(entry)
         return
     yield Problem("there is no such section; what its keys are here:", ".".join(entry.segments), entry.origin)
-    yield from (problem for problem in map(unknown_key, leaves) if problem.message != UNKNOWN)
+    yield from (problem for problem in map(unknown_key, leaves) if not _is_bare(problem))
+
+
+def _is_bare(problem: Problem) -> bool:
+    """Return whether all that can be said of a key is that nobody knows it."""
+    return problem.message == UNKNOWN or problem.message.startswith(f"{UNKNOWN}; {_OF_ENGINES}")
 
 
 def _leaves(entry: Entry) -> Iterator[Entry]:
@@ -296,7 +302,7 @@ def unknown_key(entry: Entry) -> Problem:
     if near is None:
         is_engines = scoped[0] in ("inference", "teacher_inference")
         below = _shown(f"{scoped[0]}.vllm.{wanted[-1]}", is_flag)
-        words = f"{UNKNOWN}; an argument of vLLM would be {below}" if is_engines else UNKNOWN
+        words = f"{UNKNOWN}; {_OF_ENGINES} {below}" if is_engines else UNKNOWN
         return Problem(words, typed, entry.origin)
     near = ".".join(ALIASES[near][0]) if near in ALIASES else near
     return Problem(f"{UNKNOWN}; did you mean {_shown(near, is_flag)}?", typed, entry.origin)

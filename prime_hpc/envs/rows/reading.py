@@ -101,8 +101,9 @@ def _shaped(messages: list[Row]) -> Iterator[Row]:
             message["tool_calls"] = [_call(call, f"call_{number}_{at}") for at, call in enumerate(calls)] or None
             message["reasoning_content"] = message.get("reasoning_content") or message.get("reasoning")
             unanswered = [call["id"] for call in message["tool_calls"] or ()]
-        elif message["role"] == "tool" and not message.get("tool_call_id"):
-            message["tool_call_id"] = unanswered.pop(0) if unanswered else ""
+        elif message["role"] == "tool":
+            ident = message["tool_call_id"] = message.get("tool_call_id") or next(iter(unanswered), "")
+            unanswered = [each for each in unanswered if each != ident]
         yield message
 
 

@@ -103,13 +103,10 @@ def _of_environments(experiment: Experiment) -> Iterator[Row]:
     for key, envs in experiment.environment_lists.items():
         for index in range(len(envs)):
             yield f"{key}.{index}.ratio", key == "orchestrator.env", "environments that are trained on"
-    if (held_out := experiment.orchestrator.eval) is not None:
-        most = max((env.rollouts_per_example or 0 for env in held_out.env), default=0)
-        several = max(most, held_out.rollouts_per_example) > 1
-        yield "orchestrator.eval.pass_threshold", several, "orchestrator.eval.rollouts_per_example of 2 and more"
-    for kind in set(ALONE) - {experiment.kind}:
-        user = f"kind = {kind}; evaluations beside training are orchestrator.eval.env"
-        yield from ((f"{kind}.{name}", False, user) for name in ("environment_ids", "env"))
+    for kind in ALONE:
+        beside = "; evaluations beside training are orchestrator.eval.env"
+        user = f"kind = {kind}" + (beside if (kind, experiment.kind) == ("eval", "rl") else "")
+        yield from ((f"{kind}.{name}", kind == experiment.kind, user) for name in ("environment_ids", "env"))
 
 
 @rule(*EVERY)

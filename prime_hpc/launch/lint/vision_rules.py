@@ -76,10 +76,11 @@ def prompts(subject: Subject) -> Iterator[Finding]:
         columns = {name: value for name, value in env.args.items() if isinstance(value, str)}
         for name, path in named_files(env.id, env.args):
             row: dict[str, Any] = {}
-            with contextlib.suppress(ValueError):  # told by the rules of files
+            prompt: Any = None
+            with contextlib.suppress(ValueError):  # told by the rules of files, or by the run that plays them
                 source = SFTSourceConfig(path=[path])
                 row = (first_row(find_data(source), source) or {}) if name == "files" else {}
-            prompt = as_messages(row.get(columns.get("prompt") or prompt_column(row) or ""))
+                prompt = as_messages(row.get(columns.get("prompt") or prompt_column(row) or ""))
             turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
             messages = [message for message in turns if isinstance(message, dict)]
             if other := other_media(messages, row):

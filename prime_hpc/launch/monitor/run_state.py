@@ -12,6 +12,7 @@ from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
 from prime_hpc.slurm.submission_record import local_controller
+from prime_hpc.store.attempts import with_last_word
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, by_hand
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     else:
         job_id = last.get("job_id")
         verdict = _of_open_attempt(one, queue, now) if last.get("ended") is None else _of_ended_attempt(one, queue)
+        if verdict.state == "lost" and (told := with_last_word(last, one.word)) is not last:
+            one.attempts[-1] = told  # a full disk took the end of it
+            return judge(one, queue, now)
     if one.unreadable is not None and verdict.state not in UNDER_WAY:  # by what it wrote it may be anything
         verdict = verdict._replace(state="unreadable", note=one.unreadable)
     status.state, status.note, status.job_id = verdict.state, verdict.note, None if job_id is None else str(job_id)

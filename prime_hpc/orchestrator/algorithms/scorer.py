@@ -41,9 +41,14 @@ class Scores:
     @property
     def has_signal(self) -> bool:
         """True if any token that may train has an advantage other than 0."""
-        if self.tokens is None:
-            return bool(np.any(self.advantages != 0.0))
-        return any(bool(sample.any()) for rollout in self.tokens for sample in rollout)
+        return any_signal(self.advantages, self.tokens)
+
+
+def any_signal(advantages: FloatArray, tokens: Tokens | None) -> bool:
+    """Return whether any token has an advantage other than 0; `tokens`: those of each, where they differ."""
+    if tokens is None:
+        return bool(advantages.any())
+    return any(bool(sample.any()) for rollout in tokens for sample in rollout)
 
 
 class Scorer:

@@ -17,7 +17,7 @@ from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.echo import Echo
-from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
+from prime_hpc.orchestrator.algorithms.scorer import References, Tokens, any_signal
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode, mask_all, mask_older
 from prime_hpc.orchestrator.rollouts.groups import Group
@@ -72,8 +72,7 @@ class ScoredGroup:
     @property
     def has_signal(self) -> bool:
         """True if any of its tokens has an advantage."""
-        every = [self.advantages] if self.tokens is None else [row for rows in self.tokens for row in rows]
-        return any(bool(row.any()) for row in every)
+        return any_signal(self.advantages, self.tokens)
 
 
 def sample_id(position: int, episode: int) -> int:
@@ -122,7 +121,7 @@ def _scaled(scored: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Divide all advantages by their root mean square over the rollouts that may train, also those of groups without
     signal: their standard deviation, where an algorithm takes the group's mean off (REINFORCE++-baseline, arXiv
     2501.03262; ScaleRL, arXiv 2510.13786, section 3.2). Advantages that are all zero stay so."""
-    every = np.concatenate([entry.advantages[entry.kept] for entry in scored])
+    every = np.concatenate([_to_scale(entry) for entry in scored])
     scale = float(np.sqrt(np.mean(every**2))) if every.any() else 1.0
     return [
         replace(
@@ -132,6 +131,20 @@ def _scaled(scored: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         )
         for entry in scored
     ]
+
+
+def _to_scale(entry: ScoredGroup) -> NDArray[np.float64]:
+    """Return the advantages of a group's rollouts that may train; where the tokens of one differ, of each of its
+    samples: the seats of a game may add up to nothing."""
+    if entry.tokens is None:
+        return entry.advantages[entry.kept]
+    samples = [
+        row[sample.loss_mask]
+        for episode, rows, kept in zip(entry.episodes, entry.tokens, entry.kept.tolist(), strict=True)
+        for sample, row in zip(episode.result.samples, rows, strict=True)
+        if kept and sample.loss_mask.any()
+    ]
+    return np.array([np.sqrt(np.mean(row**2)) for row in samples])
 
 
 def _kept(entry: ScoredGroup) -> list[Episode]:

@@ -100,7 +100,7 @@ P.groups = [
   ["Gradient norm", [["trainer", "grad_norm", "gradient norm"]]],
   ["Learning rate", [["trainer", "lr", "learning rate"]]],
   ["Spread of rewards", [["orchestrator", "reward/std", "of rollouts"], ["orchestrator", "groups/reward_spread", "within groups"]]],
-  ["Groups of a batch", [["orchestrator", "groups/in_batch", "in the batch"], ["orchestrator", "groups/trained", "trained"], ["orchestrator", "groups/with_signal", "with a signal"], ["orchestrator", "groups/solved_all", "solved by all rollouts"], ["orchestrator", "groups/solved_none", "by none"], ["orchestrator", "groups/stale", "stale"]]],
+  ["Groups of a batch", [["orchestrator", "groups/in_batch", "in the batch"], ["orchestrator", "groups/trained", "trained"], ["orchestrator", "groups/with_signal", "with a signal"], ["orchestrator", "groups/zero_signal", "with none"], ["orchestrator", "groups/solved_all", "solved by all rollouts"], ["orchestrator", "groups/solved_none", "by none"], ["orchestrator", "groups/stale", "stale"]]],
   ["Episodes of a step", [["orchestrator", "episodes/completed", "completed"], ["orchestrator", "episodes/truncated", "truncated"], ["orchestrator", "episodes/failed", "failed"], ["orchestrator", "episodes/timeout", "timed out"]]]
 ];
 P.speed = [

@@ -90,7 +90,8 @@ def _has_no_inode(path: Path) -> bool:
         found = _ask(os.statvfs, path)
     except OSError:
         return False
-    return found.f_files > 0 and found.f_favail == 0
+    # one that counts names by the bytes that are free (ZFS) has none of either
+    return found.f_files > 0 and found.f_favail == 0 and found.f_bavail * found.f_frsize > _ALMOST_NOTHING
 
 
 def _free_words(path: Path) -> str:

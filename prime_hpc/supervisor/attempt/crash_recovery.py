@@ -48,7 +48,7 @@ def close_crashed_attempts(
         closed: AttemptRow = {**row, "ended": last_word, "outcome": outcome, "cause": cause, "lost_nodes": nodes}
         rewrite_row(paths.attempts, {**closed, "saved_step": saved})
         record_bad_nodes(experiment, closed)
-        logger.warning(f"attempt {row['attempt']} ended without a word: {cause}")
+        logger.warning(f"attempt {row['attempt']} wrote no end: {cause}")
 
 
 def cancel_stale_steps(allocation: Allocation) -> None:
@@ -107,7 +107,7 @@ def _last_seen(run_dir: Path, row: AttemptRow) -> float:
 def _cause(row: AttemptRow, allocation: Allocation | None, run_dir: Path) -> tuple[str, str, list[str]]:
     """Outcome, cause and lost nodes of an attempt that left no end."""
     word = read_json(run_dir / STATUS_JSON) or {}
-    if (told := with_last_word(row, word))["ended"] is not None:
+    if (told := with_last_word(row, word))["ended"] is not None and told["outcome"] != "node_lost":  # nor says which
         return str(told["outcome"]), str(told["cause"]), []
     if row.get("job_id") is None:
         return "failed", f"the supervisor (process {row['pid']} on {row['host']}) was killed", []

@@ -171,7 +171,7 @@ def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:
         found.append(f"its optimizer's state is of {saved}, this run's is {optimizer}: state trainer.optim as then")
     if not found and info.orchestrator_state is not None:
         prompts = _prompts_of(info.orchestrator_state)
-        envs = [env.name or env.id for env in experiment.orchestrator.env]
+        envs = [env.label for env in experiment.orchestrator.env]
         sources = [name for name, _ in prompts.get("sources", [])]
         for key, then, now in (
             ("seed", prompts.get("seed"), experiment.seed),

@@ -38,6 +38,8 @@ Message = dict[str, Any]
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 _FLAGS = ("train", "loss", "weight")
+_NOTHING = "\0nothing"
+"""Key of a message that had no content (null), calls or reasoning, which is no harm where it does not train."""
 _CALL = "function_call"
 _NOT_READ = (ValueError, RecursionError)
 """Of text that is no JSON, or that Python cannot hold: a number of thousands of digits, brackets a thousand deep."""
@@ -45,6 +47,10 @@ _NOT_READ = (ValueError, RecursionError)
 
 class SFTDataError(ValueError):
     """Data that cannot be trained on; the message names file and line, what is wrong and what to do."""
+
+
+class DataChangedError(SFTDataError):
+    """Another file has the path of one that is trained on: no row of it can be told any more."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,9 @@ def parse_row(
     if not has_template:
         raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
     trained = _trained(messages, first, config)
-    plain = [{k: v for k, v in message.items() if k not in _FLAGS} for message in messages]
+    if any(flag and _NOTHING in message for flag, message in zip(trained, messages, strict=True)):
+        raise SFTDataError("a reply that trains has no content (null) and no calls: an empty one would be learned")
+    plain = [{k: v for k, v in message.items() if k not in (*_FLAGS, _NOTHING)} for message in messages]
     if other := other_media(plain, row):
         raise SFTDataError(other)
     if not sees_images and any(image_parts(plain)):
@@ -177,10 +185,10 @@ def _message(raw: Message, own_names: Sequence[str]) -> Message:
         message.setdefault("tool_calls", _older_calls(call))
     if "reasoning" in message:  # kept beside: a template may know either name
         message.setdefault("reasoning_content", message["reasoning"])
-    said = message.get("tool_calls") or message.get("reasoning_content")
-    if message["role"] == "assistant" and "content" not in message and not said:
-        raise SFTDataError("an assistant's message has no content (null) and no calls: an empty reply would be learned")
+    said = message.get("tool_calls") or message.get("reasoning_content") or "content" in message
     message["content"] = _content(message.get("content", ""))
+    if not said:
+        message[_NOTHING] = True
     if calls := message.pop("tool_calls", None):
         if not isinstance(calls, list):
             raise SFTDataError(f"expected `tool_calls` as a list, got {calls!r:.120}")

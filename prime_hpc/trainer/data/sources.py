@@ -43,7 +43,7 @@ from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io import files
 from prime_hpc.store.io.new_file import new_file
 from prime_hpc.store.io.retry_reads import patiently
-from prime_hpc.trainer.data.messages import SFTDataError, parse_line
+from prime_hpc.trainer.data.messages import DataChangedError, SFTDataError, parse_line
 
 _BLOCK = 16 * 2**20
 _ARROW_ROWS = 256
@@ -124,8 +124,8 @@ class JsonLines:
         self._file: int | None = None
 
     def row(self, index: int) -> Any:
-        """Return the parsed line. Raises OSError: it cannot be read now; SFTDataError: it is no JSON, or another file
-        has the path now."""
+        """Return the parsed line. Raises OSError: it cannot be read now; SFTDataError: it is no JSON; DataChangedError:
+        another file has the path now."""
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
 
         def read() -> bytes:
@@ -142,9 +142,12 @@ class JsonLines:
 
     def _open(self) -> int:
         file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        if _version(file) != self._version:
+        try:
+            if _version(file) != self._version:
+                raise DataChangedError(f"{self._path} has changed since the run began")
+        except BaseException:
             os.close(file)
-            raise SFTDataError(f"{self._path} has changed since the run began")
+            raise
         return file
 
     def where(self, index: int) -> str:
@@ -152,7 +155,8 @@ class JsonLines:
         left, number = int(self._starts[index]), 1
         with self._path.open("rb") as file:
             while left > 0:
-                block = file.read(min(_BLOCK, left))
+                if not (block := file.read(min(_BLOCK, left))):
+                    break
                 number, left = number + block.count(b"\n"), left - len(block)
         return f"{self._shown}:{number}"
 

@@ -16,7 +16,7 @@ from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles
 from prime_hpc.store.model.tokenizer import load_tokenizer
 from prime_hpc.trainer.data.images import ImageTokens
-from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.messages import DataChangedError, SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, RowTokenizer
 from prime_hpc.trainer.data.sources import Rows, open_rows
 from prime_hpc.trainer.data.template import ChatTokenizer
@@ -75,6 +75,8 @@ class RowReader:
     def _one(self, index: int) -> RowResult:
         try:
             result = self._tokenizer.row(self._rows.row(index), self._rows.folder(index))
+        except DataChangedError as error:  # whatever `bad_rows` says: all further rows would be
+            return RowResult([], RowCounts(rows=1), str(error))
         except (SFTDataError, UnicodeDecodeError) as error:  # it cannot even be read; Arrow: is no text
             skipped = self._skip
             result = RowResult([], RowCounts(rows=1, bad=int(skipped)), None if skipped else str(error))
