@@ -191,7 +191,7 @@ def test_a_parent_that_starts_otherwise_takes_its_runs_along(tmp_path: Path, par
         assert read_experiment(path / "run.yaml").trainer.num_ranks == 1, "no run of this parent"
     before = {path: path.read_bytes() for path in many.glob("**/run.yaml")}
     for flags, words in (
-        (["--model.lora.rank", "4"], "step_000002: model.lora: rank was 8, is 4"),
+        (["--model.lora.rank", "4"], "step_2: model.lora: rank was 8, is 4"),
         (["--seq-len", "32"], "seq_len: run_going: 64 tokens are more than the engines' 32"),
     ):
         with pytest.raises(ConfigError) as refused:
