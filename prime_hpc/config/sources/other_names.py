@@ -127,6 +127,11 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "it is <orchestrator.advantage.type>; the objective is <trainer.loss.type>",
     ),
     (
+        "multi_objective_aggregation gdpo_reward_keys gdpo_reward_weights",
+        "each reward function normalised by itself is `gdpo`, with their own weights: <orchestrator.advantage.type>, "
+        "<orchestrator.advantage.scale>",
+    ),
+    (
         "scale_rewards norm_adv_by_std_in_grpo no_std_norm normalize_advantages advantage_batch_normalize",
         "`grpo` divides by the group's standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>; by that "
         "of the whole step: <orchestrator.advantage.scale>",
