@@ -145,6 +145,12 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
         "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
     ),
+    (
+        "rollout_rs rollout_rs_threshold",
+        "tokens or sequences outside of bounds are left out with `mask`: <trainer.loss.correction.type>; sequences by "
+        "their geometric mean beside it or truncation: <trainer.loss.correction.geometric_low>, "
+        "<trainer.loss.correction.geometric_high>",
+    ),
     ("mask_truncated_completions overlong_filtering", "`mask`: <orchestrator.advantage.overlong>"),
     ("overlong_buffer overlong_buffer_len overlong_buffer_cfg", "it is <orchestrator.advantage.soft_overlong.buffer>"),
     ("overlong_penalty_factor", "it is <orchestrator.advantage.soft_overlong.coef>"),
