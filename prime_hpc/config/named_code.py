@@ -82,6 +82,7 @@ ALGORITHMS = {
     "grpo_no_std": AlgorithmEntry(f"{_ADVANTAGES}.grpo:dr_grpo"),
     "dr_grpo": AlgorithmEntry(f"{_ADVANTAGES}.grpo:dr_grpo"),
     "grpo_shuffled": AlgorithmEntry(f"{_ADVANTAGES}.shuffled:grpo_shuffled"),
+    "gdpo": AlgorithmEntry(f"{_ADVANTAGES}.gdpo:gdpo"),
     "rloo": AlgorithmEntry(f"{_ADVANTAGES}.rloo:rloo"),
     "opo": AlgorithmEntry(f"{_ADVANTAGES}.opo:opo"),
     "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),

@@ -64,6 +64,8 @@ class Sample:
     """The actor: the environment's name of the trace's agent."""
     trace: int = 0
     """Index of this sequence's trace among the episode's trained ones."""
+    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of the reward: each function's score and weight, by name; the products add up to it."""
     roles: np.ndarray | None = field(default=None, metadata={"dtype": np.uint8})
     """uint8 [L], `TOOL` or `USER` where a message after the first reply said the token, 0 elsewhere."""
 
@@ -281,6 +283,7 @@ def _branch_sample(
         truncated=bool(trace.is_truncated),
         agent=trace.agent.name,
         trace=number,
+        rewards={name: [reward.score, reward.weight] for name, reward in trace.rewards.items()},
         roles=roles,
     )
 

@@ -16,6 +16,7 @@ _OPEN = {
     "trainer": re.compile(r"(time|ckpt|loss|eval)/.+|nll|kl_penalty"),
     "orchestrator": re.compile(
         r"(env|eval|env_workers|episode_time|teacher|curriculum|advantage)/.+|reward/.+/(mean|std)"
+        r"|groups/.+/(in_batch|solved_all|solved_none)"
     ),
 }
 """Names that depend on environments, objectives and algorithms."""

@@ -248,6 +248,9 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_run_tokens": gauge("Tokens of the whole run, over all attempts.", of="total/tokens"),
     "orchestrator_other": gauge("What else the orchestrator writes into its rows, by its name there.", "name"),
     "env_reward": gauge("Reward of an environment's rollouts in the last batch.", "env", "stat"),
+    "env_groups": gauge(
+        "Groups of an environment in the last batch, and those all or none of which solved their task.", "env", "kind"
+    ),
     "env_thread_busy_ratio": gauge(
         "Share of a core that the thread of all environments without processes used in the last minute.",
         "pool",

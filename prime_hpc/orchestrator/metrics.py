@@ -120,7 +120,6 @@ def batch_metrics(
     row: dict[str, float] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "groups/in_batch": len(scored),
         "groups/trained": sum(entry.trains for entry in scored),
         "groups/with_signal": sum(entry.has_signal for entry in scored),
         "groups/zero_signal": int((spreads == 0).sum()),
@@ -134,29 +133,37 @@ def batch_metrics(
         "lag/max": max(lags, default=0),
         "tokens/stale": num_stale / max(1, int(sampled.sum())),
         "completion/truncated": float(np.mean([e.result.truncated for e in episodes])),
-        **_outcomes(scored, good),
+        **_lengths(scored),
+        **{f"groups/{kind}": count for kind, count in _solved(scored, good).items()},
     }
     if any(entry.references for entry in scored):
         row["teacher/reverse_kl"] = _reverse_kl(scored)
     for source, name in enumerate(env_names):
-        values = [e.result.reward for entry in scored if entry.group.prompt.source == source for e in entry.episodes]
+        own = [entry for entry in scored if entry.group.prompt.source == source]
+        values = [e.result.reward for entry in own for e in entry.episodes]
         if values:
             row |= {f"reward/{name}/mean": float(np.mean(values)), f"reward/{name}/std": float(np.std(values))}
+            row |= {f"groups/{name}/{kind}": count for kind, count in _solved(own, good).items()}
     return row | _env_metrics(scored, env_names)
 
 
-def _outcomes(scored: Sequence[ScoredGroup], good: float) -> dict[str, float]:
-    """Count groups all or none of whose rollouts solved the task (what `none` leaves is pass@k of a group's k),
-    and average the lengths of rollouts above and below their group's mean reward: is length rewarded?"""
-    solved = [[e.result.reward >= good for e in entry.episodes] for entry in scored]
+def _lengths(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Average the lengths of rollouts above and below their group's mean reward: is length rewarded?"""
     lengths: dict[str, list[int]] = {"above": [], "below": []}
     for entry in scored:
         rewards = np.array([e.result.reward for e in entry.episodes])
         for episode, distance in zip(entry.episodes, centered(rewards), strict=True):
             if distance and episode.result.samples:
                 lengths["above" if distance > 0 else "below"].append(episode.num_sampled_tokens)
-    row = {"groups/solved_all": sum(map(all, solved)), "groups/solved_none": sum(not any(group) for group in solved)}
-    return row | {f"completion/tokens_mean_{side}": float(np.mean(n)) for side, n in lengths.items() if n}
+    return {f"completion/tokens_mean_{side}": float(np.mean(n)) for side, n in lengths.items() if n}
+
+
+def _solved(scored: Sequence[ScoredGroup], good: float) -> dict[str, int]:
+    """Count groups, and those all or none of whose rollouts solved the task: what `none` leaves is pass@k of a group's
+    k."""
+    solved = [[e.result.reward >= good for e in entry.episodes] for entry in scored]
+    none = sum(not any(group) for group in solved)
+    return {"in_batch": len(solved), "solved_all": sum(map(all, solved)), "solved_none": none}
 
 
 def _num_masked(entry: ScoredGroup) -> int:

@@ -56,6 +56,7 @@ def test_rows_and_rewards_of_one_s_own(world: World, tmp_path: Path) -> None:
     scores = {name: result.metrics[name] for name in ("reward/compute_score", "reward/length", "math")}
     assert scores == {"reward/compute_score": 1.0, "reward/length": 0.5, "math": 1.0}
     assert result.metrics["compute_score/n"] == 7.0
+    assert result.samples[0].rewards == {"compute_score": [1.0, 1.0], "length": [1.0, 0.5]}
     world.script = lambda prompt, number: "<think>\nso\n</think>\n\n4"
     (thought,) = world.play(EnvConfig(id="rows", args=args), enable_thinking=True)
     assert (thought.metrics["reward/compute_score"], thought.metrics["math"]) == (0.0, 1.0)

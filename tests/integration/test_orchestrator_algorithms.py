@@ -1,11 +1,13 @@
 """Other algorithms in a real orchestrator: what one remembers outlives it, NaN rewards are named, a user's own code."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from prime_hpc.orchestrator.algorithms import RewardGroup
+from prime_hpc.orchestrator.batching.batch_builder import sample_id
 from prime_hpc.store.batch.rank_batch import RankBatch
 from tests.integration.test_orchestrator import log_of
 from tests.support.orchestrator_world import World, make_experiment
@@ -62,6 +64,55 @@ def _first_advantages(rank: RankBatch) -> np.ndarray:
         part = slice(int(rank.seq_offsets[s]), int(rank.seq_offsets[s + 1]))
         found.append(rank.advantages[part][rank.loss_mask[part]][0])
     return np.array(found)
+
+
+REWARDS = """
+def correct(completion):
+    return 3.0 * ("a" in completion)
+
+
+def short(completion):
+    return -float(len(completion))
+"""
+
+
+def test_each_reward_function_is_normalised_by_itself_and_weighs_what_it_is_to(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    rows = "".join(json.dumps({"question": f"{n}?", "answer": "a"}) + "\n" for n in range(32))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    functions = [f"{tmp_path}/mine.py:{name}" for name in ("correct", "short")]
+    args = {"files": [str(tmp_path / "rows.jsonl")], "reward": functions, "weights": [2.0, 0.5]}
+    exp = make_experiment(
+        tokenizer_dir,
+        tmp_path / "run",
+        env=[{"id": "rows", "args": args, "timeout_s": 20}],
+        advantage={"type": "gdpo", "scale": "batch", "zero": "keep"},
+        traces={},
+        top={"max_steps": 1},
+    )
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        lines = [json.loads(line) for file in (tmp_path / "run" / "traces").glob("*") for line in file.open()]
+        played = {(r["position"], r["rollout"]): r["metrics"] for r in lines if r["kind"] == "rollout"}
+        ranks = world.ranks(1)
+        positions = sorted({int(position) for rank in ranks for position in rank.group_ids})
+        summed = []
+        for position in positions:
+            values = [[played[position, i][f"reward/{name}"] for name in ("correct", "short")] for i in range(4)]
+            scores = np.array(values) / [2.0, 0.5]
+            summed.append((scores - scores.mean(0)) / (scores.std(0) + 1e-6) @ [2.0, 0.5])
+        wanted = np.array(summed) / np.std(summed)
+        found = {
+            int(ident): float(advantage)
+            for rank in ranks
+            for ident, advantage in zip(rank.sample_ids, _first_advantages(rank), strict=True)
+        }
+        by_rollout = [[found[sample_id(position, i)] for i in range(4)] for position in positions]
+        np.testing.assert_allclose(by_rollout, wanted, rtol=1e-5, atol=1e-6)
+        assert np.abs(wanted).max() > 1
 
 
 def test_own_algorithm_scores_every_group(

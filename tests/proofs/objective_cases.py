@@ -32,9 +32,9 @@ def _case(name: str, setting: Setting, *, token_advantages: bool = False, **conf
     if kl is not None:
         tree["kl"] = KLConfig(target=kl[0], estimator=kl[1], coef=kl[2])
     if correction is not None:
-        tree["correction"] = CorrectionConfig(
-            type=correction[0], level=correction[1], low=correction[2], high=correction[3]
-        )
+        (form, level, low, high), (least, most) = correction, setting.geometric or (0.0, None)
+        bounds = {"low": low, "high": high, "geometric_low": least, "geometric_high": most}
+        tree["correction"] = CorrectionConfig.model_validate({"type": form, "level": level, **bounds})
     return Case(name, LossConfig.model_validate(tree), setting, token_advantages)
 
 
@@ -108,6 +108,9 @@ def cases() -> list[Case]:
                     correction=(correction, level, 0.7, 1.4),
                 )
                 found.append(_case(f"{kind} + {correction} {level}", setting, type=kind))
+    for correction, level in (("truncate", "token"), ("truncate", "sequence"), ("mask", "token")):
+        setting = s("ppo_clip", correction=(correction, level, 0.7, 1.4), geometric=(0.9, 1.05))
+        found.append(_case(f"ppo_clip + {correction} {level} + geometric", setting, type="ppo_clip"))
     return found
 
 

@@ -200,6 +200,32 @@ def rae_error(rng: np.random.Generator) -> float:
     return worst
 
 
+def gdpo_error(rng: np.random.Generator) -> float:
+    """One to three functions of any scale, weights of either sign, some rollouts without one; now and then a penalty,
+    and two seats, each with functions of its own scores."""
+    size, count, num_seats = int(rng.integers(2, 9)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    weights = rng.choice([-2.0, 0.1, 1.0, 30.0], count)
+    scores = rng.normal(0, 10 ** rng.uniform(-2, 3, (num_seats, count, 1)), (num_seats, count, size))
+    scores[rng.random(scores.shape) < 0.2] = 0.0
+    penalize = bool(rng.integers(2))
+    group = []
+    for i in range(size):
+        samples = []
+        for seat in range(num_seats):
+            given = {f"f{k}": [s, float(weights[k])] for k, s in enumerate(scores[seat, :, i].tolist()) if s}
+            [sample] = episode(float(weights @ scores[seat, :, i]), [3], rng).result.samples
+            samples.append(replace(sample, rewards=given, agent=f"seat {seat}", trace=seat))
+        result = make_result(samples=samples, reward=float(np.mean([s.reward for s in samples])))
+        group.append(to_episode(replace(result, truncated=penalize and i % 2 == 0), 10_000))
+    penalties = [-0.3 * (penalize and i % 2 == 0) for i in range(size)]
+    config = AdvantageConfig(type="gdpo", overlong="penalize", overlong_penalty=0.3)
+    found = Scorer(config, max_tokens=9).score(group)
+    wanted = [reference.gdpo([*seat.tolist(), penalties], [*weights.tolist(), 1.0]) for seat in scores]
+    if num_seats == 1:
+        return _error(found.advantages, np.array(wanted[0]))
+    return traces_error(group, found, [list(pair) for pair in zip(*wanted, strict=True)])
+
+
 def distillation_error(kind: str, rng: np.random.Generator) -> float:
     """Token by token, rewards mixed in, the bound reached by some; the other tokens get 0."""
     group = random_group(rng)
@@ -290,6 +316,7 @@ CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, 
 }
 OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
     "rae": rae_error,
+    "gdpo": gdpo_error,
     "opd": partial(distillation_error, "opd"),
     "opsd": partial(distillation_error, "opsd"),
     "hierarchical_grpo": hierarchical_error,

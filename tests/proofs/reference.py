@@ -56,6 +56,8 @@ class Setting:
     """DeepSeek-V3.2's delta."""
     correction: tuple[str, str, float, float] | None = None
     """(truncate | mask, token | sequence | geometric, low, high)"""
+    geometric: tuple[float, float] | None = None
+    """Beside a correction: sequences outside are left out."""
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -124,10 +126,12 @@ def _old(s: Setting, seq: Sequence, frozen: Vector, t: int) -> float:
 
 
 def correction_weight(s: Setting, seq: Sequence, frozen: Vector, t: int) -> float:
-    """min(c, high), or c inside [low, high] and 0 outside."""
+    """min(c, high), or c inside [low, high] and 0 outside; 0 for a sequence that is left out."""
     if s.correction is None:
         return 1.0
     kind, level, low, high = s.correction
+    if s.geometric is not None and not s.geometric[0] <= exp(-drift(seq, frozen)) <= s.geometric[1]:
+        return 0.0
     logs = {u: frozen[seq.index[u]] - seq.mu[u] for u in seq.targets()}
     if level == "token":
         c = exp(logs[t])
@@ -223,6 +227,8 @@ def kink_distance(s: Setting, batch: list[Sequence], theta: Vector) -> float:
         nearest = min([nearest, *(abs(x - log(edge)) for x in logs for edge in edges)])
         if s.objective == "gmpo":
             nearest = min([nearest, *(abs(x - edge) for x in logs for edge in (-s.low, s.high))])
+        if s.geometric is not None:
+            nearest = min([nearest, *(abs(drift(seq, theta) + log(edge)) for edge in s.geometric)])
         if s.off_policy is not None:
             nearest = min(nearest, abs(drift(seq, theta) - s.off_policy))
         if s.objective in ("dppo", "ipo"):

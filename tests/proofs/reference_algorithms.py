@@ -15,6 +15,12 @@ def grpo(r: Sequence[float], lengths: Sequence[int], eps: float = 1e-6) -> list[
     return [(x - m) / (std + eps) for x in r]
 
 
+def gdpo(scores: Sequence[Sequence[float]], weights: Sequence[float], eps: float = 1e-6) -> list[float]:
+    """sum_k w_k (s_ik - mean(s_k)) / (std(s_k) + eps); `scores`: of each function, of all rollouts."""
+    columns = [grpo(column, [], eps) for column in scores]
+    return [sum(w * column[i] for w, column in zip(weights, columns, strict=True)) for i in range(len(scores[0]))]
+
+
 def dr_grpo(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """r_i - mean."""
     return [x - mean(r) for x in r]

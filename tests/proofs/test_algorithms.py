@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_algorithm_is_proved() -> None:
-    own = {"rae", "opd", "opsd", "hierarchical_grpo", "grpo_shuffled"}  # the last: tests/unit/test_algorithms.py
+    own = {"rae", "gdpo", "opd", "opsd", "hierarchical_grpo"}
+    own.add("grpo_shuffled")  # tests/unit/test_algorithms.py
     assert {*REFERENCES, *own} == set(ALGORITHMS)
 
 

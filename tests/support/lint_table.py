@@ -304,6 +304,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "not applied to groups without signal",
     ),
     ("PH223", "warning", {"orchestrator": {"advantage": {"type": "opsd"}}}, {}, "fills its context cannot be scored"),
+    ("PH226", "warning", {"orchestrator": {"advantage": {"scale": "batch"}}}, {}, "divides them once more"),
     (
         "PH230",
         "warning",

@@ -17,7 +17,7 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from tests.support.episodes import make_episode, make_result, make_sample
 
-CENTERED = ["grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl"]
+CENTERED = ["grpo", "gdpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl"]
 
 
 def episodes(rewards: list[float], lengths: list[int] | None = None) -> list[Episode]:
@@ -60,6 +60,39 @@ def test_known_values() -> None:
     assert advantages("opo", [1, 0], [3, 1]) == pytest.approx([0.25, -0.75])
     assert advantages("max_rl", [1, 0, 0, 0]) == pytest.approx([3, -1, -1, -1])
     assert advantages("none", [0.5, -1.0]) == [0.5, -1.0]
+
+
+def test_gdpo_tells_apart_what_adds_up_to_the_same() -> None:
+    """One reply has the form, the others the answer: their sums are equal, so GRPO learns nothing."""
+    scores = [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
+
+    def found(kind: str, scale: float = 1.0, **config: object) -> list[float]:
+        group = []
+        for form, correct in scores:
+            named = {"form": [form, 1.0], "correct": [correct * scale, 1 / scale]}
+            sample = replace(make_sample([0], reward=form + correct), rewards=named)
+            group.append(to_episode(make_result(samples=[sample], reward=form + correct), 1000))
+        config = {"type": kind, **config}
+        return Scorer(AdvantageConfig.model_validate(config), max_tokens=100).score(group).advantages.tolist()
+
+    assert found("grpo") == [0.0] * 4
+    assert found("gdpo") == pytest.approx([0.0] * 4, abs=1e-12)  # of one weight, and each the other's reverse
+    heavy = found("gdpo", scale=4.0)  # a fourth of the weight for four times the score
+    assert heavy == pytest.approx([0.75 * np.sqrt(3), *[-0.25 * np.sqrt(3)] * 3], abs=1e-5)
+
+
+def test_gdpo_of_one_function_is_grpo() -> None:
+    rewards = [0.25, 1.0, 0.0, 1e9 + 1 / 3]
+    group = []
+    for r in rewards:
+        sample = replace(make_sample([0], reward=r), rewards={"a": [r, 1.0]})
+        group.append(to_episode(make_result(samples=[sample], reward=r), 1000))
+    cut_off = EpisodeResult(EpisodeState.TIMEOUT, False)
+    group.append(to_episode(cut_off, 1000, timeout_reward=0.0))  # without any
+    found = Scorer(AdvantageConfig(type="gdpo"), max_tokens=9).score(group).advantages
+    np.testing.assert_allclose(found, advantages("grpo", [*rewards, 0.0]))
+    unnamed = Scorer(AdvantageConfig(type="gdpo"), max_tokens=9).score(episodes([1.0, 0.5, 0.0]))
+    assert unnamed.advantages.tolist() == advantages("grpo", [1.0, 0.5, 0.0])
 
 
 def test_max_rl_learns_nothing_where_nobody_succeeds() -> None:

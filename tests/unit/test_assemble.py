@@ -300,6 +300,11 @@ def test_groups_and_lengths_by_outcome() -> None:
     assert (level["groups/trained"], level["groups/with_signal"]) == (1, 0), "the one that stands in the batch"
     assert "no group has a signal" in troubles(defaultdict(int, level))
     assert "completion/tokens_mean_above" not in level, "nothing was better than anything"
+    for p, group in enumerate(groups):
+        group.prompt = replace(group.prompt, source=p % 2)
+    two = batch_metrics(score(groups, AdvantageConfig(type="dr_grpo")), ["lab/a", "b"], step=1)
+    kinds = ("in_batch", "solved_all", "solved_none")
+    assert [[two[f"groups/{env}/{kind}"] for kind in kinds] for env in ("lab/a", "b")] == [[2, 0, 1], [2, 1, 1]]
 
 
 def test_a_group_that_cannot_be_scored_does_not_train_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def asked(group: Group) -> Group:
 
 def test_a_group_comes_back_bit_for_bit() -> None:
     tools = replace(make_sample([2, 3], first_token=7), roles=np.array([0, 1, 2, 0, 0], np.uint8), agent="x", trace=1)
+    tools = replace(tools, rewards={"exact": [0.1 + 0.2, -0.5]})
     results = [
         replace(make_result(samples=[make_sample([1, 2, 3]), tools], reward=0.1), metrics={"num_turns": 2.0}),
         failed_result(),
@@ -80,6 +81,7 @@ def test_a_group_comes_back_bit_for_bit() -> None:
             expected = one.roles if one.roles is not None else np.zeros(one.num_tokens)
             assert other.roles is not None and np.array_equal(other.roles, expected)
             assert (other.agent, other.trace, other.reward) == (one.agent, one.trace, one.reward)
+            assert other.rewards == one.rewards
 
 
 def test_images_come_back_each_once_and_text_stays_without() -> None:

@@ -176,6 +176,7 @@ def test_answers_to_other_names_are_true() -> None:
             "it is dr_grpo with orchestrator.advantage.scale = batch",
         ),
         ("orchestrator.advantage.type", "gae", "there is no critic"),
+        ("orchestrator.advantage.type", "normalize_then_sum", "it is gdpo, with orchestrator.advantage.scale = batch"),
     ],
 )
 def test_algorithms_by_the_names_that_others_give_them(key: str, name: str, said: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verifiers.v1.trace import AgentSpan, TimeSpan, TimeSplit, Timing
+from verifiers.v1.trace import AgentSpan, Reward, TimeSpan, TimeSplit, Timing
 
 from prime_hpc.envs.samples import NEVER_ASKED, EpisodeState, episode_result, find_problem, trace_samples
 
@@ -57,7 +57,7 @@ def make_trace(*paths: list[Any], **changes: Any) -> Any:
         "stop_condition": "agent_completed",
         "errors": [],
         "calls": [SimpleNamespace(error=None, finish_reason="stop")],
-        "rewards": {"r": SimpleNamespace(value=0.75)},
+        "rewards": {"r": Reward(score=1.5, weight=0.5)},
         "reward": 0.75,
         "metrics": {"exact": 0.0, "unscored": None, "odd": math.nan},
         "usage": SimpleNamespace(input_tokens=7, completion_tokens=5),
@@ -86,6 +86,7 @@ def test_one_branch_keeps_every_token_in_order() -> None:
     assert (sample.token_ids.dtype, sample.loss_mask.dtype) == (np.int32, np.bool_)
     assert (sample.logprobs.dtype, sample.versions.dtype) == (np.float32, np.int32)
     assert (sample.num_turns, sample.min_version, sample.num_loss_tokens) == (2, 6, 3)
+    assert (sample.reward, sample.rewards) == (0.75, {"r": [1.5, 0.5]})
 
 
 def test_a_shared_reply_trains_in_the_first_branch_only() -> None:
@@ -121,18 +122,18 @@ VERDICTS = [
     ("reward raises", {"ok": False, "errors": [error()]}, {"ok": False}, "failed", "TaskError: boom at line 3"),
     ("reward missing", {"rewards": {"r": None}}, {}, "failed", "'r' was not computed"),
     ("no reward at all", {"rewards": {}}, {}, "failed", "no reward"),
-    ("reward nan", {"rewards": {"r": SimpleNamespace(value=math.nan)}}, {}, "failed", "nan"),
-    ("reward inf", {"rewards": {"r": SimpleNamespace(value=math.inf)}}, {}, "failed", "inf"),
+    ("reward nan", {"rewards": {"r": Reward(score=math.nan)}}, {}, "failed", "nan"),
+    ("reward inf", {"rewards": {"r": Reward(score=math.inf)}}, {}, "failed", "inf"),
     (
         "rewards beyond all numbers",
-        {"rewards": dict.fromkeys("ab", SimpleNamespace(value=1.5e308)), "reward": math.inf},
+        {"rewards": dict.fromkeys("ab", Reward(score=1.5e308)), "reward": math.inf},
         {},
         "failed",
         "add up to inf",
     ),
     (
         "rewards beyond a batch's numbers",
-        {"rewards": {"r": SimpleNamespace(value=-1e39)}, "reward": -1e39},
+        {"rewards": {"r": Reward(score=-1e39)}, "reward": -1e39},
         {},
         "failed",
         "add up to -1e+39",
@@ -230,7 +231,7 @@ def test_of_several_agents_each_has_its_own_scores() -> None:
 
     def seat(name: str, reward: float, num_replies: int) -> Any:
         turns = [prompt_node(1), *(reply_node([], [n]) for n in range(num_replies))]
-        agent, named = SimpleNamespace(trainable=True, name=name), {"r": SimpleNamespace(value=reward)}
+        agent, named = SimpleNamespace(trainable=True, name=name), {"r": Reward(score=reward)}
         return make_trace(turns, agent=agent, reward=reward, rewards=named, metrics={"exact": reward})
 
     traces = [seat("proposer", 1.0, 1), seat("solver", 0.0, 2), seat("solver", 0.5, 4)]

@@ -232,6 +232,10 @@ def test_own_objective_by_import_path(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
         ({"clip_low": 1.5}, "cannot exceed 1"),
         ({"correction": {"type": "mask", "low": 2, "high": 1}}, "below high"),
+        (
+            {"correction": {"geometric_low": 1.2, "geometric_high": 1.1}},
+            "below geometric_high .1.1., or every sequence",
+        ),
         ({"kl": {"estimator": "k4"}}, "'k1', 'k2' or 'k3'"),
         ({"normalize": "mean"}, "'batch'"),
     ],

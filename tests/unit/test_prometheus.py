@@ -99,6 +99,7 @@ def test_every_metric_of_the_tables_is_written_by_a_role() -> None:
         ("trainer", "loss/value", "trainer_part_loss", ("value",)),
         ("trainer", "new", "trainer_other", ("new",)),
         ("orchestrator", "reward/a/b/mean", "env_reward", ("a/b", "mean")),
+        ("orchestrator", "groups/a/b/solved_all", "env_groups", ("a/b", "solved_all")),
         ("orchestrator", "env/maze/won", "env_metric", ("maze", "won")),
         ("orchestrator", "eval/maze/mean_reward", "env_eval", ("maze", "mean_reward")),
         ("orchestrator", "env_workers/maze/busy", "env_worker_busy_ratio", ("maze",)),

@@ -19,6 +19,7 @@ def a_result(reward: float = 0.1 + 0.2) -> EpisodeResult:
         versions=np.array([-1, 3, 4], dtype=np.int32),
         num_turns=1,
         reward=reward,
+        rewards={"exact": [reward / 3, 3.0]},
     )
     metrics: dict[str, Any] = {"share": np.float64(1 / 3), "single": np.float32(0.5)}
     text = "a lone surrogate \ud800"

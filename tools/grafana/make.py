@@ -16,6 +16,7 @@ from typing import Any
 FILE = Path(__file__).resolve().parent / "prime-hpc.json"
 MINE = 'run=~"$run"'
 NOT_READY = 'state!~"ready|done"'
+NOBODY, EVERY = 'kind="solved_none"', 'kind="in_batch"'
 P = "prime_hpc_"
 WINDOWS = ("1m", "5m", "15m", "1h", "6h")
 Query = tuple[str, str]
@@ -72,6 +73,11 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, list[Query]], ...]], ...] = (
         (
             ("Reward", "none", [(of("orchestrator_reward", 'stat="mean"'), "{{run}}")]),
             ("Reward by environment", "none", [(of("env_reward", 'stat="mean"'), "{{run}} {{env}}")]),
+            (
+                "Prompts that no rollout solved, by environment",
+                "percentunit",
+                [(f"{of('env_groups', NOBODY)} / ignoring (kind) {of('env_groups', EVERY)}", "{{run}} {{env}}")],
+            ),
             ("Held-out results", "none", [(of("env_eval"), "{{run}} {{env}} {{metric}}")]),
             ("Loss", "none", [(of("trainer_loss"), "{{run}}")]),
             ("KL to the engine (nats)", "none", [(of("trainer_kl_nats"), "{{run}}")]),

@@ -58,7 +58,8 @@ class AdvantageConfig(Section):
     """How rewards of a group become advantages."""
 
     type: AdvantageName = "grpo"
-    """`grpo`: (r - mean) / std over the group; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
+    """`grpo`: (r - mean) / std over the group; `gdpo`: the same of each reward function by
+    itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
     `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - a moving average of each role's
     rewards in the environment; `reinforce` (`none`): r itself; `hierarchical_grpo`: each agent against its own kind;
     `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`: token by token
@@ -68,10 +69,10 @@ class AdvantageConfig(Section):
     args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
-    """`grpo`: added to the standard deviation."""
+    """`grpo`, `gdpo`: added to the standard deviation."""
     scale: Literal["none", "batch"] = "none"
     """`batch`: divide the advantages of a step by their root mean square, all groups together; with `dr_grpo` (`grpo`
-    has divided within each group) they are those of REINFORCE++-baseline and ScaleRL."""
+    has divided within each group) they are those of REINFORCE++-baseline and ScaleRL, with `gdpo` its paper's."""
     decay: float = Field(0.95, ge=0, lt=1)
     """`rae`: what the moving average keeps of itself at each trace."""
     reward_weight: float = Field(0.0, ge=0)

@@ -46,6 +46,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
             "it is dr_grpo with orchestrator.advantage.scale = batch",
         ),
         "group_norm": "it is grpo",
+        "normalize_then_sum": "it is gdpo, with orchestrator.advantage.scale = batch",
         "maxrl": "it is max_rl",
     },
 }

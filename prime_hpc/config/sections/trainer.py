@@ -81,11 +81,18 @@ class CorrectionConfig(Section):
     """`mask`: smallest ratio kept."""
     high: float = Field(2.0, gt=0)
     """Largest ratio kept (`mask`) or used (`truncate`)."""
+    geometric_low: float = Field(0.0, ge=0)
+    """Beside either, at any level: leave out sequences the geometric mean of whose tokens' ratios is smaller."""
+    geometric_high: float | None = Field(None, gt=0)
+    """The same for those where it is greater (verl's Geo-RS has 0.999 and 1.001); off when absent."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "CorrectionConfig":
         if self.type == "mask" and self.low >= self.high:
             raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g}), or every token is masked")
+        if self.geometric_high is not None and self.geometric_low >= self.geometric_high:
+            stated = f"geometric_low ({self.geometric_low:g}) must be below geometric_high ({self.geometric_high:g})"
+            raise ValueError(f"{stated}, or every sequence is left out")
         return self
 
 

@@ -127,6 +127,11 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "it is <orchestrator.advantage.type>; the objective is <trainer.loss.type>",
     ),
     (
+        "multi_objective_aggregation gdpo_reward_keys gdpo_reward_weights",
+        "each reward function normalised by itself is `gdpo`, with their own weights: <orchestrator.advantage.type>, "
+        "<orchestrator.advantage.scale>",
+    ),
+    (
         "scale_rewards norm_adv_by_std_in_grpo no_std_norm normalize_advantages advantage_batch_normalize",
         "`grpo` divides by the group's standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>; by that "
         "of the whole step: <orchestrator.advantage.scale>",
@@ -139,6 +144,12 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "is_correction_threshold rollout_correction rollout_is rollout_is_threshold tis_imp_ratio_cap",
         "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
         "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
+    ),
+    (
+        "rollout_rs rollout_rs_threshold",
+        "tokens or sequences outside of bounds are left out with `mask`: <trainer.loss.correction.type>; sequences by "
+        "their geometric mean beside it or truncation: <trainer.loss.correction.geometric_low>, "
+        "<trainer.loss.correction.geometric_high>",
     ),
     ("mask_truncated_completions overlong_filtering", "`mask`: <orchestrator.advantage.overlong>"),
     ("overlong_buffer overlong_buffer_len overlong_buffer_cfg", "it is <orchestrator.advantage.soft_overlong.buffer>"),

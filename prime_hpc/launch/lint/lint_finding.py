@@ -74,6 +74,7 @@ CODES = {
     "PH223": "no room for a demonstration",
     "PH224": "a learning rate that nobody chose",
     "PH225": "a demonstration that tasks do not have",
+    "PH226": "advantages divided twice",
     "PH230": "more workers of environments than CPUs",
     "PH231": "addresses of environments' workers without workers",
     "PH232": "an environment that is not installed",

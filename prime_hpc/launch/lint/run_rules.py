@@ -201,7 +201,16 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "the KL penalty is not applied to groups without signal, which zero = drop leaves out of the batch",
             "zero = auto",
         )
-    if experiment.orchestrator.advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
+    advantage = experiment.orchestrator.advantage
+    if advantage.type == "grpo" and advantage.scale == "batch":
+        yield Finding.warning(
+            "PH226",
+            "orchestrator.advantage.scale",
+            "grpo has divided each group's advantages by its standard deviation: scale = batch divides them once more, "
+            "by a figure that tells little but how many groups have no signal",
+            "orchestrator.advantage.type = dr_grpo (REINFORCE++-baseline, ScaleRL), or scale = none",
+        )
+    if advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
         yield Finding.warning(
             "PH223",
             "inference.max_model_len",

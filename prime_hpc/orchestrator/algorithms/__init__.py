@@ -8,8 +8,8 @@ with those of its role (`base.score_by_role`). An algorithm of your own sees the
 `group.rewards`, and may ask `base.traces_of`.
 
 To add an algorithm, write a file here with one function `(RewardGroup, AdvantageConfig) -> float64[G]`, or a class made
-with the config, and its row in `config.named_code.ALGORITHMS`. A function that sees rewards and lengths alone serves
-episodes of several agents too (`base.score_by_role`). Or keep it in your own package and state
+with the config, and its row in `config.named_code.ALGORITHMS`. A function that sees lengths, rewards and their named
+parts alone serves episodes of several agents too (`base.score_by_role`). Or keep it in your own package and state
 `orchestrator.advantage.type = module:function`; it is called as `function(group, **args)` with
 `orchestrator.advantage.args`. A class instead of a function is made once with those arguments and has
 `score_group(group)`; `score_tokens(group, advantages)` where the tokens of one rollout differ; and, where it remembers

@@ -1,6 +1,6 @@
 """Base of every algorithm, and how one is found by its config name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -19,6 +19,9 @@ FloatArray = NDArray[np.float64]
 SPREAD_TOLERANCE = 1e-9
 """Rewards that differ by less than this share of their size are equal: their difference is rounding, not signal."""
 
+Named = Mapping[str, Sequence[float]]
+"""As `Sample.rewards`."""
+
 _KEY = "orchestrator.advantage.type"
 
 
@@ -35,6 +38,8 @@ class RewardGroup:
     """The prompt's place in the stream."""
     episodes: Sequence[Episode] = field(default=(), repr=False)
     """The rollouts themselves: tokens, named rewards, metrics."""
+    named: Sequence[Named] = field(default=(), repr=False)
+    """Of each rollout: the rewards that add up to its own before penalties, by name; none of one that was cut off."""
     references: Sequence[Sequence[NDArray[np.float32]]] = field(default=(), repr=False)
     """Of an algorithm with a teacher: its log-probability of every token of every sample of every rollout, float32[L];
     0 for a sample's first token, which nothing predicts."""
@@ -59,6 +64,8 @@ class Trace:
     """The episode's penalties taken off."""
     num_tokens: int
     """Sampled tokens, over all its samples."""
+    named: Named
+    """As in `RewardGroup`."""
 
 
 def traces_of(group: RewardGroup) -> list[Trace]:
@@ -72,11 +79,12 @@ def traces_of(group: RewardGroup) -> list[Trace]:
             by_number.setdefault(sample.trace, []).append(sample)
         for number, samples in by_number.items():
             num_tokens = sum(sample.num_loss_tokens for sample in samples)
-            found.append(Trace(i, number, samples[0].agent, samples[0].reward - penalty, num_tokens))
+            first = samples[0]
+            found.append(Trace(i, number, first.agent, first.reward - penalty, num_tokens, first.rewards))
         if not by_number:
             empty.append(i)
     roles = list(dict.fromkeys(trace.agent for trace in found))
-    found += [Trace(i, n, role, float(group.rewards[i]), 0) for i in empty for n, role in enumerate(roles)]
+    found += [Trace(i, n, role, float(group.rewards[i]), 0, {}) for i in empty for n, role in enumerate(roles)]
     return sorted(found, key=lambda trace: trace.episode)
 
 
@@ -95,7 +103,7 @@ def score_by_role(
     for traces in by_role.values():
         rewards = np.array([t.reward for t in traces])
         lengths = np.array([t.num_tokens for t in traces], dtype=np.int64)
-        part = RewardGroup(rewards, lengths, group.env, group.position)
+        part = RewardGroup(rewards, lengths, group.env, group.position, named=[t.named for t in traces])
         scores = score(part) if len(traces) >= min_group else np.zeros_like(rewards)
         found |= {(t.episode, t.number): a for t, a in zip(traces, scores.tolist(), strict=True)}
     return found

@@ -93,7 +93,8 @@ class Scorer:
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
         rewards[scored] -= self._penalties(rewards[scored], chosen, truncated[scored])
         kept_references = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
-        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, kept_references)
+        named = [e.result.samples[0].rewards if e.result.samples else {} for e in chosen]
+        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, named, kept_references)
         advantages = np.zeros_like(rewards)
         advantages[scored] = self._score_group(group)
         tokens = self._score_tokens(group, advantages[scored], episodes, kept)

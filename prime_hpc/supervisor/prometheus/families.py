@@ -64,6 +64,7 @@ _WORKER = {
     "queued": Target("env_worker_episodes", ("queued",)),
 }
 _ENV_REWARD = re.compile(r"reward/(.+)/(mean|std)")
+_ENV_GROUPS = re.compile(r"groups/(.+)/(in_batch|solved_all|solved_none)")
 _ENV_WORKERS = re.compile(r"env_workers/(.+)/([^/]+)")
 _NO_METRICS = ("step", "time")
 
@@ -88,6 +89,8 @@ def target_of(role: str, metric: str, envs: Iterable[str] = ()) -> Target | None
         return Target("trainer_part_loss", (name,)) if group == "loss" and name else Target("trainer_other", (metric,))
     if found := _ENV_REWARD.fullmatch(metric):
         return Target("env_reward", found.groups())
+    if found := _ENV_GROUPS.fullmatch(metric):
+        return Target("env_groups", found.groups())
     if found := _ENV_WORKERS.fullmatch(metric):
         env, figure = found.groups()
         known = _WORKER.get(figure)

@@ -7,6 +7,9 @@ With c = pi / mu, a constant, of a token, of its whole sequence (the product), o
     truncate (TIS, Yao et al. 2025; IMPALA's rho, arXiv 1802.01561):   min(c, high)
     mask     (MIS; IcePop in Ring-1T, arXiv 2510.18855):        c where low <= c <= high, else 0
 
+and c = 0 for all of a sequence the geometric mean of whose ratios is outside [geometric_low, geometric_high], whatever
+the level (verl's Geo-RS; beside token-level truncation its Geo-RS-Token-TIS). Divisors count what is left out.
+
 The objective's own ratio then compares pi with the trainer's policy before this update instead of with mu (the
 decoupled form, arXiv 2110.00641): the mismatch is counted once. With one update a batch that ratio is 1 in value, so
 PPO-like clips never bind and only their gradient at 1 counts.
@@ -27,22 +30,27 @@ from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Targets
 def correction_factor(
     config: CorrectionConfig, targets: Targets, behaviour: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factor [N] of each target's loss, and bool [N]: where the ratio was truncated or masked.
+    """Factor [N] of each target's loss, and bool [N]: where the ratio was truncated, masked or left out.
 
     Args:
         targets: their log pi and sequences.
         behaviour: float32 `[N]`, log mu.
     """
     difference = (targets.logprobs.detach() - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    geometric = targets.sequence_mean(difference)[targets.sequence].exp()
+    left_out = geometric < config.geometric_low
+    if config.geometric_high is not None:
+        left_out = left_out | (geometric > config.geometric_high)
     if config.level != "token":
         reduce = targets.sequence_mean if config.level == "geometric" else targets.sequence_sum
         difference = reduce(difference)[targets.sequence].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = difference.exp()
     outside = ratio > config.high
-    if config.type == "truncate":
-        return ratio.clamp(max=config.high), outside
-    outside = outside | (ratio < config.low)
-    return torch.where(outside, torch.zeros_like(ratio), ratio), outside
+    if config.type == "mask":
+        outside = outside | (ratio < config.low)
+        left_out = left_out | outside
+    factor = torch.where(left_out, torch.zeros_like(ratio), ratio.clamp(max=config.high))
+    return factor, outside | left_out
 
 
 def off_policy(threshold: float, targets: Targets, behaviour: torch.Tensor) -> torch.Tensor:
