@@ -110,6 +110,7 @@ TRAINER: dict[str, Family] = {
         "kind",
         of={"ckpt/write_s": "write", "ckpt/stall_s": "stall"},
     ),
+    "trainer_slow_ranks": gauge("Ranks that are slower than the others for long.", of="ranks/slow"),
     "trainer_rank_product_ratio": gauge(
         "Time of a fixed matrix product on the slowest rank over the median rank's.", of="ranks/product_ratio"
     ),

@@ -115,13 +115,18 @@ class SlowRanks:
             table: `[ranks, COLUMNS]`.
 
         Returns:
-            metrics: the slowest rank of each kind, and by how much it is slower than the median one.
+            metrics: the slowest rank of each kind, and by how much it is slower than the median one; how many ranks
+            have been slow so often.
         """
+        if len(self._nodes) < 2:
+            return {}
         product, read, write, num_bytes = table.T
         more_bytes = np.maximum(1.0, num_bytes / _median(num_bytes))
         metrics = self._slowest(step, "product", product, np.full_like(product, _median(product)))
         metrics |= self._slowest(step, "read", read, np.full_like(read, _median(read)))
-        return metrics | self._slowest(step, "write", write, _median(write) * more_bytes)
+        metrics |= self._slowest(step, "write", write, _median(write) * more_bytes)
+        is_told = np.stack(list(self._times_slow.values())).max(0) >= IN_A_ROW
+        return metrics | {"ranks/slow": float(np.count_nonzero(is_told))}
 
     def _slowest(
         self, step: int, kind: str, times: NDArray[np.float64], usual: NDArray[np.float64]

@@ -39,13 +39,17 @@ def test_a_slow_device_is_told_of_once_with_node_rank_and_figure(said: list[str]
     ranks = SlowRanks(torch.device("cuda"), NODES)
     slow, even = [0.0102, 0.01, 0.013, 0.0099], [0.0102, 0.01, 0.012, 0.0099]
     metrics = look(ranks, IN_A_ROW - 1, product_s=slow)
-    assert metrics == {"ranks/product_rank": 2.0, "ranks/product_ratio": 1.3}
-    assert look(ranks, 5) == {} and not said  # steps in which nobody measured say nothing, and forget nothing
+    assert metrics == {"ranks/product_rank": 2.0, "ranks/product_ratio": 1.3, "ranks/slow": 0.0}
+    assert (
+        look(ranks, 5) == {"ranks/slow": 0.0} and not said
+    )  # steps in which nobody measured say nothing, and forget nothing
     look(ranks, IN_A_ROW, product_s=slow)
+    assert look(ranks, 1)["ranks/slow"] == 1
     (line,) = said
     assert "wait for rank 2 on node n1, slow 4 times in a row" in line and "--slurm.exclude n1" in line
     assert "rank 2 computes a matrix product in 13 ms, the median rank in 10 ms; its GPU" in line
-    assert look(ranks, IN_A_ROW, product_s=even)["ranks/product_ratio"] == 1.2 and len(said) == 1
+    metrics = look(ranks, IN_A_ROW, product_s=even)
+    assert metrics["ranks/product_ratio"] == 1.2 and metrics["ranks/slow"] == 0 and len(said) == 1
     look(ranks, IN_A_ROW, product_s=slow)
     assert len(said) == 2, "it was as quick as the others in between"
 
@@ -61,7 +65,7 @@ def test_a_rank_that_is_slow_now_and_then_is_not_told_of(said: list[str]) -> Non
 
 def test_a_node_of_which_all_ranks_are_slow_is_one_line_also_where_it_is_half_of_them(said: list[str]) -> None:
     metrics = look(SlowRanks(CPU, NODES), 9, read_s=[0.1, 0.12, 0.9, 1.0])
-    assert metrics == {"ranks/read_rank": 3.0, "ranks/read_excess_s": 0.88}
+    assert metrics == {"ranks/read_rank": 3.0, "ranks/read_excess_s": 0.88, "ranks/slow": 2.0}
     (line,) = said
     assert "ranks 2, 3 on node n1" in line
     assert "rank 3 reads its part of a batch in 1.00 s, the median rank in 0.12 s; the mount" in line
