@@ -36,7 +36,7 @@ IO_SHARE = 2.0
 """So are reading and writing, where it is also `IO_S` more than the median rank's."""
 IO_S = 0.2
 _TRIES = 3
-"""Products at a time; the shortest counts."""
+"""Products at a time; the shortest counts: it tells how fast the device is, not who else has it now and then."""
 _MOUNT = "the mount of {} is slow on that node, or its network"
 _WORDS = {
     "product": ("computes a matrix product", ""),
@@ -44,8 +44,8 @@ _WORDS = {
     "write": ("writes its files of checkpoints and weights", _MOUNT.format("the run directory or ckpt.path")),
 }
 _DEVICES = {
-    "cuda": "its GPU is throttled, shared or faulty (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)",
-    "cpu": "its cores are throttled, or shared with other processes",
+    "cuda": "its GPU is throttled or faulty (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)",
+    "cpu": "its cores are throttled",
 }
 
 
@@ -68,6 +68,10 @@ class SlowRanks:
         self._device, self._nodes = device, nodes
         self._marks: list[Any] = []
         self._own = dict.fromkeys(COLUMNS, math.nan)
+        self.figures: dict[str, float] = {}
+        """Metrics of the last comparison: the slowest rank of each kind, and by how much it is slower than the median
+        one; how many ranks have been slow `IN_A_ROW` times. Apart from the step's own, which are the same in a replay.
+        """
         self._times_slow = {kind: np.zeros(len(nodes), np.int64) for kind in _WORDS}
 
     @contextlib.contextmanager
@@ -108,25 +112,18 @@ class SlowRanks:
             return _HostMark()
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
-    def compare(self, step: int, table: NDArray[np.float64]) -> dict[str, float]:
+    def compare(self, step: int, table: NDArray[np.float64]) -> None:
         """Compare the ranks; rank 0's log tells of one that has been slow `IN_A_ROW` times, once until it is not.
-
-        Args:
-            table: `[ranks, COLUMNS]`.
-
-        Returns:
-            metrics: the slowest rank of each kind, and by how much it is slower than the median one; how many ranks
-            have been slow so often.
-        """
+        `table`: `[ranks, COLUMNS]`."""
         if len(self._nodes) < 2:
-            return {}
+            return
         product, read, write, num_bytes = table.T
         more_bytes = np.maximum(1.0, num_bytes / _median(num_bytes))
-        metrics = self._slowest(step, "product", product, np.full_like(product, _median(product)))
-        metrics |= self._slowest(step, "read", read, np.full_like(read, _median(read)))
-        metrics |= self._slowest(step, "write", write, _median(write) * more_bytes)
+        figures = self._slowest(step, "product", product, np.full_like(product, _median(product)))
+        figures |= self._slowest(step, "read", read, np.full_like(read, _median(read)))
+        figures |= self._slowest(step, "write", write, _median(write) * more_bytes)
         is_told = np.stack(list(self._times_slow.values())).max(0) >= IN_A_ROW
-        return metrics | {"ranks/slow": float(np.count_nonzero(is_told))}
+        self.figures = figures | {"ranks/slow": float(np.count_nonzero(is_told))}
 
     def _slowest(
         self, step: int, kind: str, times: NDArray[np.float64], usual: NDArray[np.float64]

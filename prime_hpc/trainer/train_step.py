@@ -314,8 +314,9 @@ class TrainStep:
         top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
         total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
         total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
-        compared = self._slow_ranks.compare(step, everyone[:, : len(own)]) if self._slow_ranks is not None else {}
-        return self._metrics(step, total, top, stats) | compared
+        if self._slow_ranks is not None:
+            self._slow_ranks.compare(step, everyone[:, : len(own)])
+        return self._metrics(step, total, top, stats)
 
     def _metrics(self, step: int, total: dict[str, float], top: dict[str, float], stats: LossStats) -> dict[str, float]:
         """Means over targets, and what else the log shows; `step_flops` and counts are of the whole batch."""

@@ -264,7 +264,7 @@ class Trainer:
         elapsed = time.perf_counter() - started
         values = {**metrics, **self.train_step.throughput(metrics, training), "time/step": round(elapsed, 4), **times}
         values["tokens_per_s_overall"] = metrics["num_tokens"] / max(elapsed, 1e-9)
-        values |= self.saver.take_figures()
+        values |= self.saver.take_figures() | self.slow_ranks.figures
         if self.experiment.trainer.bench:
             self.bench_rows.append(values)
         if self.metrics is None:

@@ -60,8 +60,8 @@ def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 class OneOfTwo(SlowRanks):
     """Of a rank whose neighbour's times are its own."""
 
-    def compare(self, step: int, table: Any) -> dict[str, float]:
-        return super().compare(step, np.repeat(table, 2, axis=0))
+    def compare(self, step: int, table: Any) -> None:
+        super().compare(step, np.repeat(table, 2, axis=0))
 
 
 def grouped(num_micro: int) -> RankBatch:
@@ -98,6 +98,13 @@ def test_more_micro_batches_are_no_more_waits(build: Any, experts: int, model: A
     few, many = waits_of(train_step, grouped(1), config, EVERY), waits_of(train_step, grouped(4), config, 2 * EVERY)
     assert len(many) == len(few), sorted(set(many))
     assert len(few) <= 5, few  # the denominators: made, read; the metrics: made, read (a copy and its numbers)
+
+
+def test_times_of_ranks_are_apart_from_a_step_s_metrics_which_a_replay_compares(build: Any) -> None:
+    train_step = build()
+    metrics = train_step.run(EVERY, grouped(1), partial(rl_loss, LossConfig()))
+    assert train_step._slow_ranks.figures == {"ranks/slow": 0.0}
+    assert not [key for key in metrics if key.startswith("ranks/")]
 
 
 def test_neither_are_tokens_with_a_cross_entropy_of_their_own(build: Any) -> None:

@@ -32,7 +32,9 @@ def row(**columns: list[float]) -> np.ndarray:
 
 
 def look(ranks: SlowRanks, times: int, **columns: list[float]) -> dict[str, float]:
-    return [ranks.compare(step, row(**columns)) for step in range(times)][-1]
+    for step in range(times):
+        ranks.compare(step, row(**columns))
+    return ranks.figures
 
 
 def test_a_slow_device_is_told_of_once_with_node_rank_and_figure(said: list[str]) -> None:
@@ -100,8 +102,8 @@ def test_a_rank_alone_is_not_slow_and_a_node_alone_cannot_be_left_out(said: list
     alone = SlowRanks(CPU, ["n0"])
     for step in range(3 * EVERY):
         assert math.isnan(alone.take(step)[0])
-        assert alone.compare(step, np.array([[0.1, 9.0, 9.0, 1.0]])) == {}
-    assert not said
+        alone.compare(step, np.array([[0.1, 9.0, 9.0, 1.0]]))
+    assert not said and alone.figures == {}
     two = SlowRanks(CPU, ["n0", "n0"])
     for step in range(IN_A_ROW):
         two.compare(step, np.array([[0.1, NAN, NAN, NAN], [0.2, NAN, NAN, NAN]]))
@@ -120,3 +122,25 @@ def test_a_rank_s_own_times_are_told_once_and_cost_no_random_number() -> None:
     assert product > 0 and read > 0 and (seconds, num_bytes) == (1.5, 30.0)
     assert all(math.isnan(value) for value in ranks.take(EVERY + 2))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_product_is_read_with_the_next_step_and_its_shortest_try_counts() -> None:
+    class Event:
+        """Of a device that has done nothing of this step yet."""
+
+        def __init__(self, at_ms: float) -> None:
+            self.at_ms = at_ms
+
+        def elapsed_time(self, later: "Event") -> float:
+            assert is_over, "the host would wait"
+            return later.at_ms - self.at_ms
+
+    class Device(SlowRanks):
+        def _mark(self) -> Event:
+            return Event(next(moments))
+
+    moments, is_over = iter([100.0, 103.0, 105.0, 109.0]), False
+    ranks = Device(CPU, NODES)
+    assert math.isnan(ranks.take(EVERY)[0])
+    is_over = True
+    assert ranks.take(EVERY + 1)[0] == pytest.approx(0.002)
