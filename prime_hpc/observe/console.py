@@ -249,6 +249,7 @@ class Console:
         if "run" in row:  # one of several runs of this trainer: the row is of its step
             parts = [f"{row['run']} step {row['run/step']:>4}/{row['run/max_steps']}"]
         parts += self._rl_parts(row, took) if self._kind == "rl" else self._sft_parts(row)
+        parts += [f"slow ranks: {row['ranks/slow']:.0f} (trainer's log)"] if row.get("ranks/slow") else []
         parts += [f"{took:.1f} s/step"]
         if "run" not in row and self._max_steps is not None:
             parts += [f"ETA {duration(sum(self._times) / len(self._times) * (self._max_steps - step))}"]

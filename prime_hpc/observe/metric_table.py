@@ -110,6 +110,20 @@ TRAINER: dict[str, Family] = {
         "kind",
         of={"ckpt/write_s": "write", "ckpt/stall_s": "stall"},
     ),
+    "trainer_slow_ranks": gauge("Ranks that are slower than the others for long.", of="ranks/slow"),
+    "trainer_rank_product_ratio": gauge(
+        "Time of a fixed matrix product on the slowest rank over the median rank's.", of="ranks/product_ratio"
+    ),
+    "trainer_rank_excess_seconds": gauge(
+        "By how much the slowest rank reads its part of a batch, or writes its files, longer than the median one.",
+        "kind",
+        of={"ranks/read_excess_s": "read", "ranks/write_excess_s": "write"},
+    ),
+    "trainer_slowest_rank": gauge(
+        "Number of the slowest rank, by what it was timed at.",
+        "kind",
+        of={f"ranks/{kind}_rank": kind for kind in ("product", "read", "write")},
+    ),
     "trainer_other": gauge("What else the trainer writes into its rows, by its name there.", "name"),
 }
 ORCHESTRATOR: dict[str, Family] = {

@@ -110,7 +110,8 @@ def _give_memory_back(trainer: Trainer) -> None:
 
 
 def _read_batch(trainer: Trainer, step: int) -> RankBatch:
-    return read_local_batch(trainer.paths.rollouts_step(step), *trainer.part, trainer.handover)
+    with trainer.slow_ranks.reading():
+        return read_local_batch(trainer.paths.rollouts_step(step), *trainer.part, trainer.handover)
 
 
 def _next_signal(trainer: Trainer, step: int, num_samples: int, *, is_fake: bool) -> Signal:

@@ -39,6 +39,7 @@ from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
+from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.token_log import Watch
 
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "reward_sum", "lag_sum", "num_sampled")
@@ -85,6 +86,7 @@ class TrainStep:
         share_prefixes: bool = True,
         no_sync: bool = False,
         row_tokens: int = 0,
+        slow_ranks: SlowRanks | None = None,
     ) -> None:
         """Args:
         max_steps: length of the schedule.
@@ -101,6 +103,7 @@ class TrainStep:
         share_prefixes: compute the prompt of a group's samples once, see `prefix_attention.py`.
         no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
         row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
+        slow_ranks: compares the ranks' own times; None: nobody does.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -110,6 +113,7 @@ class TrainStep:
         self._reshard = reshard and not gathers_from_itself(policy.parallel)
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
         self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
+        self._slow_ranks = slow_ranks
         self._no_sync, self._counts_all = no_sync, denominators == "all"
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
@@ -295,19 +299,23 @@ class TrainStep:
         Ranks that work on one part of the batch all have that part's sums: the first one's count.
         """
         sums, maxima = stats.sums | stats.totals, stats.maxima
+        own = [] if self._slow_ranks is None else self._slow_ranks.take(step)
         names = [*_SUMS, "lag_max", "shared_tokens", "attention_flops", *sums, *maxima, "squared_grad_norm"]
-        known = [*(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
+        known = [*own, *(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
         known.append(self._flops.attention_flops(facts.lengths))
         counted = torch.tensor(known, dtype=torch.float64, device=self._device)
         measured = [v.double() for v in (*sums.values(), *maxima.values())]
         row = torch.cat([counted, torch.stack([*measured, squared_norm(self._parameters, self._device)])])
-        table = torch.empty((dist.get_world_size(), len(names)), dtype=torch.float64, device=self._device)
+        table = torch.empty((dist.get_world_size(), row.numel()), dtype=torch.float64, device=self._device)
         dist.all_gather_single(table, row[None])
         everyone = table.cpu().numpy()
-        columns = dict(zip(names, everyone[:: self._parallel.dims.ranks_per_part].T, strict=True))
+        parts = everyone[:: self._parallel.dims.ranks_per_part, len(own) :]
+        columns = dict(zip(names, parts.T, strict=True))
         top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
         total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
         total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
+        if self._slow_ranks is not None:
+            self._slow_ranks.compare(step, everyone[:, : len(own)])
         return self._metrics(step, total, top, stats)
 
     def _metrics(self, step: int, total: dict[str, float], top: dict[str, float], stats: LossStats) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -15,7 +16,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import Status
-from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.runtime.role_context import RoleContext, this_node
 from prime_hpc.store.artifact import Manifest, if_removable
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
@@ -41,6 +42,7 @@ from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
 from prime_hpc.trainer.rank_group import OF_FILES, RankGroup
 from prime_hpc.trainer.ranks import control_group
+from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.token_log import TokenLog, open_token_log, watching
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
 from prime_hpc.trainer.weights.lora_files import adapter_identity
@@ -89,6 +91,7 @@ class Trainer:
     profiler: StepProfiler
     control: RankGroup
     """See `ranks.control_group`."""
+    slow_ranks: SlowRanks
     token_log: TokenLog | None = None
     """Rank 0 only, with `trainer.log_tokens`."""
     packer: RolloutArchiver | None = None
@@ -261,7 +264,7 @@ class Trainer:
         elapsed = time.perf_counter() - started
         values = {**metrics, **self.train_step.throughput(metrics, training), "time/step": round(elapsed, 4), **times}
         values["tokens_per_s_overall"] = metrics["num_tokens"] / max(elapsed, 1e-9)
-        values |= self.saver.take_figures()
+        values |= self.saver.take_figures() | self.slow_ranks.figures
         if self.experiment.trainer.bench:
             self.bench_rows.append(values)
         if self.metrics is None:
@@ -298,6 +301,8 @@ class Base:
     peak_flops: float
     control: RankGroup
     """See `ranks.control_group`."""
+    nodes: Sequence[str] = ()
+    """Of each rank, its node's name."""
 
 
 def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
@@ -321,7 +326,8 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         replays_routers=experiment.replays_routers,
     )
     control = control_group(device, config.dist_timeout_s)
-    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control)
+    nodes = control.gather_all(this_node()) if dist.get_backend() != "fake" else []  # a rehearsal's
+    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control, nodes)
 
 
 def build_trainer(
@@ -347,7 +353,8 @@ def open_trainer(
     Raises ValueError: an objective or optimizer that cannot work."""
     rank, policy, many = dist.get_rank(), base.policy, bool(context.run)
     paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
-    train_step = build_train_step(base, experiment, slot)
+    slow_ranks = SlowRanks(base.device, base.nodes)
+    train_step = build_train_step(base, experiment, slot, slow_ranks)
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
     publisher = build_publisher(
         policy,
@@ -359,6 +366,7 @@ def open_trainer(
         slot=slot,
         weights=experiment.weights,
         is_kept=kept_versions(experiment),
+        slow_ranks=slow_ranks,
         chat_template=experiment.own_template,  # of every rank: each says why it ends where it is gone
     )
     return Trainer(
@@ -377,7 +385,9 @@ def open_trainer(
         else None,
         train_step=train_step,
         publisher=publisher,
-        saver=_build_saver(experiment, context, paths, bus, policy, train_step.optimizer, base.source, slot),
+        saver=_build_saver(
+            experiment, context, paths, bus, policy, train_step.optimizer, base.source, slot, slow_ranks
+        ),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
         token_log=open_token_log(experiment, paths) if rank == 0 else None,
@@ -385,10 +395,13 @@ def open_trainer(
             experiment.trainer.profile, paths.root / "profile" / f"attempt_{context.attempt}", rank, apart=many
         ),
         control=base.control,
+        slow_ranks=slow_ranks,
     )
 
 
-def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> TrainStep:
+def build_train_step(
+    base: Base, experiment: Experiment, slot: int = 0, slow_ranks: SlowRanks | None = None
+) -> TrainStep:
     """Return the train step of a loaded model. Collective where the objective needs another model.
     `slot`: adapter that it trains, with `model.lora`; it begins as the base model.
     Raises ValueError: an objective or optimizer that cannot work."""
@@ -419,6 +432,7 @@ def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> Train
         share_prefixes=config.share_prefixes,
         row_tokens=experiment.micro_batch_tokens,
         no_sync=config.defers_sync(whole_gradient_bytes(policy)),
+        slow_ranks=slow_ranks,
     )
 
 
@@ -431,6 +445,7 @@ def _build_saver(
     optimizer: torch.optim.Optimizer,
     source: Path,
     slot: int,
+    slow_ranks: SlowRanks,
 ) -> Saver:
     config = experiment.ckpt
     meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
@@ -444,4 +459,5 @@ def _build_saver(
         trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
-    return Saver(checkpointer, paths, bus, config=config, max_steps=experiment.max_steps, schedule=schedule)
+    last = experiment.max_steps
+    return Saver(checkpointer, paths, bus, config=config, max_steps=last, schedule=schedule, slow_ranks=slow_ranks)

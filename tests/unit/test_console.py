@@ -54,17 +54,23 @@ def test_console_says_where_nothing_is_learned(tmp_path: Path, capsys: pytest.Ca
     assert "(no group has a signal)" in first and "signal" not in second
 
 
-def test_console_shows_figures_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_shows_figures_that_are_not_finite_and_slow_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are text in the file; a line for people ends no run."""
 
     setup_logger("supervisor")
     console = Console(tmp_path, 3, kind="sft")
     metrics = MetricsWriter(tmp_path / "metrics" / "trainer.jsonl")
     metrics.log(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, tokens_per_s=1.0, **{"time/step": 1.0})
-    metrics.close()
     console.tick({})
     said = capsys.readouterr().out
-    assert "loss nan" in said and "grad inf" in said and "lr -inf" in said
+    assert "loss nan" in said and "grad inf" in said and "lr -inf" in said and "slow" not in said
+    slow = {"time/step": 1.0, "ranks/slow": 2.0}
+    metrics.log(2, loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0, **slow)
+    metrics.close()
+    console.tick({})
+    assert "slow ranks: 2 (trainer's log)" in capsys.readouterr().out
 
 
 def test_console_goes_on_where_a_file_cannot_be_read_for_a_while(

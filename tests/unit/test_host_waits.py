@@ -23,6 +23,7 @@ from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.expert import expert_modules, split_experts
+from prime_hpc.trainer.slow_ranks import EVERY, SlowRanks
 from prime_hpc.trainer.train_step import TrainStep
 from tests.support.host_waits import host_waits
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
@@ -34,7 +35,7 @@ ALONE = Parallel(ParallelDims(), 0, None, None, None, None, None)  # type: ignor
 
 @pytest.fixture(scope="module")
 def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainStep]:
-    """(experts, model section) -> a train step on one rank."""
+    """(experts, model section) -> a train step on one rank, which times its own part as one of two does."""
     folders: dict[int, Path] = {}
 
     def make(experts: int = 0, **model: Any) -> TrainStep:
@@ -50,10 +51,17 @@ def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             adapter = policy.adapters.parameters(0)
         return TrainStep(
             policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
-            normalize="sequence", reshard=True, device=CPU, peak_flops=1.0,
+            normalize="sequence", reshard=True, device=CPU, peak_flops=1.0, slow_ranks=OneOfTwo(CPU, ["a", "b"]),
         )  # fmt: skip
 
     return make
+
+
+class OneOfTwo(SlowRanks):
+    """Of a rank whose neighbour's times are its own."""
+
+    def compare(self, step: int, table: Any) -> None:
+        super().compare(step, np.repeat(table, 2, axis=0))
 
 
 def grouped(num_micro: int) -> RankBatch:
@@ -87,9 +95,16 @@ CASES = {
 def test_more_micro_batches_are_no_more_waits(build: Any, experts: int, model: Any, loss: Any) -> None:
     train_step, config = build(experts, **model), LossConfig.model_validate(loss)
     train_step.run(1, grouped(1), partial(rl_loss, config))  # lazy initialisation
-    few, many = waits_of(train_step, grouped(1), config, 2), waits_of(train_step, grouped(4), config, 3)
+    few, many = waits_of(train_step, grouped(1), config, EVERY), waits_of(train_step, grouped(4), config, 2 * EVERY)
     assert len(many) == len(few), sorted(set(many))
     assert len(few) <= 5, few  # the denominators: made, read; the metrics: made, read (a copy and its numbers)
+
+
+def test_times_of_ranks_are_apart_from_a_step_s_metrics_which_a_replay_compares(build: Any) -> None:
+    train_step = build()
+    metrics = train_step.run(EVERY, grouped(1), partial(rl_loss, LossConfig()))
+    assert train_step._slow_ranks.figures == {"ranks/slow": 0.0}
+    assert not [key for key in metrics if key.startswith("ranks/")]
 
 
 def test_neither_are_tokens_with_a_cross_entropy_of_their_own(build: Any) -> None:

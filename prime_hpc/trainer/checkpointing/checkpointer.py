@@ -51,6 +51,8 @@ class SaveFigures:
     """By how much it held up training on this rank."""
     write_s: float
     """From the state that it holds until its checkpoint was whole."""
+    own_s: float = 0.0
+    """Of that, for this rank's files alone."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class _Save:
     began: float
     stall_s: float = 0.0
     size: int = 0
+    own_s: float = 0.0
     ended: float = 0.0
     thread: threading.Thread | None = None
     error: BaseException | None = None
@@ -246,7 +249,10 @@ class Checkpointer:
                 raise failure
             for directory in (save.stage, save.stage / TRAINER):  # rank 0's node made them
                 store_files.await_name(directory)
-            return plan.write(save.stage / TRAINER, parts)
+            began = time.perf_counter()
+            written = plan.write(save.stage / TRAINER, parts)
+            save.own_s = time.perf_counter() - began
+            return written
 
         try:
             side.from_first(lambda: self._open_stage(save, sum(part.nbytes for part in parts.values())))
@@ -303,7 +309,7 @@ class Checkpointer:
         self._record(save)
 
     def _record(self, save: _Save) -> None:
-        self._figures = SaveFigures(save.step, save.size, save.stall_s, save.ended - save.began)
+        self._figures = SaveFigures(save.step, save.size, save.stall_s, save.ended - save.began, save.own_s)
 
     # ------------------------------------------------------------------------------------------------ loading
 

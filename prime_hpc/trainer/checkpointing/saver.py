@@ -17,6 +17,7 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule
 from prime_hpc.trainer.rank_group import RankGroup
+from prime_hpc.trainer.slow_ranks import SlowRanks
 
 
 class Saver:
@@ -31,12 +32,14 @@ class Saver:
         config: CkptConfig | None,
         max_steps: int,
         schedule: SaveSchedule | None = None,
+        slow_ranks: SlowRanks | None = None,
     ) -> None:
         """Args:
         bus: requests come and answers go over it.
         config: None: saves are on request only.
         max_steps: the last step is always saved.
         schedule: of `ckpt.interval = auto`, on rank 0.
+        slow_ranks: hears what each save took.
         """
         self.checkpointer = checkpointer
         self.saved_step: int | None = None
@@ -44,6 +47,7 @@ class Saver:
         self._paths, self._bus = paths, bus
         self._ranks = RankGroup()
         self._config, self.max_steps, self._schedule = config, max_steps, schedule
+        self._slow_ranks = slow_ranks
         self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
         """Requests that were taken up, and are answered by the next save."""
@@ -124,6 +128,8 @@ class Saver:
     def _take_note(self) -> None:
         """Note that the newest save is whole."""
         figures = self.checkpointer.take_figures()
+        if figures is not None and self._slow_ranks is not None:
+            self._slow_ranks.wrote(figures.own_s, figures.size)
         if self._ranks.rank != 0 or self.saved_step is None:
             return
         if figures is not None:

@@ -113,7 +113,8 @@ class Child:
         trainer = self.trainer
         self._still_there()
         directory = trainer.paths.rollouts_step(step)
-        batch = read_local_batch(directory, *trainer.part, trainer.handover, deadline_s=READ_S)
+        with trainer.slow_ranks.reading():
+            batch = read_local_batch(directory, *trainer.part, trainer.handover, deadline_s=READ_S)
         refuse_untrainable(batch, trainer.vocab_size, self.budget)
         return batch
 

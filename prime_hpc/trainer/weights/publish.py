@@ -10,6 +10,7 @@ index, config.json and the tokenizer of the source model (`aux_files`) to a vers
 import contextlib
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +27,12 @@ from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.rank_group import RankGroup
+from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher, Names, own_template, version_manifest
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
 from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, Block, plan_version
-from prime_hpc.weight_transport.transport import Sender, VersionForm, WholeFile, load_transport
+from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 MAX_PENDING_WRITES = 2
@@ -74,13 +76,16 @@ def build_publisher(
     slot: int = 0,
     weights: WeightsConfig | None = None,
     is_kept: Callable[[int], bool] = _is_never,
+    slow_ranks: SlowRanks | None = None,
     **names: Unpack[Names],
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
     is."""
     if policy.adapters is not None:
         return AdapterPublisher(policy, source, paths, slot=slot, **names)
-    return Publisher(policy, source, paths, dtype=dtype, weights=weights, is_kept=is_kept, **names)
+    return Publisher(
+        policy, source, paths, dtype=dtype, weights=weights, is_kept=is_kept, slow_ranks=slow_ranks, **names
+    )
 
 
 class Publisher:
@@ -95,6 +100,7 @@ class Publisher:
         dtype: torch.dtype,
         weights: WeightsConfig | None = None,
         is_kept: Callable[[int], bool] = _is_never,
+        slow_ranks: SlowRanks | None = None,
         **names: Unpack[Names],
     ) -> None:
         """Args:
@@ -102,10 +108,11 @@ class Publisher:
         dtype: floating-point dtype of the published weights.
         weights: names the transport; default: whole files.
         is_kept: versions that stay for as long as the run, by its config.
+        slow_ranks: hears what each version took.
         """
         self._policy, self._source, self.paths = policy, source, paths
         self._dtype, self._names, self.incarnation = dtype, names, names["incarnation"]
-        self._ranks = RankGroup()
+        self._ranks, self._slow_ranks, self._wrote = RankGroup(), slow_ranks, (0.0, 0)
         assert policy.weights is not None, "a policy from `load_policy`"
         weights = weights or WeightsConfig()
         transport = load_transport(weights.transport)
@@ -122,7 +129,14 @@ class Publisher:
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`; see `write`."""
-        return self.write(version, self.blocks(), self._ranks)
+        manifest = self.write(version, self.blocks(), self._ranks)
+        self.tell_times()
+        return manifest
+
+    def tell_times(self) -> None:
+        """Tell what the last version that is written took of this rank; all ranks do between the same two steps."""
+        if self._slow_ranks is not None:
+            self._slow_ranks.wrote(*self._wrote)
 
     def write(self, version: int, blocks: Iterator[Block], ranks: RankGroup) -> Manifest | None:
         """Make a version of what all ranks write.
@@ -154,13 +168,19 @@ class Publisher:
                                 for block in blocks:
                                     writer.write(block)
                                 writer.finish()
+                        self._wrote = (writer.seconds, 0)
                     except Exception:
                         deque(blocks, maxlen=0)  # in taking them, other ranks' tensors are gathered
                         raise
 
                 def seal() -> Sealed:
                     with self._fenced(stage):
-                        return self.sender.finalize()
+                        began = time.perf_counter()
+                        sealed = self.sender.finalize()
+                        if form.is_whole:  # else its time is not that of its bytes
+                            num_bytes = sum(entry.size for entry in sealed[0].values())
+                            self._wrote = (self._wrote[0] + time.perf_counter() - began, num_bytes)
+                        return sealed
 
                 def commit() -> Manifest:
                     assert gathered is not None and aux_files is not None
@@ -269,6 +289,8 @@ class _Writer:
         self._sender, self._form = sender, form
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._pending: deque[Future[None]] = deque()
+        self.seconds = 0.0
+        """Of what the thread has handed over."""
 
     def __enter__(self) -> "_Writer":
         return self
@@ -280,7 +302,12 @@ class _Writer:
             return
         if len(self._pending) == MAX_PENDING_WRITES:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._sender.write, place, content))
+        self._pending.append(self._thread.submit(self._send, place, content))
+
+    def _send(self, place: Place, content: Any) -> None:
+        began = time.perf_counter()
+        self._sender.write(place, content)
+        self.seconds += time.perf_counter() - began
 
     def finish(self) -> None:
         while self._pending:

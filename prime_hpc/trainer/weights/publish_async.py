@@ -109,6 +109,7 @@ class BesidePublisher:
             raise pending.error
         if pending.error is not None:
             raise StoreError(f"weights version {pending.version} was not published: {pending.error}") from pending.error
+        self._publisher.tell_times()
 
     @torch.no_grad()
     def _take_room(self) -> None:
