@@ -76,9 +76,15 @@ def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
         local.run(loaded(tmp_path, "someone/unheard-of"))
+    with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
+        local.submit_local(loaded(tmp_path, "someone/unheard-of"), follow=False, dry_run=False, as_json=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    plays = loaded(tmp_path, model, orchestrator={"env": [{"id": "math500"}], "sampling": {"max_tokens": 8}})
     with pytest.raises(ConfigError, match="benchmark math500 is not in .*, and no role fetches it"):
-        local.run(loaded(tmp_path, model, orchestrator={"env": [{"id": "math500"}], "sampling": {"max_tokens": 8}}))
+        local.run(plays)
+    with pytest.raises(ConfigError, match="benchmark math500 is not in .*, and no role fetches it"):
+        local.submit_local(plays, follow=False, dry_run=False, as_json=False)
+    assert local.submit_local(plays, follow=False, dry_run=True, as_json=False) == 0, "it may be brought meanwhile"
     assert not one.experiment.run_dir.exists()
 
 
