@@ -200,10 +200,12 @@ def _launch(verb: str, argv: list[str], program: str) -> int:
         nodes, ranks = Nodes.of(given.flags), ranks_of_all(given.flags)
         words = words if ranks is None else [*words, "--trainer.num-ranks", str(ranks)]
     loaded = load(words, verb, program)
+    from prime_hpc.launch.local import run, run_role, submit_local
+
+    if "--dry-run" in given:
+        return submit_local(loaded, follow=False, dry_run=True, as_json=False)
     if nodes is not None:
         run_trainer(loaded, nodes)
-    from prime_hpc.launch.local import run, run_role
-
     return run_role(loaded, verb) if verb in ROLES else run(loaded)
 
 

@@ -69,6 +69,7 @@ _TORCHRUN = (
     ("--master-port PORT", "default: $MASTER_PORT"),
 )
 """torchrun's own flags."""
+_DRY_RUN = ("--dry-run", "say what would run here; start nothing")
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
@@ -383,8 +384,9 @@ VERBS: dict[str, Verb] = {
     "rl": Verb(
         "Train by reinforcement, in the foreground: orchestrator, trainer and, if named, inference servers.",
         "[@ FILE] [--trainer @ FILE] [--orchestrator @ FILE] [--inference @ FILE] [--KEY VALUE ...]",
+        (_DRY_RUN,),
     ),
-    "sft": Verb("Supervised fine-tuning, in the foreground.", "[@ FILE ...] [--KEY VALUE ...]", _TORCHRUN),
+    "sft": Verb("Supervised fine-tuning, in the foreground.", "[@ FILE ...] [--KEY VALUE ...]", (*_TORCHRUN, _DRY_RUN)),
     "trainer": Verb("The trainer alone.", "[@ FILE ...] [--KEY VALUE ...]", _TORCHRUN),
     "orchestrator": Verb("The orchestrator alone.", "[@ FILE ...] [--KEY VALUE ...]"),
     "eval": Verb(
@@ -392,7 +394,8 @@ VERBS: dict[str, Verb] = {
         "[@ FILE ...] --environment-ids A,B [--KEY VALUE ...] | --compare A B",
         (
             ("--compare A B", "two evaluations' run directories: paired differences with their tests"),
-            ("--json", "print the summary (or the comparison) as JSON"),
+            _DRY_RUN,
+            ("--json", "print the summary (the comparison, the plan) as JSON"),
         ),
         "experiment.eval",
     ),
@@ -405,7 +408,7 @@ VERBS: dict[str, Verb] = {
     "synthesize": Verb(
         "Have a teacher play environments or answer prompts, in the foreground: rows for `sft`, or replies in files.",
         "[@ FILE ...] --environment-ids A,B | --prompts FILE [--KEY VALUE ...]",
-        (("--json", "print the report as JSON"),),
+        (_DRY_RUN, ("--json", "print the report (the plan) as JSON")),
         "experiment.synthesize",
     ),
     "inference": Verb("An inference server alone, kept until it is interrupted.", "[@ FILE ...] [--KEY VALUE ...]"),

@@ -24,6 +24,15 @@ def named_files(identifier: str, args: Mapping[str, Any]) -> Iterator[tuple[str,
                 yield argument, place
 
 
+def own_rewards(identifier: str, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the reward functions of a user's own that `rows` is given, each as where it is (a file of Python, or a
+    module) and its name there."""
+    for text in _listed(args.get("reward")) if short_id(identifier) == ROWS else ():
+        place, _, function = text.rpartition(":")
+        if place:
+            yield place, function
+
+
 def with_whole_paths(identifier: str, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of such an environment with its files named from the root, for a role may start elsewhere;
     others as they are."""

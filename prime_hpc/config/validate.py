@@ -66,9 +66,17 @@ def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, 
         message = "must be stated: it has no default"
     elif (node := resolve(path)) is not None and _WRONG_TYPE.search(kind):
         message = f"expected {type_text(node.annotation)}, got {_shown(detail['input'], path)}"
+        message += _of_items(detail["input"], path)
     else:
         message = f"{message.replace('Input should', 'must')}, got {_shown(detail['input'], path)}"
     return Problem(message, ".".join(path) or None, origin_of(path, provenance))
+
+
+def _of_items(value: Any, path: tuple[str, ...]) -> str:
+    """Say where a key that was given a list of values takes one for each environment; empty: nowhere."""
+    several = isinstance(value, list) or (isinstance(value, str) and ("," in value or value.startswith("[")))
+    of_item = (*path[:-1], "env", "0", path[-1])
+    return f"; one for each environment: {'.'.join(of_item)}, ..." if several and resolve(of_item) else ""
 
 
 def _shown(value: Any, path: tuple[str, ...] = ()) -> str:

@@ -67,7 +67,10 @@ def check(
         *(_model(experiment, waits) if role != "orchestrator" else []),
         *(trained_models(experiment) if role in (None, "trainer") and experiment.trains else []),
         *(_environments(experiment, starts_elsewhere) if _samples(experiment, role) else []),
-        *(missing_rows(experiment) if _samples(experiment, role) and not waits else []),
+        *(
+            Problem(str(error), key)
+            for key, error in (unread_rows(experiment) if _samples(experiment, role) and not waits else ())
+        ),
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
         *_compression(experiment),
@@ -343,9 +346,9 @@ def unknown_arguments(experiment: Experiment) -> Iterator[Problem]:
                 yield Problem(f"{env.id} has no such argument; {hint}it has {', '.join(known)}", f"{key}.args.{name}")
 
 
-def missing_rows(experiment: Experiment) -> Iterator[Problem]:
-    """Yield what is not there of the files that `rows` and `prompts` are given, rows and reward functions, and files
-    that begin as no file of rows does (one JSON array)."""
+def unread_rows(experiment: Experiment) -> Iterator[tuple[str, ValueError]]:
+    """Yield what is wrong with the files that `rows` and `prompts` are given, rows and reward functions, by their keys:
+    `NothingThereError`, or files that begin as no file of rows does (one JSON array, a table)."""
     own = f"synthesize.env.{len(experiment.episodes.env)}"  # the environment of `synthesize.prompts`
     for key, env in stated_environments(experiment):
         for name, path in named_files(env.id, env.args):
@@ -354,9 +357,9 @@ def missing_rows(experiment: Experiment) -> Iterator[Problem]:
                 if name == "files":
                     first_columns(find_data(source := SFTSourceConfig(path=[path])), source)
                 elif not Path(path).is_file():
-                    yield Problem(f"{path} is no file", where)
+                    yield where, NothingThereError(f"{path} is no file")
             except ValueError as error:
-                yield Problem(str(error), where)
+                yield where, error
 
 
 def _data(experiment: Experiment, waits: bool) -> list[Problem]:

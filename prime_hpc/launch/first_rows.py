@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prime_hpc.config.env_files import REWARDS, ROWS, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.dataset.files import DataFiles, first_parquet_rows, is_compressed
+from prime_hpc.store.dataset.files import DataFiles, find_data, first_columns, first_parquet_rows, is_compressed
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, PlainText, SFTDataError, parse_line, parse_row
 
 if TYPE_CHECKING:
@@ -83,14 +83,55 @@ def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
     if bool(args.get("files")) == bool(args.get("dataset")):
         yield "files", f"name JSONL or Parquet files{', or a data set of the hub as `dataset`: one of them' * is_rows}"
         return
+    if not is_rows:
+        return
+    yield from _wrong_columns(env)
+    question, weights = args.get("question", "{}"), args.get("weights")
+    if isinstance(question, str) and question.count("{}") != 1:
+        yield "question", f"needs one {{}}, which stands for the prompt, not {question!r}"
     given = args.get("reward", REWARDS[0])
     rewards = [given] if isinstance(given, str) else given
-    for reward in rewards if is_rows and isinstance(rewards, list) else ():
+    if not isinstance(rewards, list):
+        return
+    if weights and isinstance(weights, list) and len(weights) != len(rewards):
+        yield "weights", f"{len(weights)} for {len(rewards)} rewards: state one for each"
+    for reward in rewards:
         if reward not in REWARDS and ":" not in str(reward):
             yield (
                 "reward",
                 f"{reward!r} is none of {', '.join(REWARDS)}; your own is FILE.py:function or module:function",
             )
+
+
+def _wrong_columns(env: EnvConfig) -> Iterator[tuple[str, str]]:
+    """Yield columns that `rows` is told to read and that its first row has not."""
+    named = {name: env.args[name] for name in ("prompt", "answer") if isinstance(env.args.get(name), str)}
+    columns: list[str] | None = None
+    with contextlib.suppress(ValueError):  # no files, or none that can be read: told as such
+        source = _source(env.args.get("files")) if named else None
+        columns = first_columns(find_data(source), source) if source is not None else None
+    if columns is None:
+        return
+    for name, column in named.items():
+        if (column if name == "prompt" else column.partition(".")[0]) not in columns:
+            yield name, f"the first row has no {column!r}; its columns are: {', '.join(columns)}"
+
+
+def columns_of(files: Any) -> set[str]:
+    """Return the columns of the first rows that `rows` would read; none where they cannot be had."""
+    with contextlib.suppress(ValueError):
+        if (source := _source(files)) is not None:
+            found = find_data(source)
+            if found.kind == "parquet":
+                return set(first_columns(found, source) or ())
+            rows = (parse_line(line, path) for _, line, path in _rows(found, source))
+            return {name for row in rows if isinstance(row, dict) for name in row}
+    return set()
+
+
+def _source(files: Any) -> SFTSourceConfig | None:
+    """Return the files of `rows` as a source; None: it names none. Raises ValueError: it names something else."""
+    return SFTSourceConfig(path=[files] if isinstance(files, str) else files) if files else None
 
 
 def _parse(

@@ -26,6 +26,7 @@ from prime_hpc.launch.fetch.fetch import require_model
 from prime_hpc.launch.fetch.presence import absent_models
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.lint.lint import lint, print_warnings, refuse_errors
+from prime_hpc.launch.lint.lint_finding import Finding
 from prime_hpc.launch.monitor.logs import copy_new
 from prime_hpc.launch.plan.plan import local_plan
 from prime_hpc.launch.plan.plan_text import show_dry_run
@@ -57,12 +58,8 @@ def run(loaded: Loaded) -> int:
     """Run an experiment in the foreground; returns the exit code. Raises ConfigError, for what lint calls an error as
     `submit` does."""
     loaded = for_evaluation(loaded)
-    findings = lint(loaded.experiment.model_copy(update={"launch": "local"}), GENERIC)  # no site's nodes are asked
-    # models and benchmarks that are not there: nobody brings them meanwhile, as he may while a job waits
-    absent = absent_models(loaded.experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
-    absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
-    codes = ("PH207", "PH329")
-    findings = [replace(f, severity="error") if f.code in codes and f.key in absent else f for f in findings]
+    here = loaded.experiment.model_copy(update={"launch": "local"})
+    findings = _to_start_now(here, lint(here, GENERIC))  # no site's nodes are asked
     refuse_errors(loaded, findings)
     run_dir = prepare_run(loaded)
     print_warnings(findings)  # no sooner: a model that is missing is an error here
@@ -73,6 +70,14 @@ def run(loaded: Loaded) -> int:
     if code != USAGE and (words := how_to_go_on(loaded.experiment, run_dir, again)):
         print(words, file=sys.stderr)
     return code
+
+
+def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Finding]:
+    """Return findings with an error for each model and benchmark that is not there: nobody brings them meanwhile, as he
+    may while a job waits."""
+    absent = absent_models(experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
+    absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
+    return [replace(f, severity="error") if f.key in absent else f for f in findings]
 
 
 def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
@@ -117,6 +122,7 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
     loaded = for_evaluation(loaded)
     here = loaded.experiment.model_copy(update={"launch": "local"})
     findings = lint(here, load_site(here.slurm.site))
+    findings = findings if dry_run else _to_start_now(here, findings)
     refuse_errors(loaded, findings)
     warned = [] if as_json else findings
     if dry_run:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from prime_hpc.config import Experiment, Problem
-from prime_hpc.store.io.disk import free_bytes
+from prime_hpc.store.io.disk import free_bytes, size_text
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model.files import INDEX, weight_files
 
@@ -41,7 +41,7 @@ def storage_problems(experiment: Experiment, role: str | None, by_slurm: bool) -
     if away is None and len({root.stat().st_dev for root in roots.values()}) == 1:
         kept = dict.fromkeys(kept, sum(kept.values()))
     wants = [
-        (key, size, f"the run keeps about {size / 2**30:.2f} GiB of weights and checkpoints at once")
+        (key, size, f"the run keeps about {size_text(size)} of weights and checkpoints at once")
         for key, size in kept.items()
     ]
     wants.append(("output_dir", MIN_FREE_BYTES, f"logs and results want {MIN_FREE_BYTES >> 20} MiB"))
@@ -51,7 +51,7 @@ def storage_problems(experiment: Experiment, role: str | None, by_slurm: bool) -
     for key, root in roots.items():
         free, (needed, why) = free_bytes(root), max(want[1:] for want in wants if want[0] == key)
         if free < needed:
-            text = f"the file system of {root} has {free / 2**30:.2f} GiB free, but {why}"
+            text = f"the file system of {root} has {size_text(free)} free, but {why}"
             problems.append(Problem(f"{text}; free some space or choose another {key}", key))
     if not problems and experiment.ckpt is not None and away is None:  # on Lustre its files lie on single OSTs
         key, root = list(roots.items())[-1]

@@ -4,8 +4,10 @@ Delays are shortened (the tool's are 5 s for names and 30 s for misses: `tools/b
 """
 
 import errno
+import gzip
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +15,15 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+import zstandard
 from loguru import logger
 from pyarrow import parquet
 
-from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact, wait_for_artifact
 from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
 from prime_hpc.store.batches import read_state
+from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.store.io import retry_reads
 from prime_hpc.store.io.files import make_dir
@@ -29,7 +33,7 @@ from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.data.messages import DataChangedError
-from prime_hpc.trainer.data.sources import ArrowRows, JsonLines
+from prime_hpc.trainer.data.sources import ArrowRows, JsonLines, open_rows
 from tests.support.hostile.mount import Node, hostile_mounts, why_not
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -226,9 +230,10 @@ def test_rows_that_cannot_be_read_now_are_waited_for(
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE"])
 def test_parquet_that_cannot_be_read_now_is_not_taken_for_bad_data(
-    nodes: list[Node], tmp_path: Path, number: str
+    nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
     """A run that ends by bad data stays down."""
+    monkeypatch.setattr(retry_reads, "FILE_S", 0.1)
     path = nodes[0].path / f"{number}.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a" * 9] * 999, "completion": ["b"] * 999}), path)
     nodes[0].fail(op="read", errno=number, match=path.name, times=10**9)
@@ -237,3 +242,27 @@ def test_parquet_that_cannot_be_read_now_is_not_taken_for_bad_data(
     assert found.value.errno == getattr(errno, number) and list(tmp_path.glob("*")) == []
     nodes[0].ask()
     assert ArrowRows(path, tmp_path, SFTSourceConfig()).num_rows == 999
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_packed_rows_that_cannot_be_read_now_are_waited_for(nodes: list[Node], tmp_path: Path, suffix: str) -> None:
+    """As they are unpacked: by a stale handle nothing more is to be had."""
+    rows = [{"prompt": random.Random(row).randbytes(700).hex(), "completion": str(row)} for row in range(5000)]
+    path, text = nodes[0].path / f"rows.{suffix}", "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_bytes(gzip.compress(text, 1) if suffix.endswith("gz") else zstandard.compress(text))
+    waited: list[str] = []
+
+    def mend(message: str) -> None:
+        waited.append(message)
+        nodes[0].ask()
+
+    path.open().close()  # the kernel forgets what it had read
+    nodes[0].fail(op="read", errno="ESTALE", match=path.name, times=10**9)
+    sink = logger.add(mend, filter=lambda record: "cannot be read now" in record["message"])
+    source = SFTDataConfig(path=str(path))
+    found = open_rows(source, find_data(source), tmp_path)
+    logger.remove(sink)
+    assert waited and [found.row(index) for index in (0, 4999)] == [rows[0], rows[-1]]

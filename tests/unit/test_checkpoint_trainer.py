@@ -1,5 +1,6 @@
 """The trainer's checkpoints in one process: what is saved is the state at the boundary, whatever comes after."""
 
+import shutil
 import threading
 import time
 from functools import partial
@@ -221,6 +222,16 @@ def test_a_request_is_answered_by_the_save_of_its_own_step(group: None, model: P
     bus.close()
     hub.close()
     assert heard == [(1, []), (2, [7])]
+
+
+def test_a_disk_without_room_is_told_in_units_that_fit(
+    group: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=False)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2048))
+    with pytest.raises(StoreError, match=r"takes about [1-9][\d.]* [KM]iB, 2.0 KiB are free"):
+        trainer.save(1)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

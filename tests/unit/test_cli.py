@@ -140,6 +140,20 @@ def test_submit_flags_are_its_own(handed: list[Any], tmp_path: Path) -> None:
     assert second.files == [str(path)]
 
 
+def test_a_dry_run_of_an_entrypoint_says_what_would_run(
+    handed: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    played = ["--environment-ids", "reverse-text", "--model.name", "/nowhere", "--dry-run"]
+    for verb, words in {"rl": [*ENV, "--dry-run"], "sft": ["--data.type", "fake", "--dry-run"]}.items():
+        assert console(verb, words, monkeypatch) == 0
+        assert f"({verb})\n" in capsys.readouterr().out
+    for verb in ("eval", "synthesize"):
+        assert cli.main([verb, *played, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]["kind"] == verb
+    assert not handed and not list(tmp_path.iterdir())
+
+
 def test_plan_prints_and_entrypoints_return_the_launchers_code(
     handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

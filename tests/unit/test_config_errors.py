@@ -197,6 +197,12 @@ def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:
         ("seed: 1\nmax_steps: ten\n", 2, "max_steps", "expected an integer, got 'ten'"),
         ("max_steps: 1.5\n", 1, "max_steps", "expected an integer, got 1.5"),
         ("max_steps: true\n", 1, "max_steps", "expected an integer, got true"),
+        (
+            "orchestrator:\n  rollouts_per_example: [1, 4]\n",
+            2,
+            "orchestrator.rollouts_per_example",
+            "expected an integer, got [1, 4]; one for each environment: orchestrator.env.0.rollouts_per_example, ...",
+        ),
         ("max_steps: 0\n", 1, "max_steps", "must be greater than or equal to 1, got 0"),
         ("model:\n  dtype: fp8\n", 2, "model.dtype", "expected one of float32, bfloat16, float16, got 'fp8'"),
         ("model:\n  - a\n", 1, "model", "expected a section of keys"),

@@ -245,7 +245,8 @@ def test_a_shells_variable_is_told_from_a_reference(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_is_told_where_it_is() -> None:
-    refused(["--dry-run"], "submit FILE --dry-run")
+    """As a key of a file; `rl` has a flag of that name."""
+    refused(["--dry-run"], "rl @ FILE --dry-run")
 
 
 def test_a_config_as_a_flag_is_told_how_it_is_given() -> None:

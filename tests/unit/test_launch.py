@@ -76,9 +76,15 @@ def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
         local.run(loaded(tmp_path, "someone/unheard-of"))
+    with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
+        local.submit_local(loaded(tmp_path, "someone/unheard-of"), follow=False, dry_run=False, as_json=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    plays = loaded(tmp_path, model, orchestrator={"env": [{"id": "math500"}], "sampling": {"max_tokens": 8}})
     with pytest.raises(ConfigError, match="benchmark math500 is not in .*, and no role fetches it"):
-        local.run(loaded(tmp_path, model, orchestrator={"env": [{"id": "math500"}], "sampling": {"max_tokens": 8}}))
+        local.run(plays)
+    with pytest.raises(ConfigError, match="benchmark math500 is not in .*, and no role fetches it"):
+        local.submit_local(plays, follow=False, dry_run=False, as_json=False)
+    assert local.submit_local(plays, follow=False, dry_run=True, as_json=False) == 0, "it may be brought meanwhile"
     assert not one.experiment.run_dir.exists()
 
 
@@ -226,7 +232,7 @@ def test_output_directory_that_cannot_be_written(tmp_path: Path, model: Path) ->
 
 def test_output_directory_too_small(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000000000}}')
-    with pytest.raises(ConfigError, match="GiB free, but the run keeps about"):
+    with pytest.raises(ConfigError, match="free, but the run keeps about"):
         check(loaded(tmp_path, model))
 
 
@@ -251,7 +257,7 @@ def test_a_full_disk_has_no_room_for_what_is_small(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    with pytest.raises(ConfigError, match="0.00 GiB free, but logs and results want 64 MiB"):
+    with pytest.raises(ConfigError, match="has 1.0 MiB free, but logs and results want 64 MiB"):
         check(loaded(tmp_path, model))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))  # over FUSE: nobody knows
     assert str(disk_error(OSError(errno.ENOSPC, "full"), tmp_path)).count("MiB free") == 0
@@ -270,7 +276,7 @@ def test_checkpoints_elsewhere_are_looked_at_where_they_are(
     usage = shutil.disk_usage(tmp_path)
     try:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(1 if path == own else 8) << 30))
-        with pytest.raises(ConfigError, match=rf"ckpt.path: .*{own} has 1.00 GiB free, but .* 12.00 GiB") as refused:
+        with pytest.raises(ConfigError, match=rf"ckpt.path: .*{own} has 1.0 GiB free, but .* 12.0 GiB") as refused:
             check(loaded(tmp_path, model, ckpt={"path": str(own)}))
         keys = [problem.key for problem in refused.value.problems]
         assert "ckpt.path" in keys and "output_dir" not in keys
@@ -284,7 +290,7 @@ def test_a_job_needs_the_room_that_its_preflight_will_ask_for(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 29))
     check(loaded(tmp_path, model))
-    words = r"file system of .*/out has 0.50 GiB free, but .*preflight wants 1 GiB \(slurm.preflight.min_free_gib\)"
+    words = r"file system of .*/out has 512.0 MiB free, but .*preflight wants 1 GiB \(slurm.preflight.min_free_gib\)"
     with pytest.raises(ConfigError, match=words):
         check(loaded(tmp_path, model), by_slurm=True)
     check(loaded(tmp_path, model, slurm={"preflight": {"enabled": False}}), by_slurm=True)

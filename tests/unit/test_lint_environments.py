@@ -64,8 +64,14 @@ def test_a_file_of_rows_that_is_one_json_array_is_told(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"instruction": "a b", "output": "b a"}], indent=2))
     tree = {"orchestrator": {"env": [{"id": "rows", "args": {"files": [str(path)]}}]}}
     found = lint(Experiment.model_validate({"name": "x", "model": MODEL, **tree}), SiteConfig(name="x"))
-    (message,) = [f.message for f in found if f.code == "PH207"]
-    assert message == f"{path} is one JSON array; rows are one object a line: jq -c '.[]' rows.json > rows.jsonl"
+    (one,) = [f for f in found if f.code == "PH207"]
+    assert one.message == f"{path} is one JSON array; rows are one object a line: jq -c '.[]' rows.json > rows.jsonl"
+    assert (one.severity, one.remedy) == ("error", ""), "it says itself what to do, and waiting does not help"
+    path.unlink()
+    found = lint(Experiment.model_validate({"name": "x", "model": MODEL, **tree}), SiteConfig(name="x"))
+    assert [(f.severity, f.remedy) for f in found if f.code == "PH207"] == [
+        ("warning", "make it before submit, or mend the path")
+    ]
 
 
 def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
@@ -192,6 +198,73 @@ def test_code_of_ones_own_is_found_without_importing_it(tmp_path: Path, monkeypa
         # what its script does to PYTHONPATH is not known here
         ((severity, _),) = said(name, slurm={"setup": ["export PYTHONPATH=/x"]})
         assert severity == "warning"
+
+
+REWARDS = """import functools
+from math import *
+raise RuntimeError("lint imported it")
+def own(completion, level, *, scale=1.0, **kwargs): ...
+async def lists(completions, labels, level): ...
+def typed(completion, levle): ...
+def open_to_all(*args, **kwargs): ...
+@functools.cache
+def decorated(anything): ...
+"""
+
+
+def test_reward_functions_are_read_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong name, or a parameter that no row has, ended the run once its engines were up."""
+    own, plain, rows = tmp_path / "own.py", tmp_path / "plain_rewards.py", tmp_path / "rows.jsonl"
+    own.write_text(REWARDS.replace("from math import *\n", ""))
+    plain.write_text(REWARDS)
+    rows.write_text(json.dumps({"prompt": "1+1", "answer": "2", "level": 3}) + "\n")
+    (tmp_path / "broken.py").write_text("def own(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def said(reward: str, site: dict[str, Any] | None = None, **more: Any) -> list[tuple[str, str, str | None]]:
+        env = {"id": "rows", "args": {"files": [str(rows)], "reward": ["math", reward]}}
+        tree = {"orchestrator": {"env": [env]}, "launch": "local", **more}
+        found = lint(Experiment.model_validate(tree), SiteConfig.model_validate({"name": "x", **(site or {})}))
+        assert all(f.key == "orchestrator.env.0.args.reward" for f in found if f.code == "PH233")
+        return [(f.severity, f.message, f.remedy) for f in found if f.code == "PH233"]
+
+    for name in ("own", "lists", "decorated"):
+        assert said(f"{own}:{name}") == said(f"plain_rewards:{name}") == []
+    assert said(f"{plain}:sin") == [], "a star may bring it"
+    ((severity, message, _),) = said(f"{own}:type")
+    assert severity == "error" and message.endswith("own.py defines no 'type'; did you mean typed?")
+    assert [f[0] for f in said(f"{own}:type", launch="slurm")] == ["error"]
+    assert [f[0] for f in said(f"{own}:type", {"container": {"image": "/x.sif"}}, launch="slurm")] == ["warning"]
+    assert [f[0] for f in said("nowhere:own")] == ["error"]
+    assert [f[0] for f in said("nowhere:own", launch="slurm")] == ["warning"]
+    assert "broken.py cannot be read as Python" in said(f"{tmp_path}/broken.py:own")[0][1]
+    for place in (str(own), "plain_rewards"):
+        ((severity, message, _),) = said(f"{place}:typed")
+        assert severity == "warning" and message.startswith("reward 'typed' takes levle, which no reply has; there are")
+        assert "takes *args and **kwargs" in said(f"{place}:open_to_all")[0][1]
+    rows.unlink()
+    assert said(f"{own}:typed") == [], "the rows are not there yet: nobody knows their columns"
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "words"),
+    [
+        ({"prompt": "promt"}, "prompt", "the first row has no 'promt'; its columns are: answer, prompt"),
+        ({"answer": "answers.text"}, "answer", "the first row has no 'answers.text'"),
+        ({"answer": "answer.text"}, None, ""),
+        ({"question": "Say it"}, "question", "needs one {}"),
+        ({"reward": ["math", "exact"], "weights": [1.0]}, "weights", "1 for 2 rewards"),
+    ],
+)
+def test_arguments_that_do_not_go_with_the_rows_are_refused(
+    args: dict[str, Any], key: str | None, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": {"text": "2"}}) + "\n")
+    env = {"id": "rows", "args": {"files": str(tmp_path / "rows.jsonl"), **args}}
+    found = lint(Experiment.model_validate({"orchestrator": {"env": [env]}}), SiteConfig(name="x"))
+    wrong = [f for f in found if f.code == "PH236"]
+    assert [f.key for f in wrong] == ([f"orchestrator.env.0.args.{key}"] if key else [])
+    assert all(words in f.message for f in wrong)
 
 
 @pytest.mark.parametrize(

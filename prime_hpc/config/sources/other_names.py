@@ -350,7 +350,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
 """Last words of a key there, whatever section they stand in -> what to state here."""
 
 _AS_TYPED: dict[str, str] = {
-    "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `prime-hpc plan` says what would run",
+    "dry_run": "`prime-hpc submit FILE --dry-run` prints the job, `rl @ FILE --dry-run` says what would run here",
     **dict.fromkeys(("config", "config_file", "config_path"), "a config file is given as `@ FILE`"),
     "pp.rank": _STAGES,
     "pp.iroh_seed": _STAGES,

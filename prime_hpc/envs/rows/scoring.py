@@ -33,14 +33,11 @@ from typing import Any
 from prime_hpc.envs.benchmarks.rows import last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import same_answer
+from prime_hpc.envs.rows.reward_calls import TEXT, is_plural, wrong_call
 from prime_hpc.envs.tasksets.integers import last_number
 from prime_hpc.envs.tasksets.math_questions import answer_in
 
 Function = Callable[..., Any]
-_TEXT = ("completion", "response", "solution_str")
-_ANSWER = ("answer", "ground_truth")
-_MADE = (*_TEXT, *_ANSWER, "prompt", "messages", "row")
-_PLURAL = ("completions", "queries", "prompts", "labels")
 _SCORE = ("score", "reward", "rewards")
 AT_ONCE = 64
 """Functions that run at a time, on threads: most of them wait for somebody, a reward model for instance."""
@@ -113,24 +110,12 @@ class RewardFunction:
     @cached_property
     def is_plural(self) -> bool:
         """True if it takes lists, as TRL and OpenRLHF have it."""
-        return not {"completions", "queries"}.isdisjoint(inspect.signature(self.function).parameters)
+        return is_plural(inspect.signature(self.function))
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise EnvError where it needs what no reply has, or does not say what it needs."""
-        known = {*columns, *(_PLURAL if self.is_plural else _MADE)}
-        parameters = inspect.signature(self.function).parameters.values()
-        fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        if {p.kind for p in parameters} == set(fixed):
-            raise EnvError(
-                f"rows: reward {self.name!r} takes *args and **kwargs, which do not say how it is to be called: put "
-                "@functools.wraps(function) on the wrapper within its decorator"
-            )
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
-        if missing := [name for name in needed if name not in known]:
-            raise EnvError(
-                f"rows: reward {self.name!r} takes {', '.join(missing)}, which no reply has; there are: "
-                f"{', '.join(sorted(known))}"
-            )
+        if wrong := wrong_call(self.name, inspect.signature(self.function), columns):
+            raise EnvError(f"rows: {wrong}")
 
     async def value(self, reply: Reply) -> tuple[float, dict[str, float]]:
         """Return the score, and the metrics beside it. Raises TypeError, ValueError: it returned no finite number."""
@@ -159,7 +144,7 @@ class RewardFunction:
         text = reply.text if self.function in NAMED.values() else reply.sampled
         offered = {
             **reply.row,
-            **dict.fromkeys(_TEXT, text),
+            **dict.fromkeys(TEXT, text),
             **{"answer": reply.answer, "ground_truth": reply.row.get("ground_truth", reply.answer)},
             **{"prompt": reply.prompt, "messages": reply.messages, "row": dict(reply.row)},
         }

@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.store.io.disk import size_text
+
 HUB_TIMEOUT_S = 30.0
 LOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 """Files of a model that trainer and engines read: weights, config, tokenizer, templates, code."""
@@ -40,9 +42,9 @@ def fetch_model(name: str, cache: Path, revision: str | None) -> None:
     if missing:
         cache.mkdir(parents=True, exist_ok=True)
         need, free = sum(missing.values()), shutil.disk_usage(cache).free
-        print(f"{name}: {len(missing)} files, {need / 2**30:.2f} GiB, into {cache}", file=sys.stderr, flush=True)
+        print(f"{name}: {len(missing)} files, {size_text(need)}, into {cache}", file=sys.stderr, flush=True)
         if need + _SPARE_BYTES > free:
-            raise OSError(f"{need / 2**30:.2f} GiB are to come, and {cache} has {free / 2**30:.2f} GiB free")
+            raise OSError(f"{size_text(need)} are to come, and {cache} has {size_text(free)} free")
     snapshot_download(
         name, revision=revision, cache_dir=cache, allow_patterns=list(LOADED), ignore_patterns=list(NOT_LOADED)
     )

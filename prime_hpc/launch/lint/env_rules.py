@@ -9,10 +9,11 @@ from prime_hpc.config.env_files import short_id
 from prime_hpc.config.named_code import ALGORITHMS
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.bundled_arguments import task_fields
-from prime_hpc.launch.checks import missing_environments, missing_rows, starts_elsewhere, unknown_arguments
+from prime_hpc.launch.checks import missing_environments, starts_elsewhere, unknown_arguments, unread_rows
 from prime_hpc.launch.fetch.needs import benchmarks_of
 from prime_hpc.launch.fetch.presence import job_environ, look
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
+from prime_hpc.store.dataset.files import NothingThereError
 from prime_hpc.store.model.config import is_on
 
 _OF_EVERY_TASK = ("idx", "name", "description", "prompt", "system_prompt")
@@ -118,11 +119,14 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
 
 @rule(*EVERY)
 def rows(subject: Subject) -> Iterator[Finding]:
-    """Report files that the environment `rows` is given and that are not there."""
+    """Report files that the environments `rows` and `prompts` are given and that are not there, or hold no rows."""
     experiment = subject.experiment
     if experiment.samples and not is_parent(experiment):
-        for problem in missing_rows(experiment):
-            yield Finding.warning("PH207", problem.key, problem.message, "make it before submit, or mend the path")
+        for key, error in unread_rows(experiment):
+            if isinstance(error, NothingThereError):
+                yield Finding.warning("PH207", key, str(error), "make it before submit, or mend the path")
+            else:
+                yield Finding.error("PH207", key, str(error), "")
 
 
 @rule(*EVERY)

@@ -1,13 +1,22 @@
-"""Lint of code that a config names by its import path (`module:function`): found and read, never imported."""
+"""Lint of code that a config names by its import path (`module:function`) or file: found and read, never imported."""
 
 import ast
 import importlib.util
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.env_files import own_rewards
 from prime_hpc.config.sections.names import is_import_path
-from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject, rule
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.rows.reward_calls import written_signature, wrong_call
+from prime_hpc.launch.checks import starts_elsewhere, stated_environments
+from prime_hpc.launch.first_rows import columns_of
+from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
+
+_REMEDY = "install the module where the roles run, set PYTHONPATH, or mend the name"
 
 
 def _named(subject: Subject) -> Iterator[tuple[str, str]]:
@@ -49,28 +58,43 @@ def _defines(tree: ast.Module, name: str) -> bool:
     return False
 
 
-def _lack(path: str) -> str | None:
-    """Say why code cannot be imported; None: it can, as far as its source tells."""
-    module, _, attribute = path.partition(":")
-    try:
-        spec = _find(module)
-    except (ImportError, ValueError):  # a module that is loaded and says nothing of where it is from
+def _read(place: str) -> tuple[str, ast.Module] | str | None:
+    """Return a module's file and what is written there; a text: why it cannot be imported; None: nobody can tell.
+    `place`: its name, or a file of Python."""
+    path: str | None = place
+    if not place.endswith(".py"):
+        try:
+            spec = _find(place)
+        except (ImportError, ValueError):  # a module that is loaded and says nothing of where it is from
+            return None
+        if spec is None:
+            here = Path(*place.split(".")).with_suffix(".py")
+            aside = (
+                f"; {here} is below this directory, where the roles do not look (they start with python -P)"
+                if here.is_file()
+                else ""
+            )
+            return f"there is no module {place!r}{aside}"
+        path = spec.origin
+    if path is None or not path.endswith(".py"):
         return None
-    if spec is None:
-        here = Path(*module.split(".")).with_suffix(".py")
-        aside = (
-            f"; {here} is below this directory, where the roles do not look (they start with python -P)"
-            if here.is_file()
-            else ""
-        )
-        return f"there is no module {module!r}{aside}"
-    if not (spec.origin or "").endswith(".py"):
-        return None
     try:
-        tree = ast.parse(Path(str(spec.origin)).read_bytes())
+        return path, ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        return f"{spec.origin} cannot be read as Python: {error}"
-    return None if _defines(tree, attribute) else f"{spec.origin} defines no {attribute!r}"
+        return f"{path} cannot be read as Python: {error}"
+
+
+def _lack(place: str, attribute: str) -> str | None:
+    """Say why code cannot be imported; None: it can, as far as its source tells."""
+    read = _read(place)
+    if not isinstance(read, tuple):
+        return read
+    path, tree = read
+    if _defines(tree, attribute):
+        return None
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    near = get_close_matches(attribute, names, n=1)
+    return f"{path} defines no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 @rule("rl")
@@ -79,6 +103,37 @@ def found(subject: Subject) -> Iterator[Finding]:
     (`setup`, `env`), or start from another Python environment."""
     severity: Severity = "warning" if subject.is_slurm else "error"
     for key, path in _named(subject):
-        if (lack := _lack(path)) is not None:
-            remedy = "install the module where the roles run, set PYTHONPATH, or mend the name"
-            yield Finding("PH233", severity, key, f"{path!r} cannot be imported: {lack}", remedy)
+        module, _, attribute = path.partition(":")
+        if (lack := _lack(module, attribute)) is not None:
+            yield Finding("PH233", severity, key, f"{path!r} cannot be imported: {lack}", _REMEDY)
+
+
+@rule(*EVERY)
+def rewards(subject: Subject) -> Iterator[Finding]:
+    """Report reward functions of `rows` that are not where they are said to be, and those that take what none of the
+    first rows has: a later one may. A file that is not there is PH207's."""
+    experiment = subject.experiment
+    if not experiment.samples or is_parent(experiment):
+        return
+    elsewhere = subject.is_slurm and starts_elsewhere(experiment, subject.site)
+    for key, env in stated_environments(experiment):
+        for place, name in own_rewards(env.id, env.args):
+            is_file = place.endswith(".py")
+            if is_file and not Path(place).is_file():
+                continue
+            if (lack := _lack(place, name)) is not None:
+                severity: Severity = "warning" if elsewhere or (subject.is_slurm and not is_file) else "error"
+                remedy = "mend the name, or the file" if is_file else _REMEDY
+                said = f"reward {name!r} cannot be imported: {lack}"
+                yield Finding("PH233", severity, f"{key}.args.reward", said, remedy)
+            elif (wrong := _wrong_call(place, name, env)) is not None:
+                yield Finding.warning(
+                    "PH233", f"{key}.args.reward", wrong, "rename the parameter, or give it a default"
+                )
+
+
+def _wrong_call(place: str, name: str, env: EnvConfig) -> str | None:
+    """Say that a reward function takes what no reply has, as far as its source and the first rows tell."""
+    read, columns = _read(place), columns_of(env.args.get("files"))
+    signature = written_signature(read[1], name) if isinstance(read, tuple) and columns else None
+    return None if signature is None else wrong_call(name, signature, columns)

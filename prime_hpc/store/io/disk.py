@@ -27,6 +27,14 @@ def free_bytes(path: Path) -> int:
     return usage.free if usage.total else UNSTATED
 
 
+def size_text(num_bytes: float) -> str:
+    """Return bytes in binary units."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def _ask(ask: Callable[[Path], T], path: Path) -> T:
     """Ask the file system of `path`, or of its nearest existing parent."""
     probe = path.absolute()

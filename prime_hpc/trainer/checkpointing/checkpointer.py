@@ -23,7 +23,7 @@ from prime_hpc.store.artifact import FileEntry, StoreError, if_removable, prepar
 from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
 from prime_hpc.store.errors import OtherRunError
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.io.disk import free_bytes
+from prime_hpc.store.io.disk import free_bytes, size_text
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts
 from prime_hpc.store.run_paths import RunPaths
@@ -272,8 +272,8 @@ class Checkpointer:
         free, needed = free_bytes(save.final), num_bytes * self._ranks.world_size
         if free < needed:
             raise StoreError(
-                f"{save.final}: disk full: a checkpoint takes about {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB "
-                "are free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
+                f"{save.final}: disk full: a checkpoint takes about {size_text(needed)}, {size_text(free)} are "
+                "free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
             )
         lack = lack_of_room(save.final, self._ranks.world_size, num_bytes)
         if lack is not None:

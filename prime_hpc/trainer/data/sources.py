@@ -43,7 +43,8 @@ from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io import files
 from prime_hpc.store.io.new_file import new_file
 from prime_hpc.store.io.retry_reads import patiently
-from prime_hpc.trainer.data.messages import DataChangedError, SFTDataError, parse_line
+from prime_hpc.trainer.data.messages import SFTDataError, parse_line
+from prime_hpc.trainer.data.patient_file import PatientFile, open_patiently, version_of
 
 _BLOCK = 16 * 2**20
 _ARROW_ROWS = 256
@@ -87,20 +88,9 @@ def fingerprint_of(*parts: Any) -> int:
     return xxhash.xxh3_64_intdigest("\x00".join(map(str, parts)).encode()) >> 1
 
 
-def _version(path: Path | int) -> tuple[int, int]:
-    """Return what tells a file, by its path or open, from another one of its path: size and time of change."""
-    try:
-        stat = os.fstat(path) if isinstance(path, int) else patiently(path.stat, path)
-    except OSError as error:
-        if error.errno not in PROOFS:
-            raise  # nothing is known of the file: these are no bad data
-        raise SFTDataError(f"sft.data.path = {path}: {error.strerror or error}") from error
-    return stat.st_size, stat.st_mtime_ns
-
-
 def _cached(cache: Path, path: Path, *also: Any) -> Path:
     """Return the cache's path for a file, without a suffix."""
-    key = fingerprint_of(path.absolute(), *_version(path), *also)
+    key = fingerprint_of(path.absolute(), *version_of(path), *also)
     return cache / f"{path.name.split('.')[0]}-{key:016x}"
 
 
@@ -114,41 +104,19 @@ class JsonLines:
         Raises SFTDataError: the file is not there, or a JSON array."""
         self._shown = path
         self._path = _decompressed(path, cache) if is_compressed(path) else path
-        self._version = _version(self._path)
+        self._file = PatientFile(self._path)
         index = _cached(cache, self._path).with_suffix(".npy")
         if not index.exists():
             _write_array(index, patiently(lambda: _line_starts(self._path), self._path))
         self._starts = _open_array(index)
         self.num_rows = len(self._starts) - 1
         self.fingerprint = xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._starts).data) >> 1
-        self._file: int | None = None
 
     def row(self, index: int) -> Any:
         """Return the parsed line. Raises OSError: it cannot be read now; SFTDataError: it is no JSON; DataChangedError:
         another file has the path now."""
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
-
-        def read() -> bytes:
-            if self._file is None:
-                self._file = self._open()
-            try:
-                return os.pread(self._file, end - begin, begin)
-            except OSError:  # the handle may be stale, for ever
-                os.close(self._file)
-                self._file = None
-                raise
-
-        return parse_line(patiently(read, self._path), self._shown)
-
-    def _open(self) -> int:
-        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if _version(file) != self._version:
-                raise DataChangedError(f"{self._path} has changed since the run began")
-        except BaseException:
-            os.close(file)
-            raise
-        return file
+        return parse_line(self._file.pread(end - begin, begin), self._shown)
 
     def where(self, index: int) -> str:
         """file:line; counts the lines before it, which only an error asks for."""
@@ -228,7 +196,7 @@ def _decompressed(path: Path, cache: Path) -> Path:
 
 def _unpack_gzip(path: Path, plain: BinaryIO) -> None:
     try:
-        with gzip.open(path, "rb") as compressed:
+        with open_patiently(path) as raw, gzip.open(raw) as compressed:
             shutil.copyfileobj(compressed, plain, _BLOCK)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SFTDataError(f"{path} is no whole gzip file ({error})") from error
@@ -244,7 +212,7 @@ def _unpack_zstd(path: Path, plain: BinaryIO) -> None:
         ) from error
     frame = None
     try:
-        with path.open("rb") as compressed:
+        with open_patiently(path) as compressed:
             while block := compressed.read(_BLOCK):
                 while block:  # zstandard's own reader ends with the first frame, and silently where that is torn
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()
@@ -276,7 +244,7 @@ class ArrowRows:
         target = _cached(cache, path, *key).with_suffix(".arrow")
         if not target.exists():
             try:
-                with pq.ParquetFile(path) as parquet:
+                with open_patiently(path) as file, pq.ParquetFile(file) as parquet:
                     _write_arrow(parquet, path, target, source, images)
             except (pa.ArrowInvalid, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (None, *PROOFS):

@@ -7,6 +7,7 @@ from prime_hpc.cli.common import load, parse, print_json, say
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.fetch.fetch import fetch_all
 from prime_hpc.launch.fetch.presence import Presence
+from prime_hpc.store.io.disk import size_text
 
 
 def run(argv: list[str], program: str) -> int:
@@ -39,15 +40,8 @@ def _line(one: Presence) -> str:
     name = " ".join(filter(None, [need.name, need.subset and f"({need.subset})", need.split and f"[{need.split}]"]))
     words = [f"{state:<8}{need.kind:<12}{name}"]
     if one.is_there:
-        words += [] if one.num_bytes is None else [_size(one.num_bytes)]
+        words += [] if one.num_bytes is None else [size_text(one.num_bytes)]
         words += [] if one.path is None else [str(one.path)]
         return "  ".join(words)
     text = "  ".join(words) + f"  {need.key}: {', '.join(one.lacks)}" + (f" in {one.path}" if one.path else "")
     return "; ".join(filter(None, [text, one.problem, one.remedy]))
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"

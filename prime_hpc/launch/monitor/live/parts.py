@@ -55,15 +55,6 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def size(num_bytes: float) -> str:
-    """Return bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
-            return f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError
-
-
 def percent(share: float) -> str:
     """Return a share of 0 to 1."""
     return f"{share:.0%}" if math.isfinite(share) else "?"

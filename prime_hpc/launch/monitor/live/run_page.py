@@ -19,6 +19,7 @@ from prime_hpc.launch.monitor.live.facts import (
 from prime_hpc.launch.monitor.run_facts import RunStatus, number, span
 from prime_hpc.observe.console import local_time, short, time_left
 from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.store.io.disk import size_text
 
 RL_CURVES = (
     ("reward", "sampled", "reward/mean"),
@@ -221,7 +222,7 @@ def _below(live: LiveRun) -> Iterator[tuple[str, Text | str]]:
         share = free / whole
         yield (
             "disk",
-            Text(f"{parts.size(free)} free of {parts.size(whole)} ({share:.0%})", "red" if share < 0.03 else ""),
+            Text(f"{size_text(free)} free of {size_text(whole)} ({share:.0%})", "red" if share < 0.03 else ""),
         )
     yield "directory", status.path
 
