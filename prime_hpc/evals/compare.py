@@ -40,7 +40,7 @@ class Side:
 
 
 def read_side(text: str) -> Side:
-    """Read one side. Raises ConfigError: no such run, no evaluation there, or no such version."""
+    """Read one side. Raises ConfigError: no such run, no evaluation there, no such version, or no score."""
     name, at, number = text.rpartition("@")
     word = name if at and number.isdecimal() else text
     folder = Path(word).expanduser()
@@ -56,6 +56,9 @@ def read_side(text: str) -> Side:
     for record in records.values():
         if record.step == step and record.is_scored:
             rewards[record.env][_identity(record)].append(float(record.reward or 0.0))
+    if not rewards:
+        message = f"{run_dir}: all episodes of step {step} have failed, none has a score"
+        raise ConfigError(f"{message}: the same command with --retry-failed plays them again")
     tasks = {env: {task: float(np.mean(values)) for task, values in found.items()} for env, found in rewards.items()}
     counts = {env: np.array([len(values) for values in found.values()]) for env, found in rewards.items()}
     means = {env: float(found.mean()) for env, found in counts.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prime_hpc.config import ConfigError
 from prime_hpc.evals.compare import Side, compare, lines, read_side
 from prime_hpc.evals.episodes import results_file
 from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
@@ -109,7 +110,8 @@ def side(run_dir: Path, rewards: Sequence[Sequence[float]]) -> Side:
     with results_file(run_dir).open("w") as file:
         for task, values in enumerate(rewards):
             for rollout, reward in enumerate(values):
-                row = {"step": 0, "env": "e", "task": task, "rollout": rollout, "state": "completed", "reward": reward}
+                state = "completed" if np.isfinite(reward) else "failed"
+                row = {"step": 0, "env": "e", "task": task, "rollout": rollout, "state": state, "reward": reward}
                 file.write(json.dumps(row) + "\n")
     return read_side(str(run_dir))
 
@@ -126,3 +128,8 @@ def test_a_comparison_says_that_one_of_both_has_played_less_of_some_tasks(tmp_pa
     whole, half = side(tmp_path / "a", [[1.0, 0.0]] * 4), side(tmp_path / "b", [[1.0, 0.0]] * 2 + [[1.0]] * 2)
     assert "fewer scored rollouts" not in "\n".join(lines(compare(whole, whole)))
     assert "e: 2 tasks of B have fewer scored rollouts than its others" in "\n".join(lines(compare(whole, half)))
+
+
+def test_an_evaluation_that_has_failed_is_not_taken_for_one_of_other_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="all episodes of step 0 have failed"):
+        side(tmp_path / "a", [[float("nan")]] * 4)
