@@ -20,6 +20,9 @@ from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
 from prime_hpc.observe.table import align
 from prime_hpc.store.run_dirs import find_run
 
+_ROUNDING = 1e-9
+"""Rewards of 0.1, 0.2 and 0.3 have another mean in another order: no task that B is better at."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -32,10 +35,12 @@ class Side:
     """Environment -> task id -> mean reward of its scored rollouts."""
     rollouts: Mapping[str, float]
     """Environment -> scored rollouts of a task, mean."""
+    behind: Mapping[str, int]
+    """Environment -> tasks with fewer scored rollouts than others of it have: they failed, or are still to come."""
 
 
 def read_side(text: str) -> Side:
-    """Read one side. Raises ConfigError: no such run, no evaluation there, or no such version."""
+    """Read one side. Raises ConfigError: no such run, no evaluation there, no such version, or no score."""
     name, at, number = text.rpartition("@")
     word = name if at and number.isdecimal() else text
     folder = Path(word).expanduser()
@@ -51,9 +56,14 @@ def read_side(text: str) -> Side:
     for record in records.values():
         if record.step == step and record.is_scored:
             rewards[record.env][_identity(record)].append(float(record.reward or 0.0))
+    if not rewards:
+        message = f"{run_dir}: all episodes of step {step} have failed, none has a score"
+        raise ConfigError(f"{message}: the same command with --retry-failed plays them again")
     tasks = {env: {task: float(np.mean(values)) for task, values in found.items()} for env, found in rewards.items()}
-    counts = {env: float(np.mean([len(values) for values in found.values()])) for env, found in rewards.items()}
-    return Side(text, step, recorded(run_dir) or {}, tasks, counts)
+    counts = {env: np.array([len(values) for values in found.values()]) for env, found in rewards.items()}
+    means = {env: float(found.mean()) for env, found in counts.items()}
+    behind = {env: int((found < found.max()).sum()) for env, found in counts.items()}
+    return Side(text, step, recorded(run_dir) or {}, tasks, means, behind)
 
 
 def _identity(record: Record) -> str:
@@ -71,11 +81,13 @@ def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 
         before = np.array([a.tasks[env][task] for task in common])
         after = np.array([b.tasks[env][task] for task in common])
         difference = after - before
+        difference[np.abs(difference) < _ROUNDING] = 0.0
         low, high = bootstrap_interval(difference, confidence=confidence, num_resamples=num_resamples)
         rows[env] = {
             "num_tasks": len(common),
             "num_unpaired": len(a.tasks[env].keys() ^ b.tasks[env].keys()),
             "num_rollouts": [a.rollouts[env], b.rollouts[env]],
+            "num_tasks_behind": [a.behind[env], b.behind[env]],
             "a": float(before.mean()),
             "b": float(after.mean()),
             "difference": float(difference.mean()),
@@ -118,6 +130,12 @@ def lines(comparison: Mapping[str, Any]) -> list[str]:
         rows.append([env, str(row["num_tasks"]), *scores, f"{row['p']:.4g}", f"{row['num_better']}/{row['num_worse']}"])
     notes = [f"{env}: {row['num_unpaired']} tasks are in one of the two only, and left out"
              for env, row in comparison["environments"].items() if row["num_unpaired"]]  # fmt: skip
+    notes += [
+        f"{env}: {count} tasks of {side} have fewer scored rollouts than its others: they failed, or are still to come"
+        for env, row in comparison["environments"].items()
+        for side, count in zip("AB", row["num_tasks_behind"], strict=True)
+        if count
+    ]
     if comparison["left_out"]:
         notes.append(f"no task of both, and left out: {', '.join(comparison['left_out'])}")
     if comparison["settings_that_differ"]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.store.artifact import MANIFEST
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.run_paths import list_steps, step_name
 from prime_hpc.store.weights import went_over_network
@@ -67,6 +68,18 @@ def find_versions(config: StandaloneEvalConfig) -> list[Version]:
 def versions_of(experiment: Experiment) -> list[Version]:
     """Return the versions that a run without a trainer plays. Raises ConfigError: as of `find_versions`."""
     return find_versions(experiment.eval) if experiment.kind == "eval" else [Version(0)]
+
+
+def check_published(versions: list[Version]) -> None:
+    """Check that the directories are versions as runs publish them: engines take no others, and would say so only when
+    their turn comes. Raises ConfigError: one is not."""
+    for version in versions:
+        if version.path is not None and not (version.path / MANIFEST).is_file() and not version.is_gone:
+            raise ConfigError(
+                f"{version.path} is no version that a run has published: it holds no {MANIFEST}; evaluate a model of "
+                "your own as --model.name, or leave it out with --steps",
+                "eval.weights_dir",
+            )
 
 
 def _with_weights(folders: Mapping[int, Path]) -> list[int]:

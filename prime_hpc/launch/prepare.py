@@ -18,7 +18,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.settings import refuse_others
-from prime_hpc.evals.versions import adapter_rank, find_versions
+from prime_hpc.evals.versions import adapter_rank, check_published, find_versions
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.child_commands import follow_parent
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
@@ -215,6 +215,7 @@ def for_evaluation(loaded: Loaded, *, waits: bool = False) -> Loaded:
             raise
         rank = _rank_to_come(experiment.eval.weights_dir)
     else:
+        check_published(versions)
         rank = adapter_rank(versions)
     if rank is not None and experiment.model.lora is None and experiment.eval.client is None:
         changes["model"] = experiment.model.model_copy(update={"lora": LoraConfig(rank=rank)})

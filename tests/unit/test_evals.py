@@ -459,6 +459,7 @@ def test_seq_len_and_adapters_follow_from_the_files(tmp_path: Path) -> None:
     adapter.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 300}))
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 12}))
+    (adapter / "manifest.json").touch()
     argv = ["--model.name", str(model), "--environment-ids", "e", "--weights-dir", str(tmp_path / "weights")]
     found = for_evaluation(load_experiment(argv, "eval", {})).experiment
     assert found.seq_len == 300 and found.model.lora is not None and found.model.lora.rank == 12

@@ -1,11 +1,17 @@
 """Scores and intervals against references that share no code with them: plain counting and exact distributions."""
 
+import json
+from collections.abc import Sequence
 from itertools import combinations, product
 from math import comb
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from prime_hpc.config import ConfigError
+from prime_hpc.evals.compare import Side, compare, lines, read_side
+from prime_hpc.evals.episodes import results_file
 from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
 from prime_hpc.observe.pass_at_k import pass_at_k
 
@@ -96,3 +102,34 @@ def test_sign_flips_of_many_pairs_are_the_binomials() -> None:
 def test_differences_that_cancel_are_no_evidence() -> None:
     """0.1 + 0.1 + 0.1 - 0.3 is not 0 in floating point, in one order of additions more than in another."""
     assert sign_flip_test([0.1, 0.1, 0.1, -0.3]) == 1.0
+
+
+def side(run_dir: Path, rewards: Sequence[Sequence[float]]) -> Side:
+    """An evaluation whose tasks got these rewards."""
+    results_file(run_dir).parent.mkdir(parents=True)
+    with results_file(run_dir).open("w") as file:
+        for task, values in enumerate(rewards):
+            for rollout, reward in enumerate(values):
+                state = "completed" if np.isfinite(reward) else "failed"
+                row = {"step": 0, "env": "e", "task": task, "rollout": rollout, "state": state, "reward": reward}
+                file.write(json.dumps(row) + "\n")
+    return read_side(str(run_dir))
+
+
+def test_the_same_rewards_in_another_order_are_no_difference(tmp_path: Path) -> None:
+    """Their means differ in the last bit, on all tasks to the same side: p was 0.008."""
+    one, other = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]
+    assert np.mean(one) != np.mean(other)
+    row = compare(side(tmp_path / "a", [one] * 8), side(tmp_path / "b", [other] * 8))["environments"]["e"]
+    assert (row["p"], row["num_better"], row["num_worse"], row["interval"]) == (1.0, 0, 0, [0.0, 0.0])
+
+
+def test_a_comparison_says_that_one_of_both_has_played_less_of_some_tasks(tmp_path: Path) -> None:
+    whole, half = side(tmp_path / "a", [[1.0, 0.0]] * 4), side(tmp_path / "b", [[1.0, 0.0]] * 2 + [[1.0]] * 2)
+    assert "fewer scored rollouts" not in "\n".join(lines(compare(whole, whole)))
+    assert "e: 2 tasks of B have fewer scored rollouts than its others" in "\n".join(lines(compare(whole, half)))
+
+
+def test_an_evaluation_that_has_failed_is_not_taken_for_one_of_other_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="all episodes of step 0 have failed"):
+        side(tmp_path / "a", [[float("nan")]] * 4)

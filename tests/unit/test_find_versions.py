@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
-from prime_hpc.evals.versions import Version, adapter_rank, find_versions, version_template
+from prime_hpc.evals.versions import Version, adapter_rank, check_published, find_versions, version_template
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.run_paths import RunPaths
 
@@ -41,6 +41,15 @@ def test_versions(tmp_path: Path) -> None:
     (tmp_path / "weights" / "step_000005" / "adapter_config.json").unlink()
     with pytest.raises(ConfigError, match="side by side"):
         adapter_rank(found())
+
+
+def test_a_directory_that_no_run_has_published_is_refused_and_one_that_its_run_removes_is_not(tmp_path: Path) -> None:
+    (tmp_path / "step_000003").mkdir()
+    (versions := find_versions(StandaloneEvalConfig(weights_dir=tmp_path))).append(Version(4, tmp_path / "step_000004"))
+    with pytest.raises(ConfigError, match=r"step_000003 is no version .* holds no manifest.json"):
+        check_published(versions)
+    (tmp_path / "step_000003" / "manifest.json").touch()
+    check_published(versions)
 
 
 def test_versions_that_went_over_the_network_are_left_out(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_versions_that_another_job_makes_are_not_missed_by_an_evaluation_that_wa
     version = run / "weights" / "step_000020"
     version.mkdir(parents=True)
     (version / "adapter_config.json").write_text('{"r": 8}')
+    (version / "manifest.json").touch()
     await_made(one.experiment, within_s=0)
     lora = for_evaluation(one, waits=True).experiment.model.lora
     assert lora is not None and lora.rank == 8

@@ -153,7 +153,10 @@ def test_versions_that_are_not_there(model: Path, tmp_path: Path, monkeypatch: p
         return [(f.code, f.severity, f.key) for f in found]
 
     assert said(weights_dir=str(tmp_path / "none")) == [("PH243", "warning", "eval.weights_dir")]
-    (tmp_path / "run" / "weights" / "step_000010").mkdir(parents=True)
+    version = tmp_path / "run" / "weights" / "step_000010"
+    version.mkdir(parents=True)  # somebody's own: engines would refuse it when its turn comes
+    assert said(weights_dir=str(tmp_path / "run")) == [("PH243", "error", "eval.weights_dir")]
+    (version / "manifest.json").touch()
     assert said(weights_dir=str(tmp_path / "run")) == []
     assert said(weights_dir=str(tmp_path / "run"), steps=[20]) == [("PH243", "error", "eval.steps")]
     for waits in ({"dependency": "afterok:7"}, {"inference": {"dependency": "afterok:7"}}):

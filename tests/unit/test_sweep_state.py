@@ -266,6 +266,7 @@ def test_points_that_evaluate_adapters_have_room_for_them_and_the_models_own_con
         version = tmp_path / "run" / "weights" / f"step_{step:06d}"
         version.mkdir(parents=True)
         (version / "adapter_config.json").write_text(json.dumps({"r": step}))
+        (version / "manifest.json").touch()
     (tmp_path / "exp.yaml").write_text(
         f"kind: eval\nlaunch: local\noutput_dir: {tmp_path / 'out'}\nmodel: {{name: {model}}}\ninference: {{}}\n"
         f"eval: {{environment_ids: [reverse-text], weights_dir: {tmp_path / 'run'}}}\n"

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of
+from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, Key, Record
 from prime_hpc.evals.settings import record, refuse_others
 from prime_hpc.evals.synthesis.report import report, table, words
@@ -259,6 +261,21 @@ def test_prompts_that_are_not_there_are_said_before_the_queue(tmp_path: Path) ->
     found = [f.key for f in lint(loaded.experiment, SiteConfig(name="s")) if f.code == "PH207"]
     assert found == ["synthesize.prompts"]
     check(loaded, waits=True)  # another job makes them
+
+
+def test_a_prompt_has_one_system_prompt_and_hands_on_what_it_does_not_say(tmp_path: Path) -> None:
+    """A template that takes the first message alone raises at the second, and others show the model both."""
+    own = [{"role": "system", "content": "inner"}, {"role": "user", "content": "q"}]
+    rows = [
+        {"messages": own, "system": "outer", "id": 1},
+        {"messages": own[1:], "system": "outer"},
+        {"prompt": "q", "system": "  ", "messages": own},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = EnvConfig(id="prompts", args={"files": [str(tmp_path / "p.jsonl")]})
+    first, second, third = (task.data for task in EnvSource(config, "train", 0).env.taskset)
+    assert [data.system_prompt for data in (first, second, third)] == [None, "outer", None]
+    assert [data.handed_on for data in (first, second, third)] == [{"id": 1}, {}, {"messages": own}]
 
 
 def test_stages_of_a_pipeline_are_gpus(tmp_path: Path) -> None:

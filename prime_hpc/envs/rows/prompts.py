@@ -13,12 +13,10 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.rows.reading import PROMPTS, Row, prompt_column, prompt_in, read_files, why_refused
+from prime_hpc.envs.rows.reading import PROMPTS, Row, prompt_column, prompt_in, read_files, system_in, why_refused
 from prime_hpc.envs.rows.shown import with_images
 
 __all__ = ["Prompts"]
-
-_OWN = ("prompt", "messages", "system")
 
 
 class PromptData(vf.TaskData):
@@ -65,7 +63,9 @@ def _data(row: Row, folder: Path | None) -> PromptData:
     column = prompt_column(row)
     if column is None:
         raise ValueError(f"it has none of {', '.join(PROMPTS)}, but {', '.join(row) or 'nothing'}")
-    prompt, images = with_images(prompt_in(row, column), row, folder)
-    rest = {name: value for name, value in row.items() if name not in (*_OWN, column, images)}
+    prompt = prompt_in(row, column)
+    system = system_in(row, prompt)
+    prompt, images = with_images(prompt, row, folder)
+    rest = {name: value for name, value in row.items() if name not in ("system", column, images)}
     rest = json.loads(json.dumps(rest), parse_constant=lambda _: None)  # Parquet's NaN, which no line of JSON can hold
-    return PromptData(prompt=prompt, system_prompt=row.get("system"), handed_on=rest)
+    return PromptData(prompt=prompt, system_prompt=system, handed_on=rest)

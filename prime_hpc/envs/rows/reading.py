@@ -151,6 +151,15 @@ def prompt_in(row: Row, column: str) -> Any:
     return prompt
 
 
+def system_in(row: Row, prompt: Any, default: str | None = None) -> str | None:
+    """Return the system prompt beside a row's prompt: the text in its `system`, else `default`; None where the prompt
+    is messages that bring their own, and would have two."""
+    if isinstance(prompt, list) and any(isinstance(each, dict) and each.get("role") == "system" for each in prompt):
+        return None
+    system = row.get("system")
+    return system if isinstance(system, str) and system.strip() else default
+
+
 def is_answered(prompt: Any) -> bool:
     """Return whether a prompt ends with the assistant's reply."""
     return isinstance(prompt, list) and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant"

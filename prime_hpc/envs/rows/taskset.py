@@ -17,7 +17,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub, why_refused
+from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub, system_in, why_refused
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
 
@@ -187,16 +187,12 @@ def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
     if column is None or not row.get(column):
         wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
         raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
-    prompt, system = prompt_in(row, column), row.get("system")
-    system = system if isinstance(system, str) and system.strip() else config.instructions
+    prompt = prompt_in(row, column)
+    system = system_in(row, prompt, config.instructions)
     if isinstance(prompt, str):
         prompt = config.question.replace("{}", prompt)
     elif config.question != "{}":
         raise ValueError(f"`question` is for prompts that are texts, `{column}` holds messages")
-    elif isinstance(prompt, list) and any(
-        isinstance(message, dict) and message.get("role") == "system" for message in prompt
-    ):
-        system = None
     prompt, images = with_images(prompt, row, folder, config.images)
     rest = {name: value for name, value in row.items() if name not in (column, images)}
     return RowData(prompt=prompt, system_prompt=system, answer=_answer(config, rest), row=rest)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.experiment import ALONE
-from prime_hpc.evals.versions import adapter_rank, find_versions
+from prime_hpc.evals.versions import adapter_rank, check_published, find_versions
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
@@ -193,7 +193,8 @@ def evaluated(subject: Subject) -> Iterator[Finding]:
     """Report versions to evaluate that are not there, or that no engine can load one after the other."""
     config = subject.experiment.eval
     try:
-        adapter_rank(find_versions(config))
+        check_published(versions := find_versions(config))
+        adapter_rank(versions)
     except ConfigError as error:
         # like a model and data, a run may be made yet
         is_there = config.weights_dir is not None and os.path.isdir(config.weights_dir)  # noqa: PTH112 - EACCES
