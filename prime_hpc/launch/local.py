@@ -21,6 +21,7 @@ from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import GENERIC, load_site
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.config.sources.coerce import FALSE, TRUE
+from prime_hpc.evals.wanted import is_all_played
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.fetch.fetch import require_model
 from prime_hpc.launch.fetch.presence import absent_models
@@ -74,10 +75,13 @@ def run(loaded: Loaded) -> int:
 
 def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Finding]:
     """Return findings with an error for each model and benchmark that is not there: nobody brings them meanwhile, as he
-    may while a job waits."""
+    may while a job waits. Who has played all its episodes needs none of them."""
+    if not experiment.trains and is_all_played(experiment, experiment.run_dir):
+        return findings
     absent = absent_models(experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
     absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
-    return [replace(f, severity="error") if f.key in absent else f for f in findings]
+    codes = ("PH207", "PH329")
+    return [replace(f, severity="error") if f.code in codes and f.key in absent else f for f in findings]
 
 
 def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:

@@ -32,7 +32,7 @@ class PatientFile(io.RawIOBase):
         self._at = 0
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Return what is there. Raises OSError: it cannot be read now; DataChangedError: another file has the path now."""
+        """Return what is there. Raises OSError: it cannot be read now; DataChangedError: another file has its path."""
 
         def read() -> bytes:
             if self._file is None:
