@@ -1,5 +1,6 @@
 """Runs on this machine: in the foreground (`rl`, `sft`), as a local job through submitit, or one role alone."""
 
+import contextlib
 import json
 import os
 import re
@@ -76,8 +77,9 @@ def run(loaded: Loaded) -> int:
 def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Finding]:
     """Return findings with an error for each model and benchmark that is not there: nobody brings them meanwhile, as he
     may while a job waits. Who has played all its episodes needs none of them."""
-    if not experiment.trains and is_all_played(experiment, experiment.run_dir):
-        return findings
+    with contextlib.suppress(OSError):  # unreadable results are told when they are to be continued
+        if not experiment.trains and is_all_played(experiment, experiment.run_dir):
+            return findings
     absent = absent_models(experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
     absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
     codes = ("PH207", "PH329")
