@@ -15,6 +15,7 @@ from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.accounting import attempt_hours
 from prime_hpc.report.run_hours import read_config, read_hours
 from prime_hpc.report.spans import ask_lives
+from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.child_runs import parent_of
@@ -83,7 +84,7 @@ def read_usage(
             try:
                 parent = parent_of(path)
             except OSError as error:
-                left_out[name] = str(error)
+                left_out[name] = file_error_text(error)
                 continue
             if parent is None:
                 own.append((path, name))
@@ -95,7 +96,7 @@ def read_usage(
             try:
                 found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
             except (OSError, ConfigError) as error:
-                left_out[name] = str(error)
+                left_out[name] = file_error_text(error)
                 continue
             if found is not None:
                 yield replace(found, name=name, sweep=_sweep(path, folder))
