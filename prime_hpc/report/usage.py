@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
+from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.accounting import attempt_hours
 from prime_hpc.report.run_hours import read_config, read_hours
 from prime_hpc.report.spans import ask_lives
+from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.child_runs import parent_of
@@ -75,6 +77,7 @@ def read_usage(
     left_out = {} if left_out is None else left_out
     rest = iter(runs)
     parents: set[Path] = set()
+    counted: dict[tuple[Any, ...], str] = {}
     while some := list(islice(rest, AT_ONCE)):
         states = collect([path for path, _ in some], folder)[0]
         under_way = {status.path for status in states if status.is_under_way and not status.is_between}
@@ -83,7 +86,7 @@ def read_usage(
             try:
                 parent = parent_of(path)
             except OSError as error:
-                left_out[name] = str(error)
+                left_out[name] = file_error_text(error)
                 continue
             if parent is None:
                 own.append((path, name))
@@ -93,12 +96,25 @@ def read_usage(
         lives = ask_lives([path for path, _ in own])
         for path, name in own:
             try:
+                attempts = _attempts_of(path)
+                if attempts and (first := counted.setdefault(attempts, name)) != name:
+                    left_out[name] = f"a copy of {first}, whose hours are counted"
+                    continue
                 found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
             except (OSError, ConfigError) as error:
-                left_out[name] = str(error)
+                left_out[name] = file_error_text(error)
                 continue
             if found is not None:
                 yield replace(found, name=name, sweep=_sweep(path, folder))
+
+
+def _attempts_of(path: Path) -> tuple[Any, ...]:
+    """Return what tells a run's attempts from those of all others: a copy, from an archive perhaps, has the same.
+    Raises OSError: they cannot be read."""
+    keys = ("began", "host", "pid", "process")
+    rows = read_attempts(path / ATTEMPTS_JSONL)
+    own = tuple(tuple(row.get(key) for key in keys) for row in rows)
+    return (line_of(path / RUN_YAML, "name: "), *own) if own else ()
 
 
 def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: float | None) -> Usage | None:

@@ -28,6 +28,13 @@ def is_permanent(error: BaseException) -> bool:
     return False  # a circle
 
 
+def file_error_text(error: BaseException) -> str:
+    """Return which file could not be used and why, without the system's number; of another error its words."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else error.strerror
+
+
 def missing_home(error: BaseException) -> str:
     """Say what to do about pathlib's error of a home directory that it does not find; empty for any other error."""
     if not isinstance(error, RuntimeError) or str(error) != "Could not determine home directory.":

@@ -356,12 +356,17 @@ def test_a_run_that_cannot_be_read_is_named_and_left_out(
     monkeypatch.setattr(run_hours, "list_children", list_children)
     code, found, said = report(capsys, tmp_path / "out")
     assert code == 0 and [run["path"] for run in found["runs"]] == [str(mine)]
-    assert (found["left_out"], found["unread"][0]["name"]) == (1, "theirs") and "theirs left out: " in said
+    assert (found["left_out"], found["unread"][0]["name"]) == (1, "theirs")
+    assert f"theirs left out: {theirs}: Permission denied\n" in said
     assert main(["usage", str(tmp_path / "out")]) == 0
     streams = capsys.readouterr()
-    assert "mine" in streams.out and "theirs left out: " in streams.err
+    assert "mine" in streams.out and f"theirs left out: {theirs}: Permission denied\n" in streams.err
     code, _, said = report(capsys, theirs, "--output", tmp_path / "x.html")
-    assert code == 2 and "none of" in said and not (tmp_path / "x.html").exists()
+    assert (
+        code == 2
+        and f"none of {theirs} can be read: {theirs}: Permission denied\n" in said
+        and not (tmp_path / "x.html").exists()
+    )
 
 
 def test_the_curves_of_the_page_are_metrics_that_are_written() -> None:

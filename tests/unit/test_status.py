@@ -201,6 +201,7 @@ def test_the_word_of_an_earlier_attempt_is_not_taken_for_this_ones(run: Run) -> 
         ([], 30, None, "lost", "job 12 is gone, and attempt 1 wrote no end"),
         ([], 3, None, "running", ""),  # a word this fresh outweighs a queue that was asked a moment before
         ([job("NODE_FAIL")], 30, None, "lost", "Slurm says NODE_FAIL"),
+        ([job("CANCELLED")], 30, None, "stopped", "cancelled, and attempt 1 wrote no end"),
         ([job("PENDING", reason="BeginTime", restarts=1)], 30, None, "requeued", "wrote no end; BeginTime"),
         ([job("RUNNING", restarts=1)], 30, None, "starting", "a new attempt of job 12 (restart 1)"),
         ([job("COMPLETING", restarts=1)], 30, None, "requeued", "if that takes minutes, a node does"),
@@ -218,6 +219,14 @@ def test_an_attempt_that_wrote_no_end(
     status = run.sent(successor="13").attempt(began=NOW - 2000).word(age=age).status(*jobs, trouble=trouble)
     assert status.state == state
     assert note in status.note
+
+
+def test_a_job_that_is_gone_was_cancelled_where_the_run_says_so(run: Run) -> None:
+    """Slurm forgets; a job that it had suspended wrote no end."""
+    run.sent(cancelled=NOW - 600).attempt(began=NOW - 2000).word(age=900)
+    assert (run.status().state, run.status(trouble="timed out").state) == ("stopped", "lost")
+    run.attempt(2, began=NOW - 500)
+    assert run.status().state == "lost", "it came back since"
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,14 @@ def test_points_are_sent_as_slots_come_free(slurm: FakeSlurm, folder: Path) -> N
     assert sent(folder) == list(range(7)) and report.code == 0
     assert [job.row.index for job in report.jobs] == list(range(7)) and len(report.parts) == 3
     assert all(job["dependency"] is None for job in slurm.jobs())
-    assert pause.said[0].startswith("3 points sent, 4 wait for room: ")
+    assert pause.said[0].startswith("3 points sent, 4 to come when there is room: ")
     assert "max_submit_jobs of site profile test allows 3" in pause.said[0]
 
 
 def test_a_throttle_that_holds_points_back_is_named_once(slurm: FakeSlurm, folder: Path) -> None:
     pause = Pause(slurm, folder, lambda: None, lambda: None, lambda: None, most=9)
     fed(write_sweep(folder, "seeds: 4\nthrottle: 2\n"), pause)
-    held = "2 points sent, 2 wait for room: throttle or lanes of the sweep: 2 at once"
+    held = "2 points sent, 2 to come when there is room: throttle or lanes of the sweep: 2 at once"
     assert pause.said.count(held) == 1 and pause.said[0] == held
 
 
@@ -117,7 +117,7 @@ def test_a_killed_command_goes_on_and_sends_no_point_twice(slurm: FakeSlurm, fol
     pause = Pause(slurm, folder, killed)
     with pytest.raises(KeyboardInterrupt):
         fed(path, pause)
-    assert pause.said[-1] == "interrupted: 2 points are not sent yet; the same command goes on"
+    assert pause.said[-1] == "interrupted: not sent yet: 2 points; the same command goes on"
     fed(path, Pause(slurm, folder))
     assert sent(folder) == list(range(5))
     assert fed(path, Pause(slurm, folder)).jobs == []

@@ -1,6 +1,7 @@
 """`prime-hpc usage`: hours of made-up runs, added up by run, sweep and user; with and without Slurm's accounting."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,16 @@ def test_lives_of_other_jobs_with_its_ids_and_attempts_that_slurm_does_not_know(
     assert whole.charged == pytest.approx(held) and whole.by_slurm == 1
     assert usage.accounted_note([whole]) == "charged: as Slurm accounted for"
     assert of().charged == pytest.approx(held)
+
+
+def test_a_copy_of_a_run_is_not_counted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Restored from an archive beside the run, or copied to be safe; one that went on since has hours of its own."""
+    out = tmp_path / "out"
+    shutil.copytree(make_run(out / "a", ONE), out / "b")
+    found = asked(capsys, out)
+    assert [(row["name"], row["attempts"]) for row in found["rows"]] == [("a", 1)]
+    assert [row["name"] for row in found["left_out"]] == ["b"] and "a copy of a" in found["left_out"][0]["why"]
+    assert [row["name"] for row in asked(capsys, out / "b")["rows"]] == ["b"]
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,6 +235,9 @@ def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
         return _alive(one, silent)  # the answer is of a moment before this attempt began
     if job is None and silent < (SILENT_S if queue.trouble else QUIET_S / 4):
         return _alive(one, silent)
+    is_over = not job.is_active if job is not None else not queue.trouble
+    if is_over and _was_cancelled(record, job, number(last.get("began"))):  # while Slurm had suspended it
+        return _Verdict("stopped", f"cancelled, and {no_end}", job)
     if job is None:
         gone = f"Slurm cannot be asked ({queue.trouble})" if queue.trouble else f"job {last['job_id']} is gone"
         return _Verdict("lost", f"{gone}, and {no_end}; last word {span(silent)} ago")
@@ -319,7 +322,7 @@ def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
 
 
 def _was_cancelled(record: SubmissionRecord, job: "JobInfo | None", since: float | None) -> bool:
-    """Return whether a job that is over was taken out of the queue, by `cancel` (after `since`) or by scancel."""
+    """Return whether a job that is over was cancelled, by `cancel` (after `since`) or by scancel."""
     if job is not None and not job.is_active and job.state.startswith("CANCELLED"):
         return True
     return (number(record.get("cancelled")) or 0.0) > (since or math.inf)

@@ -65,7 +65,7 @@ def feed_sweep(
                 break
             _tell_and_wait(feed, total, say, lambda: pause(every_s))
     except KeyboardInterrupt:
-        say(f"interrupted: {len(feed.todo or ())} points are not sent yet; the same command goes on")
+        say(f"interrupted: not sent yet: {_points(len(feed.todo or ()))}; the same command goes on")
         raise
     if feed.is_cancelled:
         say("the sweep was cancelled meanwhile: nothing more is sent; the same command goes on with what is missing")
@@ -76,11 +76,16 @@ def _tell_and_wait(feed: Feed, total: Report, say: Say, pause: Callable[[], None
     """Pause, at least once, and until Slurm has room."""
     feed.is_full()  # what was sent a moment ago counts
     while True:
-        words = f"{len(total.jobs)} points sent, {len(feed.todo or ())} wait for room: {feed.held_by or feed.room_is}"
+        sent, left = _points(len(total.jobs)), len(feed.todo or ())
+        words = f"{sent} sent, {left} to come when there is room: {feed.held_by or feed.room_is}"
         _tell(feed, words, say)
         pause()
         if not feed.is_full():
             return
+
+
+def _points(count: int) -> str:
+    return f"{count} point{'' if count == 1 else 's'}"
 
 
 def _tell(feed: Feed, words: str, say: Say) -> None:

@@ -19,6 +19,7 @@ from prime_hpc.launch.archive.dependents import dependents
 from prime_hpc.launch.archive.restore import restore
 from prime_hpc.launch.monitor.run_facts import FINAL
 from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_dirs import find_run
 
@@ -34,7 +35,7 @@ def run(argv: list[str], program: str) -> int:
     except ConfigError:
         raise
     except (StoreError, OSError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {file_error_text(error)}", file=sys.stderr)
         return 1
 
 

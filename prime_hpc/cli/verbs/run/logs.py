@@ -27,6 +27,7 @@ from prime_hpc.launch.monitor.logs import (
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import PatientAsk, status_of
+from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.store.attempts import NOT_BEGUN
 from prime_hpc.store.run_dirs import find_run, read_rows
 
@@ -106,7 +107,7 @@ class _View:
         try:
             return find_source(self._path, self._role, self._rank, self._attempt)
         except OSError as error:
-            raise ConfigError(f"the logs of {self._path.name} cannot be read: {error}") from error
+            raise ConfigError(f"the logs of {self._path.name} cannot be read: {file_error_text(error)}") from error
 
     def _source(self) -> Source | None:
         """Return the log to follow now; None, too, where a file system does not tell: the next look does."""

@@ -21,6 +21,7 @@ from prime_hpc.config.sections.common import PrometheusConfig
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.report.series import Faults, read_lines
+from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.store.run_dirs import find_run, is_run, outputs_folder
 from prime_hpc.supervisor.prometheus.exporter import ROWS, take_files
 from prime_hpc.supervisor.prometheus.figures import Figures
@@ -50,7 +51,7 @@ def run(argv: list[str], program: str) -> int:
         try:
             take_token(folder)
         except OSError as error:
-            raise ConfigError(f"{folder}: {error}") from error
+            raise ConfigError(file_error_text(error)) from error
         print(scrape_config(folder), end="")
         return 0
     (word,) = given.arguments(1, least=1)
@@ -122,7 +123,7 @@ def _computed(path: Path) -> str:
     try:
         take_files(figures, path, line_of(path / RUN_YAML, "kind: ") or "rl")
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(file_error_text(error)) from error
     if status_of(path, details=False).state == "lost":
         figures.take_loss()
     return figures.text()

@@ -16,6 +16,7 @@ from prime_hpc.report.page import render_page
 from prime_hpc.report.run_view import limits_for, view_run
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.runtime.failures import file_error_text
 
 NAME = "report.html"
 MOST = 1000
@@ -43,8 +44,8 @@ def run(argv: list[str], program: str) -> int:
         try:
             runs.append(view_run(path, status, limits, lives.get(path, ())))
         except OSError as error:  # another user's, or gone meanwhile: the page shows the others
-            unread[name] = str(error)
-            print(f"{program}: {name} left out: {error}", file=sys.stderr)
+            unread[name] = file_error_text(error)
+            print(f"{program}: {name} left out: {unread[name]}", file=sys.stderr)
     if not runs:
         raise ConfigError(f"none of {', '.join(words)} can be read: {next(iter(unread.values()))}")
     made = time.strftime("%Y-%m-%d %H:%M %Z")
