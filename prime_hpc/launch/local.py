@@ -77,7 +77,7 @@ def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Findi
     may while a job waits."""
     absent = absent_models(experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
     absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}
-    return [replace(f, severity="error") if f.key in absent else f for f in findings]
+    return [replace(f, severity="error") if f.code in ("PH207", "PH329") and f.key in absent else f for f in findings]
 
 
 def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
