@@ -74,8 +74,11 @@ def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
         local.run(one)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
+    with pytest.raises(
+        ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"
+    ) as said:
         local.run(loaded(tmp_path, "someone/unheard-of"))
+    assert len(said.value.problems) == 1, "that nothing of it was checked is no error of its own"
     with pytest.raises(ConfigError, match="someone/unheard-of is not all in .*HF_HUB_OFFLINE keeps it from the hub"):
         local.submit_local(loaded(tmp_path, "someone/unheard-of"), follow=False, dry_run=False, as_json=False)
     monkeypatch.setenv("HOME", str(tmp_path))
