@@ -169,12 +169,16 @@ class InferenceClient(ServerClient):
         return {row["id"]: row.get("max_model_len") for row in (await self._call("GET", "/v1/models"))["data"]}
 
     async def policy_version(self, name: str = POLICY) -> int:
-        """Return the version that samples now under a model name (0: the base model).
+        """Return the version that samples now under a model name (0: the base model). Raises as `served`."""
+        return (await self.served(name))[0]
+
+    async def served(self, name: str = POLICY) -> tuple[int, str]:
+        """Return the version that samples now under a model name, and the folder that it was read from.
         Raises InferenceError: status 404: no adapter has this name, or it is no server of ours."""
         answer = await self._call("GET", "/policy_version" + _named(name))
         if not isinstance(answer.get("version"), int):
             raise InferenceError(f"{self.base_url}/policy_version names no version", 404)
-        return int(answer["version"])
+        return int(answer["version"]), str(answer.get("path", ""))
 
     async def adapter_versions(self) -> dict[str, int]:
         """Model name -> version of every adapter that is served."""

@@ -81,7 +81,8 @@ async def connect(
     is_api = config.client is not None and await _is_api(config.client, urls, key, len(versions) > 1, kind)
     clients = [None if is_api else _client(experiment, url, key) for url in urls]
     started = experiment.inference
-    servers = Servers(clients, urls, started.ready_timeout_s if started is not None else PATIENCE_S)
+    patience_s = started.ready_timeout_s if started is not None else PATIENCE_S
+    servers = Servers(clients, urls, patience_s, are_attached=started is None)
     stack.push_async_callback(servers.close)
     # verifiers takes seconds to import: meanwhile the servers start
     warm = asyncio.to_thread(importlib.import_module, "prime_hpc.envs.episode_runner")

@@ -88,6 +88,8 @@ class Player:
                 continue
             num_plays += 1
             error, reason = _judge(result, version, self._is_api)
+            if not error and not await self._servers.still_serves(server):
+                error, reason = "OldVersion", f"the server no longer says that it serves version {version.step}"
             if result.state is EpisodeState.CANCELLED:
                 raise EvalError(f"the environments were closed: {result.reason}")
             if error in REFUSALS:

@@ -5,6 +5,7 @@ again. An API serves one model and is taken as it is.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,11 +40,22 @@ class EvalServer:
 class Servers:
     """All servers, each on the version that is evaluated now."""
 
-    def __init__(self, clients: Sequence[InferenceClient | None], urls: Sequence[str], patience_s: float) -> None:
-        """Args:
-        clients: of own servers; None of an API.
-        patience_s: for so long no server may answer.
+    def __init__(
+        self,
+        clients: Sequence[InferenceClient | None],
+        urls: Sequence[str],
+        patience_s: float,
+        *,
+        are_attached: bool = False,
+    ) -> None:
+        """Describe them.
+
+        Args:
+            clients: of own servers; None of an API.
+            patience_s: for so long no server may answer.
+            are_attached: started by others, who may have them load other weights meanwhile.
         """
+        self._are_attached = are_attached
         self._servers = [EvalServer(url, client) for url, client in zip(urls, clients, strict=True)]
         self._patience_s = patience_s
         self._version = Version(0)
@@ -106,6 +118,26 @@ class Servers:
         finally:
             task.cancel()
             playing.discard(task)
+
+    async def still_serves(self, index: int) -> bool:
+        """Return whether the tokens that a server has sampled until now were the version's. Of one that others may have
+        used meanwhile their number does not say it: another run's version may have the same.
+        Raises EvalError: another process has loaded such a one."""
+        server, version = self._servers[index], self._version
+        if not self._are_attached or server.client is None or version.path is None:
+            return True
+        try:
+            step, folder = await server.client.served()
+        except InferenceError:
+            return False
+        is_other = folder != str(version.path) and os.path.realpath(folder) != os.path.realpath(version.path)
+        if step == version.step and is_other:
+            raise EvalError(
+                f"{server.url} was given other weights of step {step} meanwhile, {folder}: versions of a run need a "
+                "server that nobody else uses; end that and start this again, or let one of both start its own "
+                "(--inference, under another --name)"
+            )
+        return step == version.step
 
     async def _pick(self) -> int:
         while True:

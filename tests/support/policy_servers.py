@@ -12,7 +12,7 @@ class Server:
     """An inference server that can be held up while it loads a version, and then has it or refuses it."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version, self.folder = 0, Path()
         self.held: asyncio.Event | None = None
         self.began = asyncio.Event()
         self.refuses: set[int] = set()
@@ -33,6 +33,9 @@ class Server:
     async def policy_version(self, name: str = "") -> int:
         return self.version
 
+    async def served(self, name: str = "") -> tuple[int, str]:
+        return self.version, str(self.folder)
+
     async def update_weights(self, folder: Path, version: int, name: str = "") -> dict[str, Any]:
         if not self.is_up:
             raise InferenceError("nobody is there")
@@ -42,7 +45,7 @@ class Server:
             await held.wait()
         if version in self.refuses:
             raise InferenceError(f"{folder} is not there", status=400)
-        self.version, self.is_asleep = version, False
+        self.version, self.folder, self.is_asleep = version, folder, False
         return {}
 
     async def sleep(self) -> dict[str, Any]:

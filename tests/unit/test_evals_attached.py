@@ -7,9 +7,10 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import verifiers.v1 as vf
 from aiohttp import web
 from loguru import logger
 from verifiers.v1.dialects import ChatDialect
@@ -24,12 +25,31 @@ from prime_hpc.config.sections.standalone_eval import StandaloneClientConfig
 from prime_hpc.envs.chat_client import FORBIDDEN_IN_A_ROW, ChatClient, EndpointRefusedError
 from prime_hpc.envs.model_client import RequestRefusedError
 from prime_hpc.envs.pool_settings import ChatOptions
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.evals.connect import _check_api, _is_api, _shortest_context
+from prime_hpc.evals.episodes import EpisodeLog, Key
 from prime_hpc.evals.errors import EvalError
+from prime_hpc.evals.play import Player
 from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.settings import record
 from prime_hpc.evals.versions import Version
 from prime_hpc.launch import local
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from tests.support import policy_servers
+
+
+class OneTask:
+    """A pool of one task, played with version 10."""
+
+    def __init__(self) -> None:
+        self.sources, self.name, self.num_tasks = [self], "e", 9
+
+    def task(self, index: int) -> Any:
+        return vf.Task(vf.TaskData(idx=0, prompt="say so"), vf.TaskConfig())
+
+    async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+        return EpisodeResult(EpisodeState.COMPLETED, True, reward=1.0, versions=[10])
+
 
 Scene = Callable[..., Coroutine[Any, Any, None]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -229,3 +249,29 @@ def test_episodes_go_on_with_the_servers_that_they_began_with(tmp_path: Path, mo
     verb.run_alone([*argv, "own"], "eval", "eval")
     with pytest.raises(ConfigError, match="start `prime-hpc inference` again"):
         verb.run_alone([*argv, "attached"], "eval", "eval")
+
+
+@run
+async def test_replies_of_another_run_s_version_of_the_same_number_are_not_scored(tmp_path: Path) -> None:
+    """Two evaluations shared the server that runs here: 895 of 1024 episodes of one were scored by the other's weights,
+    and nobody said so."""
+    own, others = (Version(10, tmp_path / name / "weights" / "step_000010") for name in ("a", "b"))
+    client, log = policy_servers.Server(), EpisodeLog(RunPaths(tmp_path), claim_incarnation(RunPaths(tmp_path)))
+    servers = Servers(cast(Any, [client]), ["http://host:1/v1"], 30.0, are_attached=True)
+
+    class Shared(OneTask):
+        """A pool in whose third episode somebody else has the server load a version."""
+
+        async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+            if task_index == 2:
+                assert others.path is not None
+                await client.update_weights(others.path, others.step)
+            return await super().run_episode(source_index, task_index)
+
+    await servers.load(own)
+    player = Player(cast(Any, Shared()), servers, log, max_concurrent=1, is_api=False)
+    with pytest.raises(EvalError, match=r"other weights of step 10 meanwhile, .*/b/weights/step_000010"):
+        await player.play(own, [Key(10, "e", task, 0) for task in range(4)])
+    assert sorted(key.task for key in log.records) == [0, 1]
+    client.version = 11
+    assert not await servers.still_serves(0), "of another number its tokens tell, and it is asked to load ours again"
