@@ -200,10 +200,13 @@ def _launch(verb: str, argv: list[str], program: str) -> int:
         nodes, ranks = Nodes.of(given.flags), ranks_of_all(given.flags)
         words = words if ranks is None else [*words, "--trainer.num-ranks", str(ranks)]
     loaded = load(words, verb, program)
-    from prime_hpc.launch.local import run, run_role, submit_local
+    from prime_hpc.config.errors import ConfigError
+    from prime_hpc.launch.local import run, run_role, show_run
 
+    if "--dry-run" in given and nodes is not None:
+        raise ConfigError("--dry-run says what this machine alone would run: leave torchrun's flags of nodes out")
     if "--dry-run" in given:
-        return submit_local(loaded, follow=False, dry_run=True, as_json=False)
+        return show_run(loaded, as_json=False)
     if nodes is not None:
         run_trainer(loaded, nodes)
     return run_role(loaded, verb) if verb in ROLES else run(loaded)

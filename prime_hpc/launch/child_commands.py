@@ -158,11 +158,11 @@ def _misfits(parent: Experiment, child: Experiment, path: Path) -> list[Problem]
     try:
         check_child(parent, child)
         newest = next(newest_first(RunPaths(path).checkpoints), None)
+        words = mismatches(child, newest) if newest is not None else []
     except ConfigError as error:
         return error.problems
-    except (StoreError, OSError):  # the trainer tries again, and says what it finds
+    except (StoreError, OSError, ValueError):  # the trainer tries again, and says what it finds
         return []
-    words = mismatches(child, newest) if newest is not None else []
     return [Problem(f"it cannot go on from {newest.path}: {'; '.join(words)}")] if newest is not None and words else []
 
 

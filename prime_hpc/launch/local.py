@@ -1,6 +1,5 @@
 """Runs on this machine: in the foreground (`rl`, `sft`), as a local job through submitit, or one role alone."""
 
-import contextlib
 import json
 import os
 import re
@@ -74,11 +73,22 @@ def run(loaded: Loaded) -> int:
     return code
 
 
+def show_run(loaded: Loaded, *, as_json: bool) -> int:
+    """Say what `run` would start, and start nothing. Raises as `run`."""
+    loaded = for_evaluation(loaded)
+    here = loaded.experiment.model_copy(update={"launch": "local"})
+    findings = _to_start_now(here, lint(here, GENERIC))
+    refuse_errors(loaded, findings)
+    print_warnings([] if as_json else findings)
+    show_dry_run(local_plan(loaded.experiment), None, as_json)
+    return 0
+
+
 def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Finding]:
     """Return findings with an error for each model and benchmark that is not there: nobody brings them meanwhile, as he
-    may while a job waits. Who has played all its episodes needs none of them."""
-    with contextlib.suppress(OSError):  # unreadable results are told when they are to be continued
-        if not experiment.trains and is_all_played(experiment, experiment.run_dir):
+    may while a job waits. Who has played all its episodes asks no hub."""
+    with suppress(OSError):  # unreadable results are told when they are to be continued
+        if not experiment.trains and not experiment.clean and is_all_played(experiment, experiment.run_dir):
             return findings
     absent = absent_models(experiment, os.environ) if any(f.code == "PH329" for f in findings) else set()
     absent |= {f.key for f in findings if f.code == "PH207" and f.key and not f.key.startswith("sft.")}

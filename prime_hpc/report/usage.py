@@ -97,10 +97,12 @@ def read_usage(
         for path, name in own:
             try:
                 attempts = _attempts_of(path)
-                if attempts and (first := counted.setdefault(attempts, name)) != name:
-                    left_out[name] = f"a copy of {first}, whose hours are counted"
+                if attempts in counted:
+                    left_out[name] = f"a copy of {counted[attempts]}, whose hours are counted"
                     continue
                 found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
+                if attempts:
+                    counted[attempts] = name
             except (OSError, ConfigError) as error:
                 left_out[name] = file_error_text(error)
                 continue
@@ -111,7 +113,7 @@ def read_usage(
 def _attempts_of(path: Path) -> tuple[Any, ...]:
     """Return what tells a run's attempts from those of all others: a copy, from an archive perhaps, has the same.
     Raises OSError: they cannot be read."""
-    keys = ("began", "host", "pid", "process")
+    keys = ("began", "host", "pid", "process", "ended")
     rows = read_attempts(path / ATTEMPTS_JSONL)
     own = tuple(tuple(row.get(key) for key in keys) for row in rows)
     return (line_of(path / RUN_YAML, "name: "), *own) if own else ()

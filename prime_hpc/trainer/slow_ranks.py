@@ -45,7 +45,7 @@ _WORDS = {
 }
 _DEVICES = {
     "cuda": "its GPU is throttled or faulty (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)",
-    "cpu": "its cores are throttled",
+    "cpu": "its cores are throttled, or shared with other processes",
 }
 
 
@@ -101,11 +101,16 @@ class SlowRanks:
     def _multiply(self) -> None:
         size, dtype = (4096, torch.bfloat16) if self._device.type == "cuda" else (256, torch.float32)
         factor = torch.ones(size, size, dtype=dtype, device=self._device)  # not random: no generator moves on
+        threads = torch.get_num_threads()
+        if self._device.type == "cpu":  # several wait for each other, and for whoever has their cores
+            torch.set_num_threads(1)
         product = torch.mm(factor, factor)
         self._marks.append(self._mark())
         for _ in range(_TRIES):
             torch.mm(factor, factor, out=product)
             self._marks.append(self._mark())
+        if self._device.type == "cpu":
+            torch.set_num_threads(threads)
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -158,7 +163,8 @@ class SlowRanks:
         deed, cause = _WORDS[kind]
         remedy = cause or _DEVICES.get(self._device.type, "its device is slow")
         if len(set(self._nodes)) > 1:
-            remedy += f"; to go on without that node: prime-hpc cancel, then resume with --slurm.exclude {node}"
+            remedy += f"; to go on without that node: prime-hpc cancel, then resume with {node} added to slurm.exclude"
+            remedy += " (slurm.trainer.exclude, where that is stated)"
         logger.warning(
             f"step {step}: the others wait for {who}, slow {IN_A_ROW} times in a row: rank {worst} {deed} in "
             f"{_in_words(times[worst])}, the median rank in {_in_words(usual[worst])}; {remedy}"

@@ -68,7 +68,14 @@ class TokenLog:
                 for row in rows:
                     self._writer.log(step, **row)
         except (OSError, RuntimeError) as error:  # a device without memory
+            self.close()  # the file is opened anew: a handle may be stale for ever
             logger.warning(f"{self._path}: rollouts of step {step} were not written: {error}")
+
+    def close(self) -> None:
+        """Close the file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
 @contextmanager

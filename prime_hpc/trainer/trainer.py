@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -286,8 +285,9 @@ class Trainer:
         self.profiler.close()
         if self.packer is not None:
             self.packer.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        for log in (self.metrics, self.token_log):
+            if log is not None:
+                log.close()
 
 
 @dataclass(frozen=True)
@@ -301,8 +301,7 @@ class Base:
     peak_flops: float
     control: RankGroup
     """See `ranks.control_group`."""
-    nodes: Sequence[str] = ()
-    """Of each rank, its node's name."""
+    slow_ranks: SlowRanks
 
 
 def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
@@ -327,7 +326,8 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
     )
     control = control_group(device, config.dist_timeout_s)
     nodes = control.gather_all(this_node()) if dist.get_backend() != "fake" else []  # a rehearsal's
-    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control, nodes)
+    peak = peak_flops(device, compute_dtype(experiment.model))
+    return Base(policy, source, device, peak, control, SlowRanks(device, nodes))
 
 
 def build_trainer(
@@ -353,7 +353,7 @@ def open_trainer(
     Raises ValueError: an objective or optimizer that cannot work."""
     rank, policy, many = dist.get_rank(), base.policy, bool(context.run)
     paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
-    slow_ranks = SlowRanks(base.device, base.nodes)
+    slow_ranks = base.slow_ranks
     train_step = build_train_step(base, experiment, slot, slow_ranks)
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
     publisher = build_publisher(

@@ -73,7 +73,8 @@ def two_branches() -> list[Sample]:
     two = [*first, tool, node("assistant", [9], sampled=True)]
     branches = [SimpleNamespace(nodes=nodes, trainable=True) for nodes in (one, two)]
     agent = SimpleNamespace(trainable=True, name="agent")
-    trace = SimpleNamespace(agent=agent, branches=branches, reward=1.0, is_truncated=False, mm_token_type_id_map={})
+    said = {"reward": 1.0, "rewards": {}, "is_truncated": False, "mm_token_type_id_map": {}}
+    trace = SimpleNamespace(agent=agent, branches=branches, **said)
     return trace_samples(trace, lambda n: n.versions)
 
 

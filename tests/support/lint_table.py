@@ -382,7 +382,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH241", "warning", {"trainer": {"loss": {"clip_low": 0.1}}}, {}, "it is for an objective with a trust region"),
     ("PH241", "warning", {"trainer": {"loss": {"type": "grpo", "delta": 2}}}, {}, "trainer.loss.type = aipo"),
     ("PH241", "warning", {"trainer": {"optim": {"momentum": 0.5}}}, {}, "muon or signsgd"),
-    ("PH241", "warning", {"orchestrator": {"eval": {"pass_threshold": 0.5}}}, {}, "rollouts_per_example of 2 and more"),
+    ("PH241", "warning", {"eval": {"environment_ids": ["math500"]}}, {}, "kind = eval; evaluations beside training"),
     ("PH241", "warning", {"orchestrator": {"advantage": {"timeout_reward": -1}}}, {}, "timeout = penalize"),
     ("PH241", "warning", {"kind": "sft", "trainer": {"data": {"fake": {}}}}, {}, "kind = rl"),
     ("PH241", "warning", {"trainer": {"profile": {"ranks": [16]}}}, {}, "trainer.num_ranks = 16"),

@@ -145,8 +145,8 @@ def test_a_dry_run_of_an_entrypoint_says_what_would_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     played = ["--environment-ids", "reverse-text", "--model.name", "/nowhere", "--dry-run"]
-    for verb, words in {"rl": [*ENV, "--dry-run"], "sft": ["--data.type", "fake", "--dry-run"]}.items():
-        assert console(verb, words, monkeypatch) == 0
+    for verb, words in {"rl": ENV, "sft": ["--data.type", "fake"]}.items():
+        assert console(verb, [*words, "--model.name", "/nowhere", "--dry-run"], monkeypatch) == 0
         assert f"({verb})\n" in capsys.readouterr().out
     for verb in ("eval", "synthesize"):
         assert cli.main([verb, *played, "--json"]) == 0

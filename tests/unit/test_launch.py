@@ -280,7 +280,7 @@ def test_checkpoints_elsewhere_are_looked_at_where_they_are(
     usage = shutil.disk_usage(tmp_path)
     try:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(1 if path == own else 8) << 30))
-        with pytest.raises(ConfigError, match=rf"ckpt.path: .*{own} has 1.0 GiB free, but .* 12.0 GiB") as refused:
+        with pytest.raises(ConfigError, match=rf"ckpt.path: .*{own} has 1.00 GiB free, but .* 12.00 GiB") as refused:
             check(loaded(tmp_path, model, ckpt={"path": str(own)}))
         keys = [problem.key for problem in refused.value.problems]
         assert "ckpt.path" in keys and "output_dir" not in keys

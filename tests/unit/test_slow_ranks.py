@@ -48,7 +48,7 @@ def test_a_slow_device_is_told_of_once_with_node_rank_and_figure(said: list[str]
     look(ranks, IN_A_ROW, product_s=slow)
     assert look(ranks, 1)["ranks/slow"] == 1
     (line,) = said
-    assert "wait for rank 2 on node n1, slow 4 times in a row" in line and "--slurm.exclude n1" in line
+    assert "wait for rank 2 on node n1, slow 4 times in a row" in line and "n1 added to slurm.exclude" in line
     assert "rank 2 computes a matrix product in 13 ms, the median rank in 10 ms; its GPU" in line
     metrics = look(ranks, IN_A_ROW, product_s=even)
     assert metrics["ranks/product_ratio"] == 1.2 and metrics["ranks/slow"] == 0 and len(said) == 1

@@ -64,6 +64,8 @@ def _data(row: Row, folder: Path | None) -> PromptData:
     if column is None:
         raise ValueError(f"it has none of {', '.join(PROMPTS)}, but {', '.join(row) or 'nothing'}")
     prompt = prompt_in(row, column)
+    if not isinstance(row.get("system"), str | None):
+        raise ValueError(f"`system` is a text, got {row['system']!r:.120}")
     system = system_in(row, prompt)
     prompt, images = with_images(prompt, row, folder)
     rest = {name: value for name, value in row.items() if name not in ("system", column, images)}

@@ -89,7 +89,8 @@ def arguments(subject: Subject) -> Iterator[Finding]:
     """Report arguments that a bundled environment does not have: it would not begin."""
     experiment = subject.experiment
     if experiment.samples and not is_parent(experiment):
-        elsewhere = subject.is_slurm and starts_elsewhere(experiment, subject.site)  # another version, perhaps
+        # another version, perhaps; or rows that another job makes anew
+        elsewhere = subject.is_slurm and (starts_elsewhere(experiment, subject.site) or experiment.slurm.waits)
         severity: Severity = "warning" if elsewhere else "error"
         for problem in unknown_arguments(experiment):
             yield Finding("PH236", severity, problem.key, problem.message, "mend it, or leave it out")
@@ -125,6 +126,8 @@ def rows(subject: Subject) -> Iterator[Finding]:
         for key, error in unread_rows(experiment):
             if isinstance(error, NothingThereError):
                 yield Finding.warning("PH207", key, str(error), "make it before submit, or mend the path")
+            elif subject.is_slurm and experiment.slurm.waits:
+                yield Finding.warning("PH207", key, str(error), "the job that this one waits for has to mend it")
             else:
                 yield Finding.error("PH207", key, str(error), "")
 

@@ -88,7 +88,7 @@ def print_warnings(findings: Iterable[Finding]) -> None:
     """Tell whoever starts a run what lint warns of."""
     for finding in findings:
         if finding.severity == "warning":
-            print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
+            print(f"warning: {finding.code} {finding.key or ''}: {finding.advice}", file=sys.stderr)
 
 
 def lint_pods(experiment: Experiment, site: SiteConfig) -> list[Finding]:
@@ -102,9 +102,7 @@ def refuse_errors(loaded: Loaded, findings: Iterable[Finding]) -> None:
     """Raise a ConfigError for the errors among what was found in an experiment: `submit` does not start it."""
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
-        raise ConfigError(
-            Problem(f"{f.message}; {f.remedy} ({f.code})", f.key, loaded.provenance.get(f.key or "")) for f in errors
-        )
+        raise ConfigError(Problem(f"{f.advice} ({f.code})", f.key, loaded.provenance.get(f.key or "")) for f in errors)
 
 
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:

@@ -156,8 +156,12 @@ class Finding:
     def line(self, origin: str | None = None) -> str:
         """For the terminal; `origin`: where the key was stated."""
         where = ": ".join(part for part in (origin, self.key) if part)
-        remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{self.severity} {self.code} {where + ': ' if where else ''}{self.message}{remedy}"
+        return f"{self.severity} {self.code} {where + ': ' if where else ''}{self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """Say what is wrong, and what to do unless that says it."""
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,8 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "zero = auto",
         )
     advantage = experiment.orchestrator.advantage
-    if advantage.type == "grpo" and advantage.scale == "batch":
+    types = {env.algorithm or advantage.type for env in experiment.orchestrator.env}
+    if types & {"grpo", "grpo_shuffled"} and advantage.scale == "batch":
         yield Finding.warning(
             "PH226",
             "orchestrator.advantage.scale",

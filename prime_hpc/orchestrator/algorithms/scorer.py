@@ -93,7 +93,12 @@ class Scorer:
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
         rewards[scored] -= self._penalties(rewards[scored], chosen, truncated[scored])
         kept_references = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
-        named = [e.result.samples[0].rewards if e.result.samples else {} for e in chosen]
+        # none of an episode whose reward is the mean of several traces, of which one alone has tokens
+        firsts = [next(iter(e.result.samples), None) for e in chosen]
+        named = [
+            first.rewards if first is not None and first.reward == episode.result.reward else {}
+            for first, episode in zip(firsts, chosen, strict=True)
+        ]
         group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, named, kept_references)
         advantages = np.zeros_like(rewards)
         advantages[scored] = self._score_group(group)

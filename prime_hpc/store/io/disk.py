@@ -31,7 +31,7 @@ def size_text(num_bytes: float) -> str:
     """Return bytes in binary units."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
+            return f"{num_bytes / size:.{2 if size >= 2**30 else 1}f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

@@ -27,9 +27,9 @@ class PatientFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         """Look at the file, which is opened by the first read. Raises SFTDataError: it is not there."""
-        self._path, self._version = path, version_of(path)
-        self._file: int | None = None
+        self._file: int | None = None  # first: a file that is not there is closed, too
         self._at = 0
+        self._path, self._version = path, version_of(path)
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return what is there. Raises OSError: it cannot be read now; DataChangedError: another file has its path."""

@@ -42,7 +42,7 @@ PAUSE_S = 0.1
 BROKEN_S = VISIBLE_S
 """A batch that is there but not what its manifest says fails its run after so long: until then it may come in sight."""
 _TIMES = ("time/forward_backward", "time/optim", "time/publish", "time/checkpoint")
-_KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences", *_TIMES)
+_KEPT = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences", "ranks/slow", *_TIMES)
 """Of a run's metrics, in the parent's row of its step."""
 ENDS_A_RUN = (StepRefused, StoreError)
 """Errors that end one run; raised on all ranks alike."""

@@ -44,7 +44,7 @@ def run_alone(argv: list[str], program: str, kind: str) -> int:
     from prime_hpc.launch import local
 
     if "--dry-run" in given:
-        return local.submit_local(loaded, follow=False, dry_run=True, as_json="--json" in given)
+        return local.show_run(loaded, as_json="--json" in given)
     if "--json" not in given:
         return local.run(loaded)
     path = loaded.experiment.run_dir / "results" / "summary.json"

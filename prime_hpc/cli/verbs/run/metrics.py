@@ -51,7 +51,7 @@ def run(argv: list[str], program: str) -> int:
         try:
             take_token(folder)
         except OSError as error:
-            raise ConfigError(file_error_text(error)) from error
+            raise ConfigError(f"{folder}: {file_error_text(error)}") from error
         print(scrape_config(folder), end="")
         return 0
     (word,) = given.arguments(1, least=1)
@@ -123,7 +123,7 @@ def _computed(path: Path) -> str:
     try:
         take_files(figures, path, line_of(path / RUN_YAML, "kind: ") or "rl")
     except OSError as error:
-        raise ConfigError(file_error_text(error)) from error
+        raise ConfigError(f"{path}: {file_error_text(error)}") from error
     if status_of(path, details=False).state == "lost":
         figures.take_loss()
     return figures.text()
