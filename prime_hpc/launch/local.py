@@ -58,10 +58,7 @@ _SAID_ANEW = re.compile(r"--(no-)?(clean|ckpt\.resume[-_]step)(=|$)")
 def run(loaded: Loaded) -> int:
     """Run an experiment in the foreground; returns the exit code. Raises ConfigError, for what lint calls an error as
     `submit` does."""
-    loaded = for_evaluation(loaded)
-    here = loaded.experiment.model_copy(update={"launch": "local"})
-    findings = _to_start_now(here, lint(here, GENERIC))  # no site's nodes are asked
-    refuse_errors(loaded, findings)
+    loaded, findings = _looked_at(loaded)
     run_dir = prepare_run(loaded)
     print_warnings(findings)  # no sooner: a model that is missing is an error here
     from prime_hpc.supervisor.main import supervise
@@ -75,13 +72,19 @@ def run(loaded: Loaded) -> int:
 
 def show_run(loaded: Loaded, *, as_json: bool) -> int:
     """Say what `run` would start, and start nothing. Raises as `run`."""
-    loaded = for_evaluation(loaded)
-    here = loaded.experiment.model_copy(update={"launch": "local"})
-    findings = _to_start_now(here, lint(here, GENERIC))
-    refuse_errors(loaded, findings)
+    loaded, findings = _looked_at(loaded)
     print_warnings([] if as_json else findings)
     show_dry_run(local_plan(loaded.experiment), None, as_json)
     return 0
+
+
+def _looked_at(loaded: Loaded) -> tuple[Loaded, list[Finding]]:
+    """Return what is to run in the foreground, and what lint finds in it. Raises ConfigError: an error."""
+    loaded = for_evaluation(loaded)
+    here = loaded.experiment.model_copy(update={"launch": "local"})
+    findings = _to_start_now(here, lint(here, GENERIC))  # no site's nodes are asked
+    refuse_errors(loaded, findings)
+    return loaded, findings
 
 
 def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Finding]:
