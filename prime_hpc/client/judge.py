@@ -1,0 +1,65 @@
+"""The judge of a run, as rewards find it: one address, the model's name and the key, in environment variables."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.client.balance import Balance
+from prime_hpc.client.inference import InferenceClient
+from prime_hpc.client.keys import KEY_VARIABLES
+from prime_hpc.config import Experiment
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.messaging import sockets
+from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.messaging.network import Network
+
+URL, MODEL, KEY = VARIABLES = ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY")
+"""What rewards read: `http://host:port/v1`, the model's name there, the bearer token."""
+
+
+async def open_judge(
+    stack: AsyncExitStack, experiment: Experiment, context: RoleContext, bus: BusClient, elsewhere: Sequence[str] = ()
+) -> None:
+    """Set `VARIABLES` in this process's environment, before environments are opened, and wait until the judge answers;
+    nothing where the run starts no judge.
+
+    Args:
+        stack: closes what is opened.
+        bus: tells of servers that are lost or move.
+        elsewhere: addresses of hosts whose workers play episodes on other machines.
+
+    Raises:
+        InferenceError: no server was ready in time.
+    """
+    servers = experiment.judge_inference
+    if servers is None or not context.judge_urls:
+        return
+    os.environ[KEY] = os.environ.get(KEY_VARIABLES["judge"], "")
+    os.environ[MODEL] = servers.model
+    network, host = Network.from_env(), sockets.loopback()
+    announced = host
+    if elsewhere and bus.hub_host is not None and not sockets.is_loopback(bus.hub_host):
+        place = network.place("serving")
+        announced = (place.address if place is not None else None) or bus.local_host or host
+        host = place.address if place is not None else sockets.ALL
+    listener = sockets.listen(host, ports=network.ports)
+    balance = Balance(listener, context.judge_urls, servers.ready_timeout_s)
+    stack.callback(balance.close)
+    os.environ[URL] = sockets.http_url(announced, listener.getsockname()[1])
+
+    def hear(news: dict[str, Any]) -> None:
+        if news["role"] == "judge":
+            balance.move(news["index"], news["url"] if news["state"] != "lost" else None)
+
+    bus.subscribe("server", hear)
+    logger.info(f"rewards find the judge {servers.model}, {len(context.judge_urls)} server(s), at {os.environ[URL]}")
+    async with InferenceClient(os.environ[URL], os.environ[KEY]) as client:
+        await client.wait_ready(servers.ready_timeout_s)
+
+
+def variables() -> dict[str, str]:
+    """Return the variables as they are set here, for workers on other machines."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
