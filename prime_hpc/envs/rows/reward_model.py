@@ -19,8 +19,12 @@ TIMEOUT_S = 60.0
 
 
 def score(messages: list[dict[str, Any]]) -> float:
-    """Return the logit of a conversation, whatever it was that the model thought.
-    Raises ValueError: the judge refuses it, or has more than one class. Raises OSError: no answer until the deadline."""
+    """Return the logit of a conversation, without what the model thought before it replied.
+
+    Raises:
+        ValueError: the judge refuses it, or has more than one class.
+        OSError: no answer until the deadline.
+    """
     said = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
     asked = {"model": os.environ["JUDGE_MODEL"], "messages": said, "use_activation": False}
     request = urllib.request.Request(
@@ -42,9 +46,8 @@ def _answer(request: urllib.request.Request) -> dict[str, Any]:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code not in (408, 429):
-                raise ValueError(
-                    f"the judge answered {error.code}: {error.read(500).decode(errors='replace')}"
-                ) from error
+                said = error.read(500).decode(errors="replace")
+                raise ValueError(f"the judge answered {error.code}: {said}") from error
             if time.monotonic() > end:
                 raise
         except (OSError, ValueError):  # no answer, or half of one
