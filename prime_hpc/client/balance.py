@@ -41,7 +41,8 @@ class Balance:
     def move(self, index: int, url: str | None) -> None:
         """Use another address of a server from now on; None: it is lost. Its connections are cut: a node that is gone
         does not say so, and who asked would wait for its answer in vain."""
-        self._loop.call_soon_threadsafe(self._move, index, url)
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._move, index, url)
 
     def close(self) -> None:
         """Take no more connections, and cut those that there are."""

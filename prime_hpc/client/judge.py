@@ -14,7 +14,8 @@ from prime_hpc.config import Experiment
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.messaging.network import Network
+from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.messaging.network import Network, route_to
 
 URL, MODEL, KEY = VARIABLES = ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY")
 """What rewards read: `http://host:port/v1`, the model's name there, the bearer token."""
@@ -40,15 +41,13 @@ async def open_judge(
     os.environ[KEY] = os.environ.get(KEY_VARIABLES["judge"], "")
     os.environ[MODEL] = servers.model
     network, host = Network.from_env(), sockets.loopback()
-    announced = host
-    if elsewhere and bus.hub_host is not None and not sockets.is_loopback(bus.hub_host):
-        place = network.place("serving")
-        announced = (place.address if place is not None else None) or bus.local_host or host
-        host = place.address if place is not None else sockets.ALL
+    away = [name for name, _ in map(parse_address, elsewhere) if not sockets.is_loopback(name)]
+    if away and (place := network.place("serving") or route_to(away[0])) is not None:
+        host = place.address
     listener = sockets.listen(host, ports=network.ports)
     balance = Balance(listener, context.judge_urls, servers.ready_timeout_s)
     stack.callback(balance.close)
-    os.environ[URL] = sockets.http_url(announced, listener.getsockname()[1])
+    os.environ[URL] = sockets.http_url(host, listener.getsockname()[1])
 
     def hear(news: dict[str, Any]) -> None:
         if news["role"] == "judge":

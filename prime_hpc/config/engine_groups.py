@@ -8,7 +8,7 @@ starts engines takes that view, and does it for any group.
 from typing import Literal
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.inference import DEFAULT_PORT, FrozenInferenceConfig, InferenceConfig
+from prime_hpc.config.sections.inference import DEFAULT_PORT, FrozenInferenceConfig, InferenceConfig, WeightsConfig
 
 EngineRole = Literal["inference", "teacher", "judge"]
 ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher", "judge")
@@ -63,6 +63,7 @@ def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
         update={
             "model": experiment.model.model_copy(update=changes),
             "trainer": experiment.trainer.model_copy(update={"router_replay": False}),
+            "weights": WeightsConfig(),
             "inference": servers.model_copy(update=own),
             **dict.fromkeys((section for section in SECTIONS.values() if section != "inference"), None),
             "inference_gpu_ids": getattr(experiment, f"{role}_gpu_ids"),

@@ -92,8 +92,12 @@ def test_a_judge_that_nobody_could_ask_is_refused(values: dict[str, Any], said: 
 
 
 def test_a_judge_does_not_sleep_and_states_its_model() -> None:
-    for section in ({"model": "o/judge", "sleep": True}, {}):
-        with pytest.raises(ValidationError, match="only the policy's engines sleep|Field required"):
+    for section, said in (
+        ({"model": "o/judge", "sleep": True}, "only the policy's engines sleep"),
+        ({}, "Field required"),
+        ({"model": "o/judge", "runner": "pooling", "backend": "transformers"}, "pooling needs backend = vllm"),
+    ):
+        with pytest.raises(ValidationError, match=said):
             experiment(judge_inference=section)
 
 

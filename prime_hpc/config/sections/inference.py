@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
@@ -169,6 +169,12 @@ class JudgeInferenceConfig(FrozenInferenceConfig):
     and `/pooling`: a sequence classifier such as `Qwen3ForSequenceClassification`."""
     max_model_len: int | None = Field(None, ge=1)
     """Longest prompt + verdict; default: twice `seq_len`, since the prompt holds a whole sample."""
+
+    @model_validator(mode="after")
+    def _can_score(self) -> "JudgeInferenceConfig":
+        if self.runner == "pooling" and self.backend != "vllm":
+            raise ValueError(f"runner = pooling needs backend = vllm, not {self.backend}")
+        return self
 
 
 class WeightsConfig(Section):
