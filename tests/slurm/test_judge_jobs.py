@@ -1,39 +1,25 @@
 """A judge of the run's own in a real het job: on nodes of its own, found by rewards on the nodes that play episodes,
 killed, and back."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.slurm.test_rl_jobs import START_S, last_step, processes_of, submit
+from tests.support.judged_rows import judged_rows
 from tests.support.runs import rows, starter_tree
 from tests.support.slurm import Cluster
 from tests.support.small_jobs import attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-REWARD = """
-import os
-from openai import OpenAI
-
-JUDGE = OpenAI(base_url=os.environ["JUDGE_URL"], api_key=os.environ["JUDGE_API_KEY"], timeout=60, max_retries=5)
-
-
-def score(completion):
-    asked = [{"role": "user", "content": completion[:20]}]
-    said = JUDGE.chat.completions.create(model=os.environ["JUDGE_MODEL"], messages=asked, temperature=0, max_tokens=4)
-    assert said.model
-    return {"score": len(completion), "asked": 1.0}
-"""
-
 
 def test_het_rewards_ask_the_run_s_own_judge_which_is_killed_and_comes_back(cluster: Cluster) -> None:
     folder = Path(cluster.shared) / "judged"
     folder.mkdir()
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(50)))
-    env = {"id": "rows", "args": {"files": [str(folder / "rows.jsonl")], "reward": f"{folder}/reward.py:score"}}
+    env = judged_rows(folder)
     tree = starter_tree(folder, output_dir=str(folder / "out"), ckpt={"interval": 5}, inference={"server": {"port": 0}})
     tree["orchestrator"] |= {"env": [env], "env_servers": {"workers": 2}, "advantage": {"zero": "keep"}}
     tree["inference"]["backend"] = "transformers"
@@ -58,7 +44,6 @@ def test_het_rewards_ask_the_run_s_own_judge_which_is_killed_and_comes_back(clus
     process.kill()
     cluster.wait_state(job, "COMPLETED", timeout=START_S + 120)
     assert [life["outcome"] for life in attempts(run_dir)] == ["completed"], "all in one attempt"
-    assert "judge[0]" in (run_dir / "logs" / "supervisor.log").read_text().split("is started again")[0]
+    assert re.search(r"judge\[0\].*it is started again", (run_dir / "logs" / "supervisor.log").read_text())
     assert all(row["episodes/failed"] == 0 for row in rows(run_dir, "orchestrator"))
-    assert all(row["reward/asked/mean"] == 1.0 for row in rows(run_dir, "orchestrator") if "reward/asked/mean" in row)
     assert not [path for path in run_dir.rglob("*") if path.is_file() and key in path.read_bytes()], "it is in no file"
