@@ -29,6 +29,7 @@ from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.supervisor.roles.spec import split_gpus
 from tests.support.classifier_api import ClassifierApi
+from tests.support.lint import findings
 from tests.unit.test_placement import SITE
 
 BASE: dict[str, Any] = {
@@ -122,6 +123,21 @@ def test_a_judge_gets_nodes_and_gpus_of_its_own() -> None:
 def test_a_judge_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
     (problem,) = _judge(experiment(judge_inference={"model": str(tmp_path / "absent")}))
     assert problem.key == "judge_inference.model" and "is not a directory" in problem.message
+
+
+def test_lint_holds_the_judge_to_what_its_model_and_nodes_can(model: Path) -> None:
+    """Every finding names the judge's own key."""
+
+    def said(servers: dict[str, Any], **change: Any) -> set[tuple[str, str, str | None]]:
+        found = findings(model, {"judge_inference": {"model": str(model), "num_replicas": 8, **servers}} | change)
+        return {(f.code, f.severity, f.key) for f in found}
+
+    assert said({}) == set()
+    assert said({}, seq_len=8192) == {("PH104", "error", "judge_inference.max_model_len")}
+    assert said({"max_model_len": 8192}, seq_len=8192) == set()
+    assert ("PH101", "error", "judge_inference.tensor_parallel_size") in said({"tensor_parallel_size": 3})
+    assert ("PH308", "error", "slurm.judge.nodes") in said({"num_replicas": 9}, slurm={"judge": {"nodes": 1}})
+    assert ("PH107", "info", "judge_inference.model") in said({"model": "o/judge"})
 
 
 # ---- one address
