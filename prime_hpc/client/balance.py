@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -34,6 +35,8 @@ class Balance:
         self._listener, self._patience_s = listener, patience_s
         self._addresses: dict[int, Address] = {index: _address(url) for index, url in enumerate(urls)}
         self._open: dict[int, set[asyncio.StreamWriter]] = {index: set() for index in self._addresses}
+        self._load = Counter[int]()
+        """Connections that a server has, or is about to get."""
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._run, name="balance", daemon=True)
         self._thread.start()
@@ -102,13 +105,17 @@ class Balance:
                 one.close()
             if reached is not None:
                 self._open[reached[0]] -= set(ends)
+                self._load[reached[0]] -= 1
 
     async def _reach(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter] | None:
         """Connect to the least busy server that takes connections; None where none does."""
-        for index in sorted(self._addresses, key=lambda one: len(self._open[one])):
-            with contextlib.suppress(OSError, KeyError):  # one may be lost meanwhile
+        for index in sorted(self._addresses, key=self._load.__getitem__):
+            self._load[index] += 1
+            try:
                 connecting = asyncio.open_connection(*self._addresses[index])
                 return index, *await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+            except (OSError, KeyError):  # it may be lost meanwhile
+                self._load[index] -= 1
         return None
 
 
