@@ -186,7 +186,10 @@ VERBS: dict[str, Verb] = {
         "RUN",
         (
             ("-f, --follow", "go on as they grow"),
-            ("--role ROLE", "supervisor (default), trainer, orchestrator, eval, synthesize, inference, teacher, slurm"),
+            (
+                "--role ROLE",
+                "supervisor (default), trainer, orchestrator, eval, synthesize, inference, teacher, judge, slurm",
+            ),
             ("--rank N", "one rank of the trainer, or one server"),
             ("--attempt N", "of that attempt (default: the newest)"),
             ("-n, --lines N", "last N lines (default 50; 0: all)"),
@@ -199,7 +202,10 @@ VERBS: dict[str, Verb] = {
         "A shell, or one command, where a role of a running run is: on its node, with its environment.",
         "RUN [-- COMMAND ...]",
         (
-            ("--role ROLE", "supervisor (default), trainer, orchestrator, eval, synthesize, inference or teacher"),
+            (
+                "--role ROLE",
+                "supervisor (default), trainer, orchestrator, eval, synthesize, inference, teacher or judge",
+            ),
             ("--rank N", "rank of the trainer, or number of the server (default: 0)"),
         ),
         "run.shell",

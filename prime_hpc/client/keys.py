@@ -19,7 +19,7 @@ from loguru import logger
 from prime_hpc.store.io.private import make_private_dir, open_private, user_cache
 from prime_hpc.store.messaging.auth import new_secret
 
-KEY_VARIABLES = {"inference": "PRIMEHPC_INFERENCE_API_KEY", "teacher": "PRIMEHPC_TEACHER_API_KEY"}
+KEY_VARIABLES = {role: f"PRIMEHPC_{role.upper()}_API_KEY" for role in ("inference", "teacher", "judge")}
 """Group of engines -> the environment variable with which the supervisor tells its servers their key. verifiers hands
 no variable on to programs of episodes that has `API_KEY` in its name."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
@@ -35,7 +35,7 @@ def key_file() -> Path:
 def server_key(stated: str | None, role: str, api_key_var: str) -> str:
     """Return the key of a server: the supervisor's for this attempt, else the config's; by hand the environment's, else
     one that the user's own clients on this machine find by themselves.
-    `role`: `inference` or `teacher`.
+    `role`: `inference`, `teacher` or `judge`.
     Raises ValueError: no key can be kept safely."""
     given = os.environ.get(KEY_VARIABLES[role]) or stated or os.environ.get(api_key_var)
     if given:

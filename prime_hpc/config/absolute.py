@@ -22,9 +22,13 @@ def from_the_root(experiment: Experiment) -> Experiment:
     teacher = experiment.orchestrator.teacher
     if teacher is not None:
         teacher = teacher.model_copy(update=_absolute(teacher.model, "model"))
+    judge = experiment.judge_inference
+    if judge is not None:
+        judge = judge.model_copy(update=_absolute(judge.model, "model"))
     return experiment.model_copy(
         update={
             "model": model,
+            "judge_inference": judge,
             "trainer": experiment.trainer.model_copy(update={"loss": loss}),
             "orchestrator": experiment.orchestrator.model_copy(update={"teacher": teacher}),
         }

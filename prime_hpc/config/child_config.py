@@ -25,6 +25,7 @@ OWN = (
         "clean",
         "inference_gpu_ids",
         "teacher_gpu_ids",
+        "judge_gpu_ids",
         "trainer_gpu_ids",
         "sft",
     ),

@@ -1,4 +1,4 @@
-"""The groups of vLLM engines that a run starts, by role: the policy's (`inference`), and a teacher's (`teacher`).
+"""The groups of engines that a run starts, by role: the policy's (`inference`), a teacher's and a judge's.
 
 A group is described by the same tree as the policy's engines are: `served_by` is the experiment as one group sees it,
 with its model, its servers, its GPUs and its nodes in the places of the policy's. Whoever places, plans, checks or
@@ -8,15 +8,23 @@ starts engines takes that view, and does it for any group.
 from typing import Literal
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.inference import DEFAULT_PORT, InferenceConfig
+from prime_hpc.config.sections.inference import DEFAULT_PORT, FrozenInferenceConfig, InferenceConfig, WeightsConfig
 
-EngineRole = Literal["inference", "teacher"]
-ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher")
+EngineRole = Literal["inference", "teacher", "judge"]
+ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher", "judge")
 """In the order in which they get nodes and GPUs."""
 
-SECTIONS: dict[EngineRole, str] = {"inference": "inference", "teacher": "teacher_inference"}
+SECTIONS: dict[EngineRole, str] = {
+    "inference": "inference",
+    "teacher": "teacher_inference",
+    "judge": "judge_inference",
+}
 """Role -> the key of its servers' section."""
-MODELS: dict[EngineRole, str] = {"inference": "model.name", "teacher": "orchestrator.teacher.model"}
+MODELS: dict[EngineRole, str] = {
+    "inference": "model.name",
+    "teacher": "orchestrator.teacher.model",
+    "judge": "judge_inference.model",
+}
 """Role -> the key that states what they serve."""
 
 
@@ -25,30 +33,41 @@ def engine_roles(experiment: Experiment) -> list[EngineRole]:
     starts = {
         "inference": experiment.samples and experiment.inference is not None,
         "teacher": experiment.teacher_inference is not None,
+        "judge": experiment.samples and experiment.judge_inference is not None,
     }
     return [role for role in ENGINE_ROLES if starts[role]]
 
 
 def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     """Return the experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and
-    `slurm.inference` are the group's own. The teacher has no adapter, records nothing of its routers, and has room for
-    one token more than the longest sample."""
-    servers, teacher = experiment.teacher_inference, experiment.orchestrator.teacher
+    `slurm.inference` are the group's own. The others have no adapter and record nothing of their routers; the teacher
+    has room for one token more than the longest sample, the judge for a sample and what it is asked about it."""
+    servers: FrozenInferenceConfig | None
     if role == "inference":
         return experiment
-    assert servers is not None and teacher is not None and teacher.model is not None, "the config refuses it"
+    if role == "judge":
+        servers = experiment.judge_inference
+        name = servers.model if servers is not None else None
+        length, changes = 2 * experiment.seq_len, {"head_dtype": "model", "vision": None}
+    else:
+        servers, teacher = experiment.teacher_inference, experiment.orchestrator.teacher
+        name = teacher.model if teacher is not None else None
+        length, changes = max(experiment.seq_len + 1, experiment.max_model_len), {}
+    assert servers is not None and name is not None, "the config refuses it"
+    changes |= {"name": name, "lora": None, "router_dtype": "model"}
     own = {
-        "max_model_len": servers.max_model_len or max(experiment.seq_len + 1, experiment.max_model_len),
+        "max_model_len": servers.max_model_len or length,
         "api_key": servers.api_key or (experiment.inference.api_key if experiment.inference else None),
     }
     return experiment.model_copy(
         update={
-            "model": experiment.model.model_copy(update={"name": teacher.model, "lora": None, "router_dtype": "model"}),
+            "model": experiment.model.model_copy(update=changes),
             "trainer": experiment.trainer.model_copy(update={"router_replay": False}),
+            "weights": WeightsConfig(),
             "inference": servers.model_copy(update=own),
-            "teacher_inference": None,
-            "inference_gpu_ids": experiment.teacher_gpu_ids,
-            "slurm": experiment.slurm.model_copy(update={"inference": experiment.slurm.teacher}),
+            **dict.fromkeys((section for section in SECTIONS.values() if section != "inference"), None),
+            "inference_gpu_ids": getattr(experiment, f"{role}_gpu_ids"),
+            "slurm": experiment.slurm.model_copy(update={"inference": getattr(experiment.slurm, role)}),
         }
     )
 

@@ -19,7 +19,12 @@ from prime_hpc.config.sections.common import (
     PrometheusConfig,
     WandbConfig,
 )
-from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig, WeightsConfig
+from prime_hpc.config.sections.inference import (
+    InferenceConfig,
+    JudgeInferenceConfig,
+    TeacherInferenceConfig,
+    WeightsConfig,
+)
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.orchestrator import EnvConfig, OrchestratorConfig
@@ -79,6 +84,8 @@ class Experiment(Section):
     """Servers to start; absent: attach to `orchestrator.client`."""
     teacher_inference: TeacherInferenceConfig | None = None
     """Servers to start for the teacher; absent: `orchestrator.teacher.base_url`, where there is one at all."""
+    judge_inference: JudgeInferenceConfig | None = None
+    """Servers to start for a model that rewards ask; off when absent."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning."""
     eval: StandaloneEvalConfig = StandaloneEvalConfig()
@@ -107,6 +114,8 @@ class Experiment(Section):
     default: split in order."""
     teacher_gpu_ids: list[int] | None = None
     """GPUs of the teacher's engines on one node, as positions likewise; default: those after the policy's."""
+    judge_gpu_ids: list[int] | None = None
+    """GPUs of the judge's engines on one node, as positions likewise; default: those after the teacher's."""
     trainer_gpu_ids: list[int] | None = None
     """GPUs of the trainer on one node, as positions likewise."""
 
@@ -239,7 +248,6 @@ class Experiment(Section):
                 f"ckpt.resume_step ({resume}) is not below max_steps ({self.max_steps}): nothing is left to do; raise "
                 "--max-steps"
             )
-        self._uses_its_gpus()
         self._can_sleep()
         self._can_be_taught()
         if self.kind == "rl":
@@ -268,25 +276,8 @@ class Experiment(Section):
             self._sft_fits()
         return self
 
-    def _uses_its_gpus(self) -> None:
-        """No GPU that a key names stays idle: it was meant to be used."""
-        counts = [("trainer_gpu_ids", self.trainer_gpu_ids, self.trainer.num_ranks, "trainer.num_ranks")]
-        for section, ids in (("inference", self.inference_gpu_ids), ("teacher_inference", self.teacher_gpu_ids)):
-            engines: InferenceConfig | None = getattr(self, section)
-            if engines is not None:
-                need = engines.num_gpus
-                counts.append((f"{'inference' if section == 'inference' else 'teacher'}_gpu_ids", ids, need, section))
-        for key, named, need, where in counts:
-            if named is not None and len(named) > need:
-                raise ValueError(
-                    f"{key} names {len(named)} GPUs, but {where} uses {need}: name those, or leave the counts out "
-                    "(num_ranks, data_parallel_size), which then follow from the ids"
-                )
-
     def _can_sleep(self) -> None:
         """Engines sleep only where nobody needs them while the trainer computes."""
-        if self.teacher_inference is not None and self.teacher_inference.sleep:
-            raise ValueError("teacher_inference.sleep: only the policy's engines sleep; leave it out")
         if self.inference is None or not self.inference.sleep:
             return
         for wrong, why in (

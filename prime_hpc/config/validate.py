@@ -16,6 +16,7 @@ from prime_hpc.config.experiment import NO_ROOM, Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
 from prime_hpc.config.sections.orchestrator import ClientConfig, check_labels
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.config.sources.other_names import instead_of
@@ -144,11 +145,19 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
             check_labels(envs)
         except ValueError as error:
             yield key, str(error)
-    for key in ("inference_gpu_ids", "teacher_gpu_ids", "trainer_gpu_ids"):
+    for key in (*ENGINE_GPU_IDS, "trainer_gpu_ids"):
         ids = getattr(experiment, key)
         if ids and (min(ids) < 0 or len(set(ids)) < len(ids)):
             yield key, f"must be different positions from 0 on, got {ids}"
-    for section in ("inference", "teacher_inference"):
+        engines = getattr(experiment, ENGINE_GPU_IDS[key]) if key in ENGINE_GPU_IDS else None
+        need = engines.num_gpus if engines is not None else experiment.trainer.num_ranks
+        if ids and len(ids) > need and (engines is not None or (key not in ENGINE_GPU_IDS and experiment.trains)):
+            yield (
+                key,
+                f"names {len(ids)} GPUs, but {ENGINE_GPU_IDS.get(key, 'trainer.num_ranks')} uses {need}: name those, "
+                "or leave the counts out (num_ranks, data_parallel_size), which then follow from the ids",
+            )
+    for section in ENGINE_GPU_IDS.values():
         engines = getattr(experiment, section)
         size = engines.data_parallel_size if engines is not None else 1
         if size == 1:  # of a node by hand the size may be left out
@@ -229,7 +238,7 @@ def _times_and_sizes(section: Section, above: str = "") -> Iterator[tuple[str, f
 
 def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:
     """Refuse servers that the run starts and cannot reach, and servers that it is told of and does not ask."""
-    for section in ("inference", "teacher_inference"):
+    for section in ENGINE_GPU_IDS.values():
         servers = getattr(experiment, section)
         if servers is not None and servers.headless:
             message = (
@@ -238,6 +247,18 @@ def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> Non
             )
             key = f"{section}.headless"
             raise ConfigError(Problem(message, key, origin_of(tuple(key.split(".")), provenance)))
+    judge, message = experiment.judge_inference, ""
+    if judge is not None and not experiment.samples:
+        message = "asked by rewards, and this SFT plays no episodes: state orchestrator.eval, or leave it out"
+    elif judge is not None and experiment.trainer.max_concurrent_runs > 1:
+        message = (
+            "cannot be shared by the runs of trainer.max_concurrent_runs > 1: start `inference` with the judge's "
+            "model, and state slurm.env.JUDGE_URL"
+        )
+    elif judge is not None and "JUDGE_URL" in experiment.slurm.env:
+        message = "starts a judge, and slurm.env.JUDGE_URL names one that runs: leave one of them out"
+    if message:
+        raise ConfigError(Problem(message, "judge_inference", origin_of(("judge_inference",), provenance)))
     key = "orchestrator.client.base_url"
     if experiment.trains and experiment.inference is not None and experiment.orchestrator.client.base_url:
         message = "attaches to servers that run, inference starts servers: leave one of them out (`none` states no url)"

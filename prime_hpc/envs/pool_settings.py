@@ -65,6 +65,8 @@ class PoolSettings:
     vision: bool = False
     """Prompts may hold images, which the servers' model sees."""
 
+    environ: dict[str, str] = field(default_factory=dict, repr=False)
+    """Variables that rewards read, for workers on other machines too."""
     keep_messages: bool = False
     """Results bring their conversations."""
     keep_samples: bool = True

@@ -11,8 +11,10 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.client import judge
 from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.inference import POLICY, InferenceClient, InferenceError
+from prime_hpc.client.judge import open_judge
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
 from prime_hpc.config.secret import revealed
@@ -66,6 +68,7 @@ async def connect(
 
     Raises:
         EvalError: no server is known or answers, or it refuses us.
+        InferenceError: the judge was not ready in time.
         EnvError: an environment is not as configured.
     """
     config, kind = experiment.episodes, experiment.kind
@@ -77,6 +80,7 @@ async def connect(
                 "all was played when this attempt began, and more is asked for now (a new version?): start it again"
             )
         raise EvalError(f"no server is known: {advice}")
+    await open_judge(stack, experiment, context, bus, config.env_servers.addresses)
     key = _key(experiment)
     is_api = config.client is not None and await _is_api(config.client, urls, key, len(versions) > 1, kind)
     clients = [None if is_api else _client(experiment, url, key) for url in urls]
@@ -195,6 +199,7 @@ async def _make_pool(
         trust_remote_code=experiment.model.trust_remote_code,
         chat_template=version_template(experiment.eval) if experiment.kind == "eval" else None,
         vision=experiment.model.vision is not None,
+        environ=judge.variables(),
         keep_messages=experiment.kind == "synthesize",
         keep_samples=False,
     )

@@ -33,7 +33,8 @@ class Component:
     """Pods of one kind."""
 
     name: str
-    """`trainer`, `inference`, `teacher`, `all`; `supervisor` for the orchestrator's, which is the supervisor's pod."""
+    """`trainer`, `inference`, `teacher`, `judge`, `all`; `supervisor` for the orchestrator's, which is the supervisor's
+    pod."""
     num_pods: int
     gpus: int
     """Of each pod."""

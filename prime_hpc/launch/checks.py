@@ -73,6 +73,7 @@ def check(
         ),
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *_teacher(experiment),
+        *(_judge(experiment) if not waits else ()),
         *_compression(experiment),
         *(engine_problems(experiment, role) if is_here else []),
         *storage_problems(experiment, role, by_slurm),
@@ -193,7 +194,7 @@ def _context(folder: Path, wanted: int, key: str, stated: str = "seq_len") -> li
     except (ValueError, AttributeError):
         return [Problem(f"{folder / 'config.json'} is not a JSON object", key)]
     if isinstance(limit, int) and wanted > limit:
-        whose = "the model's" if key == "model.name" else "the teacher's"
+        whose = {"model.name": "the model's", MODELS["judge"]: "the judge's"}.get(key, "the teacher's")
         return [Problem(f"{wanted} tokens are beyond {whose} max_position_embeddings = {limit}", stated)]
     return []
 
@@ -250,6 +251,17 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             key,
         )
     ]
+
+
+def _judge(experiment: Experiment) -> list[Problem]:
+    """Check that the judge's model is there, as far as a directory tells."""
+    if "judge" not in engine_roles(experiment):
+        return []
+    key, view = MODELS["judge"], served_by(experiment, "judge")
+    name, length = view.model.name, view.max_model_len
+    if not is_local_path(name):
+        return []
+    return _folder(name, key) or _context(Path(name).expanduser(), length, key, "judge_inference.max_model_len")
 
 
 def read_vocabulary(name: str) -> dict[str, int] | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.client.inference import POLICY
+from prime_hpc.client.inference import POLICY, InferenceError
+from prime_hpc.client.judge import open_judge
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.config.monitors import open_metrics
@@ -53,7 +54,7 @@ several of the threads that pack and write a batch, one after the other, and lon
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the role; returns the exit code."""
-    return run_role(ROLE, _run, (EnvError, OrchestratorError), argv=argv)
+    return run_role(ROLE, _run, (EnvError, InferenceError, OrchestratorError), argv=argv)
 
 
 async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: RoleStatus) -> None:
@@ -70,6 +71,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
     urls = server_urls(exp, context)
     served_as = context.run or POLICY
     async with AsyncExitStack() as stack:
+        await open_judge(stack, exp, context, bus, config.env_servers.addresses)
         paths = stack.enter_context(bench_paths(context.run_dir) if config.bench else nullcontext(real_paths))
         clients = make_clients(exp, urls)
         for client in clients:

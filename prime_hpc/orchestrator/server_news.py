@@ -46,7 +46,7 @@ class ServerNews:
         """Play the episodes of a lost server elsewhere; ask one that is started again at its new address."""
         index = news["index"]
         if news["role"] != self._role:
-            teacher = self._parts.teacher
+            teacher = self._parts.teacher if news["role"] == "teacher" else None
             if news["state"] != "lost" and teacher is not None and teacher.is_other:
                 teacher.move(index, news["url"])
         elif news["state"] == "lost":

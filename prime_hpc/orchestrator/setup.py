@@ -10,6 +10,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.client import judge
 from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
@@ -182,6 +183,7 @@ def make_pool(
         trust_remote_code=exp.model.trust_remote_code,
         chat_template=exp.own_template,
         vision=exp.model.vision is not None,
+        environ=judge.variables(),
         keep_samples=split == "train",
     )
     return EnvPool(settings, exp.orchestrator.env_servers, log_dir / split if log_dir is not None else None)

@@ -39,7 +39,7 @@ def devices_of(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]])
     trainer = _whole(section_of(config, "trainer").get("num_ranks")) if kind in ("rl", "sft") else 0
     samples = kind != "sft" or bool(section_of(section_of(config, "orchestrator"), "eval"))
     engines = 0
-    for name in ("inference", "teacher_inference"):
+    for name in ("inference", "teacher_inference", "judge_inference"):
         section = section_of(config, name)
         if section and samples:
             widths = ("num_replicas", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
@@ -274,7 +274,13 @@ def suggest_split(config: Mapping[str, Any], spent: Mapping[str, Any]) -> dict[s
     total = spent["total"]
     running = total["wall"] - total["trainer"]["start"] - total["trainer"]["end"]
     serving = total["wall"] - total["engines"]["start"] - total["engines"]["end"]
-    if config.get("kind") != "rl" or config.get("teacher_inference") or not trainer or not engines:
+    if (
+        config.get("kind") != "rl"
+        or config.get("teacher_inference")
+        or config.get("judge_inference")
+        or not trainer
+        or not engines
+    ):
         return None
     if not total["steps"] or running <= 0 or serving <= 0:
         return None

@@ -16,6 +16,9 @@ INCARNATION = "PRIMEHPC_INCARNATION"
 RESUME_STEP = "PRIMEHPC_RESUME_STEP"
 INFERENCE_URLS = "PRIMEHPC_INFERENCE_URLS"
 TEACHER_URLS = "PRIMEHPC_TEACHER_URLS"
+JUDGE_URLS = "PRIMEHPC_JUDGE_URLS"
+URL_VARIABLES = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS, "judge": JUDGE_URLS}
+"""Group of engines -> the variable with `http://host:port/v1` of each of its servers."""
 ENV_HOSTS = "PRIMEHPC_ENV_HOSTS"
 """`host:port` of the job's nodes that play episodes for the orchestrator."""
 ENV_KEY = "PRIMEHPC_ENV_SERVER_KEY"
@@ -55,6 +58,7 @@ class RoleContext:
     resume_step: int | None = None
     inference_urls: list[str] = field(default_factory=list)
     teacher_urls: list[str] = field(default_factory=list)
+    judge_urls: list[str] = field(default_factory=list)
     env_hosts: list[str] = field(default_factory=list)
     run: str = ""
     """One of several runs of one trainer; "" where there is only one."""
@@ -91,6 +95,7 @@ class RoleContext:
             resume_step=int(resume) if resume else None,
             inference_urls=_split(environ.get(INFERENCE_URLS, "")),
             teacher_urls=_split(environ.get(TEACHER_URLS, "")),
+            judge_urls=_split(environ.get(JUDGE_URLS, "")),
             env_hosts=_split(environ.get(ENV_HOSTS, "")),
             run=environ.get(RUN, ""),
         )
@@ -106,19 +111,17 @@ def role_environment(
     attempt: int,
     incarnation: int,
     resume_step: int | None,
-    inference_urls: list[str],
-    teacher_urls: Sequence[str] = (),
+    urls: Mapping[str, Sequence[str]],
     run: str = "",
 ) -> dict[str, str]:
-    """Return the environment variables from which `RoleContext.from_env` reads the same facts."""
+    """Return the environment variables from which `RoleContext.from_env` reads the same facts.
+    `urls`: of each group of engines, as far as they are known."""
     env = {
         BUS: bus_address,
         ATTEMPT: str(attempt),
         INCARNATION: str(incarnation),
-        INFERENCE_URLS: ",".join(inference_urls),
+        **{name: ",".join(urls.get(role, ())) for role, name in URL_VARIABLES.items()},
     }
-    if teacher_urls:
-        env[TEACHER_URLS] = ",".join(teacher_urls)
     if resume_step is not None:
         env[RESUME_STEP] = str(resume_step)
     if run:

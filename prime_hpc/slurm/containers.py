@@ -89,6 +89,7 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
     teacher, kl = experiment.orchestrator.teacher, experiment.trainer.loss.kl
     models = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
     models["orchestrator.teacher.model"] = teacher.model if teacher else None
+    models["judge_inference.model"] = experiment.judge_inference.model if experiment.judge_inference else None
     for key, name in models.items():
         if name and (path := local_directory(name)) is not None:
             found[key] = path

@@ -14,7 +14,7 @@ Options = dict[str, str | bool]
 """Long option name (`time-min`) -> value; True: a bare flag."""
 ENV_NODES = "slurm.orchestrator.nodes"
 """Its first node is the orchestrator's own, the others play episodes."""
-SlurmRole = Literal["trainer", "inference", "teacher", "orchestrator"]
+SlurmRole = Literal["trainer", "inference", "teacher", "judge", "orchestrator"]
 Mode = Literal["requeue", "successor", "off"]
 """How a job comes back: the same job again, another that waits for it, or not at all."""
 

@@ -48,7 +48,7 @@ class Component:
 
     index: int
     name: str
-    """For people: `trainer`, `inference`, `teacher`, `orchestrator`, or `all`."""
+    """For people: `trainer`, `inference`, `teacher`, `judge`, `orchestrator`, or `all`."""
     num_nodes: int
     options: dict[str, str | bool] = field(default_factory=dict)
     """sbatch options by long name (`partition`, `gres`, `time`, ...), without `nodes` and `ntasks-per-node`."""
@@ -132,7 +132,7 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
     """Place each role in the job's components.
 
     Component 0 holds the batch script (supervisor and orchestrator) on its first node. A homogeneous job's nodes are in
-    the order trainer, inference, teacher, spares.
+    the order trainer, inference, teacher, judge, spares.
     Raises ConfigError: the roles do not fit the nodes that are asked for, or the site has no such jobs.
     """
     layout, _ = choose_layout(experiment, site)

@@ -282,7 +282,9 @@ def _prepare(
     patience(lambda: close_crashed_attempts(experiment, run_dir, paths, allocation))
     served = experiment
     if patience(lambda: is_all_played(experiment, run_dir)):
-        served = experiment.model_copy(update={"inference": None})  # nobody would ask the engines
+        served = experiment.model_copy(
+            update={"inference": None, "judge_inference": None}
+        )  # nobody would ask the engines
     if allocation is None:
         specs, urls = place(served, run_dir, environment)
         held = held_by_roles(specs)
@@ -341,7 +343,7 @@ def _prepare(
 def _check_devices(experiment: Experiment, specs: Sequence[RoleSpec], held: Mapping[str, float]) -> None:
     """Refuse GPUs with a torch that is made for CPUs, and say so where it computes on the CPU unasked."""
     refuse_cpu_builds(bool(held))
-    computing = dict.fromkeys(spec.name for spec in specs if spec.name in ("inference", "teacher", "trainer"))
+    computing = dict.fromkeys(spec.name for spec in specs if spec.name in (*ENGINE_ROLES, "trainer"))
     if computing and not held and experiment.device == "auto":
         logger.warning(f"{', '.join(computing)} on the CPU: {NONE_SEEN}")
 

@@ -187,8 +187,7 @@ class Supervisor:
             attempt=self.attempt.attempt,
             incarnation=self.attempt.incarnation,
             resume_step=self.attempt.resume_step,
-            inference_urls=self._plan.urls.get("inference", []),
-            teacher_urls=self._plan.urls.get("teacher", []),
+            urls=self._plan.urls,
         )
         fence_s = str(self._experiment.slurm.restart.fence_s)
         environment = {**self._plan.environment, **facts, "PYTHONUNBUFFERED": "1", FENCE: fence_s}

@@ -36,7 +36,7 @@ class Lead:
         incarnation = claim_incarnation(self.paths)
         self.hub = BusServer(on_message=lambda topic, m: self.messages.put(m), incarnation=incarnation)
         facts = role_environment(
-            bus_address=self.hub.address, attempt=1, incarnation=incarnation, resume_step=None, inference_urls=[]
+            bus_address=self.hub.address, attempt=1, incarnation=incarnation, resume_step=None, urls={}
         )
         environment = {**os.environ, **facts, FENCE: str(fence_s), "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
         environment["SLURMD_NODENAME"] = "n1"

@@ -172,7 +172,7 @@ class World:
             attempt=attempt,
             incarnation=incarnation,
             resume_step=resume,
-            inference_urls=[server.url for server in self.servers],
+            urls={"inference": [server.url for server in self.servers]},
         )
         self.trainer = ScriptedTrainer(
             self.paths, self.hub.address, first=(resume or 0) + 1, last=last or self.exp.max_steps, step_s=step_s

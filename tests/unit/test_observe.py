@@ -41,7 +41,7 @@ def test_context_survives_the_environment(tmp_path: Path) -> None:
         attempt=3,
         incarnation=4,
         resume_step=0,
-        inference_urls=["http://a/v1", "http://b/v1"],
+        urls={"inference": ["http://a/v1", "http://b/v1"]},
     )
     context = RoleContext.from_env("trainer", tmp_path, index=2, environ=env)
     assert (context.attempt, context.incarnation, context.resume_step, context.index) == (3, 4, 0, 2)

@@ -37,7 +37,9 @@ def test_programs_of_episodes_are_not_told_the_run_s_messages_nor_its_servers_ke
     experiment = load_experiment(argv, "eval", {}).experiment
     write_snapshot(experiment, experiment.run_dir, ["test"])
     hub = BusServer(secret="the-secret-of-the-hub")
-    facts = role_environment(bus_address=hub.address, attempt=1, incarnation=0, resume_step=None, inference_urls=[])
+    facts = role_environment(
+        bus_address=hub.address, attempt=1, incarnation=0, resume_step=None, urls={"inference": []}
+    )
     keys = dict.fromkeys(KEY_VARIABLES.values(), "the-key-of-the-servers")
     done = subprocess.run(
         [sys.executable, "-c", ROLE, str(experiment.run_dir)],

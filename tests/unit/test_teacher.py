@@ -280,8 +280,7 @@ def test_the_orchestrator_finds_a_started_teacher_by_the_supervisors_word(tmp_pa
         attempt=1,
         incarnation=1,
         resume_step=None,
-        inference_urls=["http://p/v1"],
-        teacher_urls=["http://a/v1", "http://b/v1"],
+        urls={"inference": ["http://p/v1"], "teacher": ["http://a/v1", "http://b/v1"]},
     )
     context = RoleContext.from_env("orchestrator", tmp_path, environ=environ)
     assert teacher_urls(exp, context) == ["http://a/v1", "http://b/v1"]

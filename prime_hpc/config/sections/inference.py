@@ -1,9 +1,9 @@
-"""The engine groups' sections, vLLM servers of the policy and of a teacher, and how weight versions get into them."""
+"""The engine groups' sections, servers of the policy, a teacher and a judge, and how weight versions get into them."""
 
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
@@ -11,6 +11,12 @@ from prime_hpc.config.sections.names import BackendName, TransportName
 
 DEFAULT_PORT = 8000
 """Of the first server on one machine."""
+ENGINE_GPU_IDS = {
+    "inference_gpu_ids": "inference",
+    "teacher_gpu_ids": "teacher_inference",
+    "judge_gpu_ids": "judge_inference",
+}
+"""Key that names GPUs of engines -> their servers' section."""
 
 
 class ServerConfig(Section):
@@ -55,7 +61,7 @@ class InferenceConfig(Section):
     """GPUs over which one engine's tensors are split."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages into which one engine's layers are cut, each on `tensor_parallel_size` GPUs; for servers whose weights
-    never change: `synthesize`, `eval` of one model, a teacher's, `inference` by hand."""
+    never change: `synthesize`, `eval` of one model, a teacher's, a judge's, `inference` by hand."""
     max_model_len: int | None = Field(None, ge=1)
     """Longest prompt + completion; default: the tree's `seq_len`."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
@@ -122,22 +128,53 @@ class InferenceConfig(Section):
         return self.num_replicas * self.data_parallel_size * self.gpus_per_engine
 
 
-class TeacherServerConfig(ServerConfig):
-    """Address and port of a teacher's server."""
+class FrozenServerConfig(ServerConfig):
+    """Address and port of a server whose weights never change."""
 
     port: int = Field(0, ge=0, le=65535)
     """First port (replica i takes port + i); 0 lets the supervisor choose."""
 
 
-class TeacherInferenceConfig(InferenceConfig):
-    """Servers of `orchestrator.teacher.model` that the run starts beside the policy's; their weights never change."""
+class FrozenInferenceConfig(InferenceConfig):
+    """Servers of another model that the run starts beside the policy's; their weights never change."""
 
-    server: TeacherServerConfig = TeacherServerConfig()
+    server: FrozenServerConfig = FrozenServerConfig()
     """Address."""
     api_key: Secret | None = None
     """Bearer token that clients must send, or `@FILE`; default: the policy's."""
+
+    @field_validator("sleep")
+    @classmethod
+    def _awake(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("only the policy's engines sleep; leave it out")
+        return value
+
+
+class TeacherInferenceConfig(FrozenInferenceConfig):
+    """Servers of `orchestrator.teacher.model` that the run starts beside the policy's; their weights never change."""
+
     max_model_len: int | None = Field(None, ge=1)
     """Longest sequence; default: `seq_len` + 1, since a score samples one token that is not used."""
+
+
+class JudgeInferenceConfig(FrozenInferenceConfig):
+    """Servers of a model that rewards ask, which the run starts beside the policy's. Environments find them in
+    `$JUDGE_URL`, `$JUDGE_MODEL` and `$JUDGE_API_KEY`."""
+
+    model: str
+    """Directory or hub name of the judge: a causal language model, or, with `runner: pooling`, a reward model."""
+    runner: Literal["generate", "pooling"] = "generate"
+    """`generate`: it replies, behind chat completions. `pooling`: it scores what it is given, behind vLLM's `/classify`
+    and `/pooling`: a sequence classifier such as `Qwen3ForSequenceClassification`."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest prompt + verdict; default: twice `seq_len`, since the prompt holds a whole sample."""
+
+    @model_validator(mode="after")
+    def _can_score(self) -> "JudgeInferenceConfig":
+        if self.runner == "pooling" and self.backend != "vllm":
+            raise ValueError(f"runner = pooling needs backend = vllm, not {self.backend}")
+        return self
 
 
 class WeightsConfig(Section):

@@ -183,6 +183,8 @@ class SlurmConfig(SlurmOptions):
     """The inference servers' nodes."""
     teacher: SlurmGroupConfig = SlurmGroupConfig()
     """The nodes of the teacher's servers (`teacher_inference`)."""
+    judge: SlurmGroupConfig = SlurmGroupConfig()
+    """The nodes of the judge's servers (`judge_inference`)."""
     orchestrator: SlurmGroupConfig | None = None
     """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer. With `nodes` above 1 the
     workers of its environments (`orchestrator.env_servers`) are on the others, in a packed job too."""
@@ -211,7 +213,7 @@ class SlurmConfig(SlurmOptions):
     @property
     def waits(self) -> bool:
         """True if the job waits for another one, which may make its model or its data."""
-        nodes = (self, self.trainer, self.inference, self.teacher, self.orchestrator)
+        nodes = (self, self.trainer, self.inference, self.teacher, self.judge, self.orchestrator)
         return any(options is not None and options.dependency for options in nodes)
 
 

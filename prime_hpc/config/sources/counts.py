@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prime_hpc.config.errors import Origin, Problem
+from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
 from prime_hpc.config.sources.interpolate import value_at
 
-GPU_FLAGS = {"inference": "--inference-gpus", "teacher_inference": "--teacher-gpus"}
+GPU_FLAGS = {
+    "inference": "--inference-gpus",
+    "teacher_inference": "--teacher-gpus",
+    "judge_inference": "--judge-gpus",
+}
 """Section of engines -> the flag that says how many GPUs its servers have in all."""
 FACTORS = ("tensor_parallel_size", "pipeline_parallel_size", "num_replicas")
 """Keys of such a section among whose product its GPUs are divided."""
 _ENGINES = ("data_parallel_size", "pipeline_parallel_size")
-_IDS = {"inference": "inference_gpu_ids", "teacher_inference": "teacher_gpu_ids"}
+_IDS = {section: key for key, section in ENGINE_GPU_IDS.items()}
 _NO_AUTO = (
     "auto is known of servers that have this machine to themselves (inference, eval, synthesize): state the GPUs of "
     "one engine; the number of engines follows from --inference-gpus"

@@ -21,6 +21,7 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "trainer_gpus": (("trainer", "num_ranks"),),
     "inference_gpus": (("inference", "data_parallel_size"),),
     "teacher_gpus": (("teacher_inference", "data_parallel_size"),),
+    "judge_gpus": (("judge_inference", "data_parallel_size"),),
     "dp": (("inference", "data_parallel_size"),),
     "tp": (("inference", "tensor_parallel_size"),),
     "pp": (("inference", "pipeline_parallel_size"),),

@@ -11,6 +11,7 @@ from prime_hpc.config.experiment import COMPONENTS, Experiment
 from prime_hpc.config.renamed_keys import notice, stated_twice
 from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
 from prime_hpc.config.secret import MASK, anchored, masked, names_secret
+from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
 from prime_hpc.config.sources.coerce import (
     CoerceError,
     coerce,
@@ -300,7 +301,7 @@ def unknown_key(entry: Entry) -> Problem:
     near = nearest_path(".".join(scoped), candidates) if entry.scope else None
     near = near or nearest_path(".".join(wanted), candidates)
     if near is None:
-        is_engines = scoped[0] in ("inference", "teacher_inference")
+        is_engines = scoped[0] in ENGINE_GPU_IDS.values()
         below = _shown(f"{scoped[0]}.vllm.{wanted[-1]}", is_flag)
         words = f"{UNKNOWN}; {_OF_ENGINES} {below}" if is_engines else UNKNOWN
         return Problem(words, typed, entry.origin)

@@ -119,7 +119,9 @@ class Worker:
     async def _open(self, order: dict[str, Any]) -> bool:
         """Load the environment and say which code it is; False where that is not possible."""
         try:
-            pool = WorkerPool(settings_from_plain(order["options"]))
+            settings = settings_from_plain(order["options"])
+            os.environ.update(settings.environ)
+            pool = WorkerPool(settings)
             pool.mark, pool.say_last = self._mark, self._send_last
             await pool.__aenter__()
             code = await asyncio.to_thread(fingerprint, pool.sources[0])

@@ -176,13 +176,14 @@ async def build(
     policy = PolicyService(engine, models, base_weights(args.model), ended.fail, keep_kv_cache)
     await policy.start()
     app.state.policy = policy
-    serving = tokens.PolicyTokens(
-        engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None
-    )
-    if current_platform.is_cpu():
-        serving.gathering = Gathering()
-    # Where the engine's own figures are off, nobody reads the server's.
-    tokens.install(app, serving, count=engine.log_stats)
+    if "generate" in tasks:  # else a judge scores what it is given
+        serving = tokens.PolicyTokens(
+            engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None
+        )
+        if current_platform.is_cpu():
+            serving.gathering = Gathering()
+        # Where the engine's own figures are off, nobody reads the server's.
+        tokens.install(app, serving, count=engine.log_stats)
     app.router.routes.extend(routes.ROUTES)
     return app, policy
 

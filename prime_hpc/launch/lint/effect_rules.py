@@ -9,6 +9,7 @@ from typing import Any, Literal
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.experiment import ALONE
+from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
 from prime_hpc.evals.versions import adapter_rank, check_published, find_versions
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
@@ -90,8 +91,8 @@ def _of_any(experiment: Experiment) -> Iterator[Row]:
             f"ranks that there are (trainer.num_ranks = {experiment.trainer.num_ranks})",
         )
         yield "trainer.profile", first <= experiment.max_steps, f"first_step ({first}) within max_steps"
-    yield "inference_gpu_ids", experiment.inference is not None, "servers that the run starts (inference)"
-    yield "teacher_gpu_ids", experiment.teacher_inference is not None, "servers that the run starts (teacher_inference)"
+    for key, section in ENGINE_GPU_IDS.items():
+        yield key, getattr(experiment, section) is not None, f"servers that the run starts ({section})"
 
 
 def _of_episodes_alone(experiment: Experiment) -> Iterator[Row]:

@@ -102,18 +102,18 @@ def _stated_length(experiment: Experiment) -> dict[str, int]:
     return {key: experiment.max_model_len} if is_stated else {}
 
 
-@rule("rl", pods=True)
-def context_of_teacher(subject: Subject) -> Iterator[Finding]:
-    """Check what the teacher's engines are asked to hold against its model."""
+@rule(*EVERY, pods=True)
+def context_of_others(subject: Subject) -> Iterator[Finding]:
+    """Check what a teacher's and a judge's engines are asked to hold against their models."""
     for group in subject.engines:
         limit = group.facts.context if group.facts is not None else None
-        if group.role == "teacher" and limit is not None and group.view.max_model_len > limit:
-            stated = subject.experiment.teacher_inference
-            key = "teacher_inference.max_model_len" if stated and stated.max_model_len else "seq_len"
+        if group.role != "inference" and limit is not None and group.view.max_model_len > limit:
+            stated = getattr(subject.experiment, group.section).max_model_len is not None
+            key = f"{group.section}.max_model_len" if stated or group.role == "judge" else "seq_len"
             yield Finding.error(
                 "PH104",
                 key,
-                f"the teacher's engines need {group.view.max_model_len} tokens, beyond {group.view.model.name}'s "
+                f"the {group.role}'s engines need {group.view.max_model_len} tokens, beyond {group.view.model.name}'s "
                 f"max_position_embeddings = {limit}",
                 f"a seq_len of at most {limit - 1}" if key == "seq_len" else f"use at most {limit}",
             )
@@ -126,7 +126,7 @@ def known(subject: Subject) -> Iterator[Finding]:
     if subject.facts is None and loads:
         yield _unknown("model.name", subject.experiment.model.name)
     for group in subject.engines:
-        if group.role == "teacher" and group.facts is None:
+        if group.role != "inference" and group.facts is None:
             yield _unknown(MODELS[group.role], group.view.model.name)
 
 
@@ -157,7 +157,7 @@ def _unknown(key: str, name: str) -> Finding:
 def tokenizer(subject: Subject) -> Iterator[Finding]:
     """Report weights without a tokenizer: of some families transformers makes one up that encodes text as nothing."""
     names = {"model.name": subject.experiment.model.name}
-    names |= {MODELS[group.role]: group.view.model.name for group in subject.engines if group.role == "teacher"}
+    names |= {MODELS[group.role]: group.view.model.name for group in subject.engines if group.role != "inference"}
     for key, name in names.items():
         if is_local_path(name) and find_config(name) is not None and _is_without_tokenizer(Path(name).expanduser()):
             yield Finding.warning("PH130", key, f"{name} holds weights, and no tokenizer", SAVE_TOKENIZER)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.slurm.placement import Placement, stated_port
@@ -71,7 +71,7 @@ def port_ranges(subject: Subject) -> Iterator[Finding]:
         if port is not None and port not in within:
             yield Finding.warning(
                 "PH327",
-                f"{'inference' if group.role == 'inference' else 'teacher_inference'}.server.port",
+                f"{SECTIONS[group.role]}.server.port",
                 f"{port} lies outside {where} = {within}",
                 "leave it out, and one of the range is found",
             )

@@ -4,7 +4,7 @@
     logs/slurm-<job>.out                      the batch script's output: what came before the supervisor
     logs/attempt_<k>/trainer/trainer.log      all ranks; rank_<n>.log where a rank has a file of its own
     logs/attempt_<k>/orchestrator/orchestrator.log
-    logs/attempt_<k>/inference/inference.log  server 0; inference_<n>.log of the others; so too teacher/
+    logs/attempt_<k>/inference/inference.log  server 0; inference_<n>.log of the others; so too teacher/, judge/
 
 Following looks the file up by name every time: on a network file system only an open asks the server how long a file
 is now, and a file may be replaced.
@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.launch.monitor.run_progress import newest_file
 from prime_hpc.store.io.files import list_dir
 from prime_hpc.store.run_dirs import read_rows
 
-_SERVERS = ("inference", "teacher")
-ROLES = ("supervisor", "trainer", "orchestrator", "eval", "synthesize", *_SERVERS, "slurm")
+ROLES = ("supervisor", "trainer", "orchestrator", "eval", "synthesize", *ENGINE_ROLES, "slurm")
 _ATTEMPT = re.compile(r"attempt_(\d+)")
-_LABEL = re.compile(r"(trainer|inference|teacher)(?:\[(\d+)\]|_(\d+))")
+_LABEL = re.compile(rf"(trainer|{'|'.join(ENGINE_ROLES)})(?:\[(\d+)\]|_(\d+))")
 _BEGINS = re.compile(rb": attempt (\d+), incarnation ")
 """The supervisor's first line of an attempt."""
 _BLOCK = 1 << 16
@@ -62,8 +62,8 @@ def parse_role(text: str, rank: int | None) -> tuple[str, int | None]:
         return match[1], int(match[2] or match[3])
     if text not in ROLES:
         raise ConfigError(f"no role {text!r}; there are {', '.join(ROLES)}")
-    if rank is not None and text not in ("trainer", *_SERVERS):
-        raise ConfigError(f"--rank goes with --role trainer, inference or teacher, not with {text}")
+    if rank is not None and text not in ("trainer", *ENGINE_ROLES):
+        raise ConfigError(f"--rank goes with --role trainer, inference, teacher or judge, not with {text}")
     return text, rank
 
 
@@ -91,7 +91,7 @@ def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int 
         folder = run_dir / "logs" / f"attempt_{number}" / role
         if role == "trainer" and rank is not None and (folder / f"rank_{rank}.log").exists():
             return Source(folder / f"rank_{rank}.log", role, number)
-        name = f"{role}_{rank}.log" if role in _SERVERS and rank else f"{role}.log"
+        name = f"{role}_{rank}.log" if role in ENGINE_ROLES and rank else f"{role}.log"
         if (folder / name).exists():
             return Source(folder / name, role, number, rank if role == "trainer" else None)
         if role == "trainer" and rank is not None and any(fnmatch(name, "rank_*.log") for name in list_dir(folder)):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metric_files import metrics_file
@@ -134,7 +135,7 @@ def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
     folder = logs / f"attempt_{attempt}"
     with contextlib.suppress(PermissionError):  # `status` says that they are not to be read
         for file in sorted(folder.glob("*/*.log")) if attempt is not None else []:
-            if file.stem == file.parent.name or file.parent.name in ("inference", "teacher"):
+            if file.stem == file.parent.name or file.parent.name in ENGINE_ROLES:
                 found[file.stem] = str(file)
     return found
 

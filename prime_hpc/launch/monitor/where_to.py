@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.site import read_site
@@ -22,7 +23,6 @@ from prime_hpc.slurm.jobs import JobInfo, jobs
 from prime_hpc.slurm.submission_record import cluster_of
 
 _MODULE = "prime_hpc.supervisor.roles.shell_on_node"
-_SERVERS = ("inference", "teacher")
 _LOST = ("down", "fail", "error", "unknown", "power", "reboot")
 """Begin the states of nodes on which no step can be started."""
 _NOT_NOW = {
@@ -96,7 +96,7 @@ def _check(path: Path, status: RunStatus, role: str, rank: int) -> str:
         ConfigError: there is none of that name.
         NotThereError: it does not run now.
     """
-    label = f"{role}[{rank}]" if role in _SERVERS else role
+    label = f"{role}[{rank}]" if role in ENGINE_ROLES else role
     known = sorted((set(status.nodes) | set(status.roles)) - {"supervisor"})
     if role == "supervisor":
         return label

@@ -229,7 +229,7 @@ def _memory(memory: Memory) -> dict[str, Any]:
         "gpu_gib": memory.gpu_gib,
     }
     for role, engine in memory.engines.items():
-        result["engine" if role == "inference" else "teacher_engine"] = engine and {
+        result["engine" if role == "inference" else f"{role}_engine"] = engine and {
             "weights_gib": round(engine.weights_gib, 3),
             "kv_gib": None if engine.kv_gib is None else round(engine.kv_gib, 3),
             "kv_bytes_per_token": engine.token_bytes,

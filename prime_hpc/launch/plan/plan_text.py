@@ -142,7 +142,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         if engine.kv_gib is not None and engine.max_tokens is not None:
             samples = engine.max_tokens / served_by(experiment, role).max_model_len
             text += f": {max(0.0, engine.kv_gib):.1f} GiB are left, {samples:.0f} samples of the longest kind at once"
-        lines.append(f"  {'engine' if role == 'inference' else 'teacher':<14}{text}")
+        lines.append(f"  {'engine' if role == 'inference' else role:<14}{text}")
     return lines
 
 

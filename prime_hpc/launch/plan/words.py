@@ -96,7 +96,7 @@ def split_of(servers: InferenceConfig) -> str:
 
 def of_model(view: Experiment, role: EngineRole) -> str:
     """Name the model that a group serves, where it is not the policy."""
-    return f" of {view.model.name}" if role == "teacher" else ""
+    return f" of {view.model.name}" if role != "inference" else ""
 
 
 def attached_lines(experiment: Experiment) -> list[str]:

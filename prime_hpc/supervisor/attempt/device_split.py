@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.engine_groups import engine_roles
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.slurm.shared_gpus import gpus_in_common
@@ -138,7 +139,9 @@ def split_line(experiment: Experiment, run_dir: Path, ready: float) -> str | Non
     """Return the word at the end of a job on how its last attempt's devices were shared; None where that says nothing.
     `ready`: when all roles of the attempt were, epoch seconds: before that they wait for each other's start."""
     engines = experiment.inference
-    if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
+    if experiment.kind != "rl" or engines is None or engine_roles(experiment) != ["inference"]:
+        return None  # GPUs of others are not counted here
+    if experiment.engines_sleep:
         return None
     if gpus_in_common(experiment):
         return None  # what both have in common is not split

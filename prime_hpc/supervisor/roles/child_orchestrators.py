@@ -152,7 +152,7 @@ class ChildOrchestrators:
                 attempt=state.incarnation,
                 incarnation=state.incarnation,
                 resume_step=state.resume_step,
-                inference_urls=urls,
+                urls={"inference": urls},
                 run=name,
             )
             environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}

@@ -27,7 +27,7 @@ ENTER_WITHIN_S = 10.0
 NOT_THERE, CANNOT_START, NO_SUCH_COMMAND = 3, 126, 127
 _SHOWN = (
     *(role_context.ATTEMPT, role_context.INCARNATION, role_context.RESUME_STEP, role_context.RUN, role_context.NODE),
-    *(role_context.INFERENCE_URLS, role_context.TEACHER_URLS, NODE_LOCAL),
+    *(*role_context.URL_VARIABLES.values(), NODE_LOCAL),
     *("PRIMEHPC_OUTPUTS", "PRIMEHPC_SITE", "PRIMEHPC_SITES"),
 )
 """Of our own variables those that hold no secret; the bus's address does, and the ranks' meeting point is one."""
@@ -167,7 +167,7 @@ def _say_nothing_here(run_dir: str, role: str, rank: str, here: Sequence[Mapping
 def _name(role: str, rank: str) -> str:
     if role == "trainer":
         return f"trainer rank {rank}"
-    return f"{role}[{rank}]" if role in ("inference", "teacher", "agent") else role
+    return f"{role}[{rank}]" if role in (*role_context.URL_VARIABLES, "agent") else role
 
 
 if __name__ == "__main__":

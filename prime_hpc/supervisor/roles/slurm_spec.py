@@ -24,7 +24,7 @@ from prime_hpc.runtime.role_context import (
     NODE_PORTS,
     RANKS_FILE,
     RANKS_PREFIX,
-    TEACHER_URLS,
+    URL_VARIABLES,
 )
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import Placement, RoleGroup, stated_port
@@ -223,8 +223,7 @@ def _orchestrator(of: _Role) -> StepSpec:
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
         if of.misses_servers(urls):
             return None
-        variables = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS}
-        environment = {"OMP_NUM_THREADS": "1"} | {variables[role]: ",".join(known) for role, known in urls.items()}
+        environment = {"OMP_NUM_THREADS": "1"} | {URL_VARIABLES[role]: ",".join(known) for role, known in urls.items()}
         commands = [[of.python, "-P", "-m", ORCHESTRATING_MODULES[role], str(of.run_dir)]]
         found = [hellos[f"{host}/0"] for host in spec.hosts[1:]]
         if found:

@@ -33,7 +33,7 @@ class RoleSpec:
     """One process that the supervisor starts and watches."""
 
     name: str
-    """`inference`, `teacher`, `orchestrator`, `eval`, `synthesize` or `trainer`."""
+    """`inference`, `teacher`, `judge`, `orchestrator`, `eval`, `synthesize` or `trainer`."""
     command: list[str]
     start_timeout_s: float
     """Deadline of its readiness."""

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.runtime import activity
 from prime_hpc.supervisor.stalls import engines
-from prime_hpc.supervisor.stalls.labels import ENGINES, label, owner, phase
+from prime_hpc.supervisor.stalls.labels import label, owner, phase
 from prime_hpc.supervisor.stalls.stacks import busy_episode, innermost, main_stack, stacks_of
 
 Row = dict[str, Any]
@@ -136,7 +137,7 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
     stopped = [row for row in scene.rows if row["state"] in ("T", "t") and owner(row, scene.rows)]
     if not stopped:
         return None
-    order = {name: n for n, name in enumerate(("supervisor", "agent", "environment", *ENGINES, "orchestrator"))}
+    order = {name: n for n, name in enumerate(("supervisor", "agent", "environment", *ENGINE_ROLES, "orchestrator"))}
     first = min(
         stopped,
         key=lambda row: (not row["word"], -order.get(owner(row, scene.rows)["role"], 9), bool(row["word"].get("part"))),
@@ -372,7 +373,7 @@ def _in_orchestrator(scene: _Scene, row: Row, chain: list[str]) -> Diagnosis:
 
 def _sick_engine(scene: _Scene, facts: Mapping[str, Any]) -> Diagnosis | None:
     """Find a server that does not answer, that has requests and samples nothing, or whose engines stand in a call."""
-    for row in scene.of(*ENGINES):
+    for row in scene.of(*ENGINE_ROLES):
         figures = scene.details(row, "figures")
         name = f"{label(row, scene.rows)} on {row['host']}"
         text, evidence = "", list[str]()
@@ -397,7 +398,7 @@ def _sick_engine(scene: _Scene, facts: Mapping[str, Any]) -> Diagnosis | None:
             row, "engine", text, where=where, seconds=oldest or None, evidence=evidence, advice=_ENGINES_ADVICE,
             is_hang=oldest > scene.patience_s or "error" in (figures or {"error": ""}),
         )  # fmt: skip
-    urls = {row["word"].get("url") for row in scene.of(*ENGINES)}
+    urls = {row["word"].get("url") for row in scene.of(*ENGINE_ROLES)}
     absent = [s["url"] for s in facts.get("servers", []) if not s["ready"] and s["url"] not in urls]
     if not absent or not urls:  # all are there, or none of them is this run's own
         return None

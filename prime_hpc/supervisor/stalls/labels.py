@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.supervisor.stalls.engines import part_name
 
 Row = dict[str, Any]
-ENGINES = ("inference", "teacher")
 
 
 def owner(row: Row, rows: Sequence[Row]) -> Row:
@@ -25,7 +25,7 @@ def label(row: Row, rows: Sequence[Row]) -> str:
     role = str(word.get("role") or row["comm"])
     if role == "trainer":
         text = f"trainer rank {word['index']}"
-    elif role in ENGINES:
+    elif role in ENGINE_ROLES:
         text = f"{role} server {word['index']}"
         text = f"{part_name(word)} of {text}" if word.get("part") else text
     elif role in ("environment", "agent"):

@@ -81,7 +81,7 @@ def run(
             stack.callback(hub.close)
         address = hub.address if hub else None
         environment = role_environment(
-            bus_address=address or "", attempt=1, incarnation=1, resume_step=None, inference_urls=[server.url]
+            bus_address=address or "", attempt=1, incarnation=1, resume_step=None, urls={"inference": [server.url]}
         )
         logs = [folder / "orchestrator.log", *(folder / f"rank_{rank}.log" for rank in range(NUM_RANKS))]
         (port,) = ports.choose(1, 23_000)
