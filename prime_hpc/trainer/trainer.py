@@ -412,6 +412,7 @@ def build_train_step(
         adapter = policy.adapters.parameters(slot)
     optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
+    together = 1 if is_rl else experiment.sft.num_sides
     is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
     return TrainStep(
         policy,
@@ -419,7 +420,7 @@ def build_train_step(
         optim=config.optim,
         scheduler=config.scheduler,
         max_steps=experiment.max_steps,
-        normalize=normalization(config.loss) if is_rl else "token",
+        normalize=normalization(config.loss) if is_rl else "token" if together == 1 else "sequence",
         reshard=config.reshard_after_forward,
         device=base.device,
         peak_flops=base.peak_flops,
@@ -433,6 +434,7 @@ def build_train_step(
         row_tokens=experiment.micro_batch_tokens,
         no_sync=config.defers_sync(whole_gradient_bytes(policy)),
         slow_ranks=slow_ranks,
+        together=together,
     )
 
 
