@@ -66,8 +66,7 @@ def run_sft(trainer: Trainer) -> None:
 def _has_references(trainer: Trainer, data: FakeData | RealData, held_out: HeldOut | None) -> bool:
     """Have batches of pairs carry the starting weights' log-probabilities, before a checkpoint takes their place.
     Returns whether that is done: False when told to stop before. Collective."""
-    preference = trainer.experiment.sft.preference
-    if preference is None or not preference.reference or isinstance(data, FakeData):
+    if isinstance(data, FakeData) or not data.compares:
         return True
     references = trainer.control.broadcast(References.read(trainer.paths.reference_sums))
     held = held_out.references(references) if held_out is not None else []

@@ -273,6 +273,7 @@ class Trainer:
         keys: tuple[str, ...] = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
         if self.experiment.kind == "rl":
             keys += ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
+        keys += ("rewards/margins", "rewards/accuracies")
         shown = {k: values[k] for k in keys if k in values}
         self.status.beat(step=step, **shown)
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())

@@ -114,6 +114,9 @@ class RealData:
         last_row = None if epochs is None else last_row_of(epochs, self._order.num_rows)
         self._stream = self._new_stream(self._new_order(), last_row)
         self._sums: NDArray[np.float64] | None = None
+        preference = experiment.sft.preference
+        self.compares = preference is not None and preference.reference
+        """Whether batches must carry the starting weights' log-probabilities, see `references`."""
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
         """Metrics of the batch taken last."""
