@@ -42,8 +42,9 @@ def wrong_row(
     for place, row, path in _rows(found, source):
         try:
             for parsed in _parse(row, path, source, config, sees_images=sees_images):
-                is_text = isinstance(parsed, Conversation | PlainText)
-                if vocab_size and not is_text and (beyond := parsed.beyond(vocab_size)):
+                if isinstance(parsed, Conversation | PlainText) or not vocab_size:
+                    continue
+                if beyond := parsed.beyond(vocab_size):
                     raise SFTDataError(beyond)
         except SFTDataError as error:
             return f"{place}: {error}"
@@ -138,9 +139,10 @@ def _parse(
 ) -> "tuple[Conversation | PlainText | TokenRow, ...]":
     """Return what is tokenised of a row: of a pair both sides."""
     row = parse_line(row, path) if isinstance(row, bytes) else row
-    parse = parse_pair if source.holds_pairs else parse_row
-    parsed = parse(row, source, config, config.chat_template != "none", sees_images=sees_images)
-    return parsed if isinstance(parsed, tuple) else (parsed,)
+    has_template = config.chat_template != "none"
+    if source.holds_pairs:
+        return parse_pair(row, source, config, has_template, sees_images=sees_images)
+    return (parse_row(row, source, config, has_template, sees_images=sees_images),)
 
 
 def _rows(found: DataFiles, source: SFTSourceConfig) -> Iterator[tuple[str, Any, Path]]:

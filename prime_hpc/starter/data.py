@@ -47,7 +47,11 @@ def preferences(seed: int, num: int, split: Split) -> Iterator[Row]:
     """Pairs of replies to texts of a split: reversed before copied, `num` of them."""
     for text in make_texts(split, SEED_OFFSET + seed, num):
         if text != answer_of(text):
-            yield {"prompt": build_prompt(text), "chosen": [_assistant(answer_of(text))], "rejected": [_assistant(text)]}
+            yield {
+                "prompt": build_prompt(text),
+                "chosen": [_assistant(answer_of(text))],
+                "rejected": [_assistant(text)],
+            }
 
 
 def guess_number(seed: int, num: int, right: set[int]) -> Iterator[Row]:

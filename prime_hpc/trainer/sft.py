@@ -1,6 +1,7 @@
 """The SFT loop: the next samples, one train step, held-out loss, checkpoints, and at the end the weights."""
 
 import time
+from functools import partial
 
 from loguru import logger
 
@@ -12,6 +13,7 @@ from prime_hpc.trainer.data.eval_loss import HeldOut
 from prime_hpc.trainer.data.reference import References, fill
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.optim.schedule import learning_rate_factor
+from prime_hpc.trainer.rank_group import OF_FILES
 from prime_hpc.trainer.trainer import Signal, Trainer
 from prime_hpc.trainer.weights.publish import Publisher, kept_versions
 
@@ -68,7 +70,8 @@ def _has_references(trainer: Trainer, data: FakeData | RealData, held_out: HeldO
     Returns whether that is done: False when told to stop before. Collective."""
     if isinstance(data, FakeData) or not data.compares:
         return True
-    references = trainer.control.broadcast(References.read(trainer.paths.reference_sums))
+    read = partial(References, trainer.paths.reference_sums, trainer.source)
+    references = trainer.control.from_first(read, OF_FILES)
     held = held_out.references(references) if held_out is not None else []
     if not fill(trainer, references, [data.references(references), *held]):
         return False

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from prime_hpc.config import Experiment
+from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.replay.replay import run_steps
-from tests.integration.test_trainer import assert_done, run_trainer, weights, write_run
+from tests.integration.test_trainer import assert_done, environment, run_trainer, weights
+from tests.support import forked
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -39,14 +41,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     folder: Path, name: str, num_ranks: int = 1, *, preference: dict[str, Any] | None = None, **changes: Any
 ) -> RunPaths:
-    sft: dict[str, Any] = {
-        "data": {"path": str(folder / "pairs.jsonl"), "batch_size": 8},
-        "preference": preference or {},
+    tree: dict[str, Any] = {
+        "kind": "sft",
+        "name": name,
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "seq_len": 64,
+        "model": {"name": str(folder / "model"), "dtype": "float32"},
+        "trainer": TRAINER,
+        "sft": {
+            "data": {"path": str(folder / "pairs.jsonl"), "batch_size": 8},
+            "preference": preference or {},
+            "eval": {"path": str(folder / "held.jsonl"), "interval": 4},
+        },
     }
-    sft["eval"] = {"path": str(folder / "held.jsonl"), "interval": 4}
-    paths = write_run(
-        folder / name, folder / "model", **{"kind": "sft", "sft": sft, "trainer": TRAINER, "max_steps": STEPS} | changes
-    )
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values if isinstance(values, dict) else values
+    write_snapshot(Experiment.model_validate(tree), folder / name, ["test"])
+    paths = RunPaths(folder / name)
     assert_done(run_trainer(paths, num_ranks), paths)
     return paths
 
@@ -107,14 +119,14 @@ def test_two_ranks_train_the_same(folder: Path, whole: RunPaths) -> None:
 
 
 def test_ranks_that_split_the_row_train_the_same(folder: Path, whole: RunPaths) -> None:
-    mine, theirs = rows_of(whole), rows_of(run(folder, "cp", 2, trainer=TRAINER | {"parallel": {"cp": 2}}))
+    mine, theirs = rows_of(whole), rows_of(run(folder, "cp", 2, trainer={"num_ranks": 2, "parallel": {"cp": 2}}))
     for step in range(1, STEPS + 1):
         for key in SHOWN:
             assert theirs[step][key] == pytest.approx(mine[step][key], rel=1e-3, abs=1e-4), (step, key)
 
 
 def test_an_adapter_is_compared_with_its_base(folder: Path, whole: RunPaths) -> None:
-    adapted = run(folder, "lora", model={"name": str(folder / "model"), "dtype": "float32", "lora": {"rank": 4}})
+    adapted = run(folder, "lora", model={"lora": {"rank": 4}})
     rows = rows_of(adapted)
     assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-5) and rows[STEPS]["loss"] < rows[1]["loss"]
     [mine, theirs] = [dict(np.load(paths.reference_sums)) for paths in (whole, adapted)]
@@ -129,7 +141,8 @@ def test_without_a_reference_none_is_computed(folder: Path) -> None:
     assert rows_of(paths)[3]["loss"] < rows_of(paths)[1]["loss"]
 
 
-def test_steps_are_computed_again(folder: Path, whole: RunPaths, group: None) -> None:
-    assert run_steps(whole.root, folder / "again", 0, 2)
+def test_steps_are_computed_again(folder: Path, whole: RunPaths) -> None:
+    command = ["prime_hpc.trainer.replay", str(whole.root), str(folder / "again"), "--until", "2"]
+    assert forked.run(command, env=environment()).returncode == 0
     again = {row["step"]: row for row in read_metrics(RunPaths(folder / "again").metrics("trainer"))}
-    assert again[2]["loss"] == pytest.approx(rows_of(whole)[2]["loss"], rel=1e-5)
+    assert again[2]["loss"] == rows_of(whole)[2]["loss"] and again[2]["rewards/margins"] != 0

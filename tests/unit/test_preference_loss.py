@@ -1,6 +1,7 @@
 """Losses of pairs against their formulas in float64: values, gradients, figures, and those of a whole model."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig
 from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
-from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import batch_facts, build_rank_batch
 from prime_hpc.trainer.data.reference import attach
 from prime_hpc.trainer.model.load_policy import load_policy
@@ -49,7 +49,8 @@ FACTS = (
 
 def by_hand(config: PreferenceConfig, sides: list[Any], reference: Any) -> tuple[Any, dict[str, float]]:
     """The mean loss over pairs, and the figures: `sides` has the float64 log-probabilities of each sequence."""
-    total, facts = 0.0, dict.fromkeys(FACTS, 0.0)
+    total: Any = 0.0
+    facts = dict.fromkeys(FACTS, 0.0)
     for i in range(0, len(sides), 2):
         sums = [side.sum() for side in sides[i : i + 2]]
         r = [s - float(ref) if config.reference else s for s, ref in zip(sums, reference[i : i + 2], strict=True)]
@@ -160,7 +161,7 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
     micros = [[2 * i, 2 * i + 1] for i in range(4)] if layout == "a pair a micro-batch" else [list(range(8))]
     batch = build_rank_batch(micros, ids, masks)
     rows = np.repeat(np.arange(4), 2)
-    batch = attach(RankBatch(**{**vars(batch), "sample_ids": rows, "group_ids": rows.copy()}), reference)
+    batch = attach(replace(batch, sample_ids=rows, group_ids=rows.copy()), reference)
     laid_out = train_step.lay_out(batch)
     if layout == "a row a side":
         assert laid_out.num_micro_batches > 1

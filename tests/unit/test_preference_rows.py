@@ -1,6 +1,7 @@
 """Rows of preferences: what is trained of the forms that people have, and what is said of rows that cannot be."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.dataset.files import has_columns, missing_columns, used_columns
 from prime_hpc.trainer.data.pairs import parse_pair
 from prime_hpc.trainer.data.samples import RowResult, RowTokenizer, SFTSample
-from prime_hpc.trainer.data.stream import BatchShape
+from prime_hpc.trainer.data.stream import BatchShape, RowOrder, SampleStream
 from prime_hpc.trainer.data.template import ChatTokenizer
 from tests.support.sft_samples import trained_text
 from tests.unit.test_sft_stream import Peers, ThreadRanks
@@ -142,10 +143,21 @@ def test_sides_that_are_cut_to_the_same_are_left_out(chat: ChatTokenizer) -> Non
     assert not cut.samples and cut.counts.untrained == 1 and cut.error is None
 
 
-def test_a_sample_travels_with_its_split() -> None:
-    one = SFTSample.pair([SFTSample(np.arange(n, dtype=np.int32), np.arange(n) > 1) for n in (3, 5)])
-    again = SFTSample.unpacked(one.packed(), 8, one.split)
-    assert [len(side.token_ids) for side in again.sides()] == [3, 5] and again.num_bytes == one.num_bytes
+@pytest.mark.parametrize("shown", [(b"", b""), (b"one", b"other"), (b"one", b"one"), (b"", b"other")])
+def test_a_sample_travels_with_its_split_and_its_images(shown: tuple[bytes, bytes]) -> None:
+    sides = []
+    for length, image in zip((3, 5), shown, strict=True):
+        numbers = (np.arange(length) == 1).astype(np.int32) if image else None
+        data = (image,) if image else ()
+        sides.append(SFTSample(np.arange(length, dtype=np.int32), np.arange(length) > 1, numbers, data))
+    one = SFTSample.pair(sides)
+    packed = one.packed()
+    assert len(packed) == one.num_bytes
+    for side, again in zip(sides, SFTSample.unpacked(packed, 8, one.split).sides(), strict=True):
+        assert again.token_ids.tolist() == side.token_ids.tolist() and (again.loss_mask == side.loss_mask).all()
+        assert again.image_data == side.image_data
+        assert (again.images is None) is (side.images is None)
+        assert again.images is None or again.images.tolist() == side.images.tolist()  # type: ignore[union-attr]
 
 
 def test_plain_sft_names_the_section_of_pairs() -> None:
@@ -187,39 +199,38 @@ def test_lint_reads_the_first_rows(tmp_path: Path, row: Any, words: str) -> None
 
 
 def test_pairs_stay_together_on_any_number_of_ranks(chat: ChatTokenizer) -> None:
-    import threading
-
-    from prime_hpc.trainer.data.stream import RowOrder, SampleStream
-
     rows = [{"prompt": f"add {i}", "chosen": "number " * (1 + i % 3), "rejected": "lower"} for i in range(12)]
     data = SFTConfig.model_validate({"data": {"path": "x"}, "preference": {}}).data
-    tokenise = RowTokenizer(chat, data, data, 4096, 10**6)
+    tokenizer = RowTokenizer(chat, data, data, 4096, 10**6)
     shape = BatchShape(batch_size=6, batch_tokens=None, micro_batch_tokens=90)
-    for size in (1, 3):
-        peers, found = Peers(size), {}
 
-        def work(rank: int, peers: Peers = peers, found: dict[int, Any] = found) -> None:
+    def steps(size: int) -> list[list[int]]:
+        """Rows of each of four steps, as the ranks train them."""
+        peers, seen = Peers(size), [[] for _ in range(4)]  # type: ignore[var-annotated]
+
+        def work(rank: int) -> None:
             stream = SampleStream(
-                lambda indices: [tokenise.row(rows[i]) for i in indices], RowOrder(12, seed=1, shuffle=True), shape,
-                ThreadRanks(peers, rank), share=rank, num_shares=peers.size,
+                lambda indices: [tokenizer.row(rows[i]) for i in indices], RowOrder(12, seed=1, shuffle=True), shape,
+                ThreadRanks(peers, rank), share=rank, num_shares=size,
             )  # fmt: skip
-            found[rank] = [stream.next() for _ in range(4)]
+            for step in range(4):
+                batch = stream.next()
+                assert batch is not None and batch.ranked.loss_mask.any()
+                for micro in range(batch.ranked.num_micro_batches):
+                    part = batch.ranked.sample_ids[batch.ranked.sequences_of(micro)]
+                    assert len(part) % 2 == 0 and (part[::2] == part[1::2]).all()
+                    seen[step].extend(part[::2].tolist())
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        for step in range(4):
-            seen = []
-            for rank in range(size):
-                batch = found[rank][step].ranked
-                for micro in range(batch.num_micro_batches):
-                    part = batch.sample_ids[batch.sequences_of(micro)]
-                    assert (part[::2] == part[1::2]).all() and len(part) % 2 == 0
-                    seen += part[::2].tolist()
-                trained = batch.loss_mask.sum()
-                assert trained
-            assert len(seen) == 6
-        assert sorted(seen) == sorted(found[0][3].ranked.sample_ids[::2].tolist()) or size == 3
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [sorted(step) for step in seen]
+
+    alone = steps(1)
+    assert [len(step) for step in alone] == [6] * 4 and sorted(alone[0] + alone[1]) == list(range(12))
+    assert steps(3) == alone
 
 
 def test_a_pair_of_a_row_is_parsed_as_prompt_and_completion_are(chat: ChatTokenizer) -> None:

@@ -40,25 +40,29 @@ _KEEP_S, _TELL_S = 600.0, 60.0
 class References:
     """The summed log-probabilities, float64[rows, 2] of every source of rows, NaN where none is known."""
 
-    def __init__(self, file: Path, tables: dict[str, NDArray[np.float64]]) -> None:
-        self._file, self._tables = file, tables
+    def __init__(self, file: Path, model: Path) -> None:
+        """Read what a run's file holds: nothing where there is none, or a broken one.
 
-    @classmethod
-    def read(cls, file: Path) -> "References":
-        """Return what a run's file holds; nothing where there is none, or a broken one."""
+        Args:
+            model: directory of the starting weights.
+
+        Raises:
+            OSError: it cannot be read now.
+        """
+        self._file, self._weights = file, weights_fingerprint(model)
+        self._tables: dict[str, NDArray[np.float64]] = {}
         try:
             with np.load(file) as kept:
-                return cls(file, dict(kept))
+                self._tables = dict(kept)
         except FileNotFoundError:
-            return cls(file, {})
+            pass
         except (ValueError, zipfile.BadZipFile, EOFError) as error:
             logger.warning(f"{file} cannot be read ({error}): it is computed again")
-            return cls(file, {})
 
     def table(self, recipe: Recipe, rows: Rows, made_by: int) -> NDArray[np.float64]:
         """Return the table of a source's rows, of what makes samples of them, and of the weights.
         `made_by`: fingerprint of tokenizer and template."""
-        key = fingerprint_of(rows.fingerprint, made_by, *recipe.makes, weights_fingerprint(recipe.tokenizer))
+        key = fingerprint_of(rows.fingerprint, made_by, *recipe.makes, self._weights)
         return self._tables.setdefault(f"{key:016x}", np.full((rows.num_rows, 2), np.nan))
 
     def write(self) -> None:
@@ -99,7 +103,8 @@ def fill(
                 logger.info("the log-probabilities of all pairs under the starting weights are computed once")
             is_new = True
             for rows, sums in ranks.gather_all(_sums_of(trainer, batch)):
-                table[rows] = sums
+                lacks = np.isnan(table[rows, 0])  # what is known stays as it is, to the last bit
+                table[rows[lacks]] = sums[lacks]
         now = time.monotonic()
         goes_on, is_due = ranks.broadcast((trainer.bus.latest("stop") is None, now - kept > _KEEP_S))
         if not goes_on:

@@ -33,16 +33,27 @@ class SFTSample:
 
     @classmethod
     def pair(cls, sides: "Sequence[SFTSample]") -> "SFTSample":
-        """Return two sequences of text as one sample, which goes to one micro-batch."""
+        """Return two sequences as one sample, which goes to one micro-batch."""
         ids, masks = ([getattr(side, name) for side in sides] for name in ("token_ids", "loss_mask"))
-        return cls(np.concatenate(ids), np.concatenate(masks), split=len(ids[0]))
+        images = [np.zeros(len(side.token_ids), np.int32) if side.images is None else side.images for side in sides]
+        images[1] = np.where(images[1] > 0, images[1] + len(sides[0].image_data), 0).astype(np.int32)
+        data = sides[0].image_data + sides[1].image_data
+        numbers = np.concatenate(images) if data else None
+        return cls(np.concatenate(ids), np.concatenate(masks), numbers, data, split=len(ids[0]))
 
     def sides(self) -> "list[SFTSample]":
         """Return the sequences that it is made of."""
         if not self.split:
             return [self]
-        parts = slice(self.split), slice(self.split, None)
-        return [SFTSample(self.token_ids[part], self.loss_mask[part]) for part in parts]
+        found = []
+        for part in slice(self.split), slice(self.split, None):
+            numbers = None if self.images is None else self.images[part]
+            data: tuple[bytes, ...] = ()
+            if numbers is not None:
+                used, at = np.unique(np.append(0, numbers), return_inverse=True)
+                data, numbers = tuple(self.image_data[n - 1] for n in used[1:]), at[1:].astype(np.int32)
+            found.append(SFTSample(self.token_ids[part], self.loss_mask[part], numbers if data else None, data))
+        return found
 
     def first(self, length: int) -> "SFTSample":
         """Return its first tokens: so many at most, and no part of an image without the rest of it."""
@@ -79,7 +90,7 @@ class SFTSample:
         images = numbers.copy().view(np.int32)
         head = 8 * int(images.max())
         ends = np.cumsum(rest[:head].copy().view(np.int64)) + head
-        return cls(*tokens, images, tuple(part.tobytes() for part in np.split(rest, [head, *ends])[1:-1]))
+        return cls(*tokens, images, tuple(part.tobytes() for part in np.split(rest, [head, *ends])[1:-1]), split)
 
 
 @dataclass(frozen=True)
@@ -147,10 +158,10 @@ class RowTokenizer:
             return RowResult([], RowCounts(rows=1), str(error))
 
     def _samples(self, row: Any, folder: Path | None) -> RowResult:
-        rest = self._source, self._config, self._tokenizer.has_template
+        rest, sees = (self._source, self._config, self._tokenizer.has_template), self._tokenizer.images is not None
         if not self._source.holds_pairs:
-            return self._made(parse_row(row, *rest, sees_images=self._tokenizer.images is not None), folder)
-        results = [self._made(parsed, folder) for parsed in parse_pair(row, *rest)]
+            return self._made(parse_row(row, *rest, sees_images=sees), folder)
+        results = [self._made(parsed, folder) for parsed in parse_pair(row, *rest, sees_images=sees)]
         counts = [result.counts for result in results]
         several = (min(1, a + b) for a, b in zip(*(count.values() for count in counts), strict=True))
         total, sides = RowCounts(*several), [side for result in results for side in result.samples]

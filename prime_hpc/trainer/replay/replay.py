@@ -79,7 +79,7 @@ def batches_of(
         return
     data = build_data(trainer)
     if isinstance(data, RealData) and data.compares:
-        data.references(References.read(source.reference_sums))
+        data.references(References(source.reference_sums, trainer.source))
     data.start(progress)
     end_with(trainer, data.last_step(start))
     yield lambda step: (data.next()[0], data.figures)
