@@ -142,8 +142,8 @@ class Experiment(Section):
     @property
     def micro_batch_tokens(self) -> int:
         """Token budget of one packed micro-batch."""
-        longest = self.sft.data.seq_len if self.kind == "sft" else None
-        return self.trainer.micro_batch_tokens or longest or self.seq_len
+        of_sft = (self.sft.data.seq_len or self.seq_len) * self.sft.num_sides
+        return self.trainer.micro_batch_tokens or (of_sft if self.kind == "sft" else self.seq_len)
 
     @property
     def max_model_len(self) -> int:
@@ -309,16 +309,19 @@ class Experiment(Section):
             )
         if evaluation is not None and not evaluation.env:
             raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
-        longest = data.seq_len or self.seq_len
+        longest, twice = (
+            (data.seq_len or self.seq_len) * self.sft.num_sides,
+            " of both sides" * (self.sft.num_sides - 1),
+        )
         if data.type != "fake" and longest > self.micro_batch_tokens:
             raise ValueError(
-                f"sft.data.seq_len ({longest}) exceeds trainer.micro_batch_tokens ({self.micro_batch_tokens}): the "
-                "longest sample would not fit"
+                f"sft.data.seq_len ({longest}{twice}) exceeds trainer.micro_batch_tokens ({self.micro_batch_tokens}): "
+                "the longest sample would not fit"
             )
         if data.batch_tokens is not None and data.batch_tokens < longest:
             raise ValueError(
-                f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
-                "sample would not fit into a step"
+                f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}{twice}): the "
+                "longest sample would not fit into a step"
             )
 
     def _sources_fit(self) -> None:

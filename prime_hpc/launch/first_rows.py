@@ -12,6 +12,7 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles, find_data, first_columns, first_parquet_rows, is_compressed
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, PlainText, SFTDataError, parse_line, parse_row
+from prime_hpc.trainer.data.pairs import parse_pair
 
 if TYPE_CHECKING:
     from prime_hpc.store.dataset.token_rows import TokenRow
@@ -40,13 +41,11 @@ def wrong_row(
         return None
     for place, row, path in _rows(found, source):
         try:
-            parsed = _parse(row, path, source, config, sees_images=sees_images)
-            if (
-                vocab_size
-                and not isinstance(parsed, Conversation | PlainText)
-                and (beyond := parsed.beyond(vocab_size))
-            ):
-                raise SFTDataError(beyond)
+            for parsed in _parse(row, path, source, config, sees_images=sees_images):
+                if isinstance(parsed, Conversation | PlainText) or not vocab_size:
+                    continue
+                if beyond := parsed.beyond(vocab_size):
+                    raise SFTDataError(beyond)
         except SFTDataError as error:
             return f"{place}: {error}"
     return None
@@ -56,8 +55,8 @@ def unusual_role(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfi
     """Return the first role that few chat templates know, with file and row: it may be a typing error."""
     for place, row, path in _rows(found, source):
         with contextlib.suppress(SFTDataError):
-            parsed = _parse(row, path, source, config, sees_images=True)
-            for message in parsed.messages if isinstance(parsed, Conversation) else ():
+            found = _parse(row, path, source, config, sees_images=True)
+            for message in (m for parsed in found if isinstance(parsed, Conversation) for m in parsed.messages):
                 if message["role"] not in (*COMMON_ROLES, *config.loss_roles):
                     return f"{place}: a message of the role {message['role']!r}"
     return None
@@ -68,12 +67,13 @@ def nothing_trained(found: DataFiles, source: SFTSourceConfig, config: SFTDataCo
     num_rows = 0
     for num_rows, (_, row, path) in enumerate(_rows(found, source), 1):  # noqa: B007
         try:
-            parsed = _parse(row, path, source, config, sees_images=True)
+            found = _parse(row, path, source, config, sees_images=True)
         except SFTDataError:
             return None
-        trained = parsed.trained if isinstance(parsed, Conversation) else getattr(parsed, "loss_mask", [0, 1])[1:]
-        if any(trained):
-            return None
+        for parsed in found:
+            trained = parsed.trained if isinstance(parsed, Conversation) else getattr(parsed, "loss_mask", [0, 1])[1:]
+            if any(trained):
+                return None
     return f"nothing is trained in the first {num_rows} rows of {source.label}" if num_rows else None
 
 
@@ -136,9 +136,13 @@ def _source(files: Any) -> SFTSourceConfig | None:
 
 def _parse(
     row: Any, path: Path, source: SFTSourceConfig, config: SFTDataConfig, *, sees_images: bool
-) -> "Conversation | PlainText | TokenRow":
+) -> "tuple[Conversation | PlainText | TokenRow, ...]":
+    """Return what is tokenised of a row: of a pair both sides."""
     row = parse_line(row, path) if isinstance(row, bytes) else row
-    return parse_row(row, source, config, config.chat_template != "none", sees_images=sees_images)
+    has_template = config.chat_template != "none"
+    if source.holds_pairs:
+        return parse_pair(row, source, config, has_template, sees_images=sees_images)
+    return (parse_row(row, source, config, has_template, sees_images=sees_images),)
 
 
 def _rows(found: DataFiles, source: SFTSourceConfig) -> Iterator[tuple[str, Any, Path]]:

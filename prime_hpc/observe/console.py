@@ -271,6 +271,7 @@ class Console:
         self._losses.append(row["loss"])
         return [
             f"loss {row['loss']:.4f} {sparkline(self._losses)}",
+            *([f"accuracy {row['rewards/accuracies']:.2f}"] if "rewards/accuracies" in row else []),
             f"grad {row['grad_norm']:.2f}",
             f"lr {row['lr']:.1e}",
             f"{short(row['tokens_per_s'])} tok/s",

@@ -63,6 +63,26 @@ TRAINER: dict[str, Family] = {
     "trainer_step_seconds": gauge("Length of the last step.", of="time/step"),
     "trainer_loss": gauge("Loss of the last step.", of="loss"),
     "trainer_eval_loss": gauge("Held-out loss.", of="eval/loss"),
+    "trainer_side_reward": gauge(
+        "Mean reward of a side of preference pairs, beta times its log-ratio.",
+        "side",
+        of={"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+    ),
+    "trainer_reward_margin": gauge(
+        "Mean difference of the sides' rewards.",
+        "rows",
+        of={"rewards/margins": "trained", "eval/rewards/margins": "held_out"},
+    ),
+    "trainer_pair_accuracy_ratio": gauge(
+        "Share of pairs whose chosen side has the larger reward.",
+        "rows",
+        of={"rewards/accuracies": "trained", "eval/rewards/accuracies": "held_out"},
+    ),
+    "trainer_side_logprob_nats": gauge(
+        "Mean log-probability of a side's reply.",
+        "side",
+        of={"logps/chosen": "chosen", "logps/rejected": "rejected"},
+    ),
     "trainer_part_loss": gauge("Parts of the loss by name.", "part", of={"echo_loss": "echo"}),
     "trainer_gradient_norm": gauge("Norm of the gradients before clipping.", of="grad_norm"),
     "trainer_learning_rate": gauge("Learning rate.", of="lr"),

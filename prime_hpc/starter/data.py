@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.envs.tasksets.reverse_text_data import answer_of, build_prompt, make_texts
+from prime_hpc.envs.tasksets.reverse_text_data import Split, answer_of, build_prompt, make_texts
 
 Row = dict[str, Any]
 
@@ -41,6 +41,17 @@ def reverse_text(seed: int, num: int, right: set[int]) -> Iterator[Row]:
     """Reverse the text, or copy it."""
     for i, text in enumerate(make_texts("train", SEED_OFFSET + seed, num)):
         yield {"prompt": build_prompt(text), "completion": [_assistant(answer_of(text) if i in right else text)]}
+
+
+def preferences(seed: int, num: int, split: Split) -> Iterator[Row]:
+    """Pairs of replies to texts of a split: reversed before copied, `num` of them."""
+    for text in make_texts(split, SEED_OFFSET + seed, num):
+        if text != answer_of(text):
+            yield {
+                "prompt": build_prompt(text),
+                "chosen": [_assistant(answer_of(text))],
+                "rejected": [_assistant(text)],
+            }
 
 
 def guess_number(seed: int, num: int, right: set[int]) -> Iterator[Row]:

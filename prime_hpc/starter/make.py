@@ -1,4 +1,6 @@
-"""Make a starter directory: `model/` (Hugging Face), `sft.jsonl` (warm-up data), `starter.json` (what it is)."""
+"""Make a starter directory: `model/` (Hugging Face), `sft.jsonl` (warm-up data), `starter.json` (what it is), and of
+reverse-text `pairs.jsonl` and `pairs_held.jsonl` (preferences; the latter of the texts that evaluations use).
+"""
 
 import json
 import shutil
@@ -6,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.starter.data import TASKS, demonstrations, write_demonstrations
+from prime_hpc.starter.data import TASKS, demonstrations, preferences, write_demonstrations
 from prime_hpc.starter.model import write_tiny_qwen3
 from prime_hpc.starter.tokenizer import find_phrases
 
@@ -14,8 +16,9 @@ NAMES = ("qwen3-tiny", "qwen3-vl-tiny", "smollm2-135m")
 RECORD = "starter.json"
 PARTS = ("model/config.json", "model/model.safetensors", "model/tokenizer.json", "sft.jsonl")
 """Files without which a starter is not there."""
-RECIPE = 3
+RECIPE = 4
 """Raised whenever the same arguments would give other bytes, so that what an older checkout made is made again."""
+NUM_PAIRS, NUM_HELD_PAIRS = 2048, 256
 PHRASE_ROWS = 500
 """Demonstrations that are looked through for phrases: plenty for what a tenth of them repeat."""
 
@@ -67,6 +70,9 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
 
         num_parameters = write_smollm2(model)
     write_demonstrations(directory / "sft.jsonl", rows)
+    if task == "reverse-text":
+        write_demonstrations(directory / "pairs.jsonl", list(preferences(seed, NUM_PAIRS, "train")))
+        write_demonstrations(directory / "pairs_held.jsonl", list(preferences(seed, NUM_HELD_PAIRS, "eval")))
     record.write_text(json.dumps(asdict(starter), indent=2) + "\n", encoding="utf-8")
     model_size = f"{num_parameters / 1e6:.2f}M parameters"
     return f"{directory}: {name}, {model_size}; {len(rows)} demonstrations of {task}; seed {seed}"

@@ -63,6 +63,11 @@ class RunPaths:
         return self.root / "rollouts_packed"
 
     @property
+    def reference_sums(self) -> Path:
+        """Log-probabilities of preference pairs under the weights that training began with."""
+        return self.root / "reference.npz"
+
+    @property
     def weights(self) -> Path:
         """Weight versions."""
         return self.root / "weights"

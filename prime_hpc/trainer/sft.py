@@ -1,16 +1,19 @@
 """The SFT loop: the next samples, one train step, held-out loss, checkpoints, and at the end the weights."""
 
 import time
+from functools import partial
 
 from loguru import logger
 
 from prime_hpc.store.leases import min_floor, set_last_version
 from prime_hpc.trainer.bench import finish_bench
-from prime_hpc.trainer.data.build import Progress, build_data, without_padding
+from prime_hpc.trainer.data.build import FakeData, Progress, RealData, build_data, without_padding
 from prime_hpc.trainer.data.epochs import StoppedCountingError
 from prime_hpc.trainer.data.eval_loss import HeldOut
-from prime_hpc.trainer.objectives import sft_loss
+from prime_hpc.trainer.data.reference import References, fill
+from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.optim.schedule import learning_rate_factor
+from prime_hpc.trainer.rank_group import OF_FILES
 from prime_hpc.trainer.trainer import Signal, Trainer
 from prime_hpc.trainer.weights.publish import Publisher, kept_versions
 
@@ -20,8 +23,11 @@ _RL_ONLY = ("reward", "lag_mean", "lag_max")
 def run_sft(trainer: Trainer) -> None:
     """Train until `max_steps` or the end of `sft.data.num_epochs`, or until the supervisor publishes "stop"; returns
     when all saves are whole. Collective. Raises SFTDataError: the data set cannot be trained on; names the row."""
-    data = build_data(trainer)
+    data, objective = build_data(trainer), loss_of(trainer.experiment)
     held_out = _held_out(trainer)
+    if not _has_references(trainer, data, held_out):
+        data.close()
+        return
     start, progress = trainer.resume()
     progress = data.start(progress)
     counts = trainer.experiment.num_steps is None  # for as long as that takes, no step stands still
@@ -44,7 +50,7 @@ def run_sft(trainer: Trainer) -> None:
             return
         with trainer.train_step.timer("data"):
             batch, progress = data.next()
-        metrics = trainer.train(step, batch, sft_loss) | data.figures | figures
+        metrics = trainer.train(step, batch, objective) | data.figures | figures
         without_padding(metrics)
         if held_out is not None and held_out.is_due(step):
             with trainer.train_step.timer("eval"):
@@ -57,6 +63,21 @@ def run_sft(trainer: Trainer) -> None:
     data.close()
     trainer.finish_saves()
     _finish(trainer)
+
+
+def _has_references(trainer: Trainer, data: FakeData | RealData, held_out: HeldOut | None) -> bool:
+    """Have batches of pairs carry the starting weights' log-probabilities, before a checkpoint takes their place.
+    Returns whether that is done: False when told to stop before. Collective."""
+    if isinstance(data, FakeData) or not data.compares:
+        return True
+    read = partial(References, trainer.paths.reference_sums, trainer.source)
+    references = trainer.control.from_first(read, OF_FILES)
+    held = held_out.references(references) if held_out is not None else []
+    if not fill(trainer, references, [data.references(references), *held]):
+        return False
+    if held_out is not None:
+        held_out.attach([table for table, _ in held])
+    return True
 
 
 def end_with(trainer: Trainer, last: int | None) -> dict[str, float]:

@@ -87,6 +87,7 @@ class TrainStep:
         no_sync: bool = False,
         row_tokens: int = 0,
         slow_ranks: SlowRanks | None = None,
+        together: int = 1,
     ) -> None:
         """Args:
         max_steps: length of the schedule.
@@ -104,6 +105,7 @@ class TrainStep:
         no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
         row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
         slow_ranks: compares the ranks' own times; None: nobody does.
+        together: sequences that follow each other and share a micro-batch: 2 of a pair.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -113,7 +115,7 @@ class TrainStep:
         self._reshard = reshard and not gathers_from_itself(policy.parallel)
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
         self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
-        self._slow_ranks = slow_ranks
+        self._slow_ranks, self._together = slow_ranks, together
         self._no_sync, self._counts_all = no_sync, denominators == "all"
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
@@ -169,7 +171,7 @@ class TrainStep:
         then."""
         if not self.policy.single_rows:
             return batch
-        groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens)
+        groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens, self._together)
         most = torch.tensor([max(len(groups), 1), not rows_fit(batch, self._row_tokens)], device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         num_micro_batches, mismatches = most.tolist()

@@ -273,6 +273,7 @@ class Trainer:
         keys: tuple[str, ...] = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
         if self.experiment.kind == "rl":
             keys += ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
+        keys += ("rewards/margins", "rewards/accuracies")
         shown = {k: values[k] for k in keys if k in values}
         self.status.beat(step=step, **shown)
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
@@ -412,6 +413,7 @@ def build_train_step(
         adapter = policy.adapters.parameters(slot)
     optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
+    together = 1 if is_rl else experiment.sft.num_sides
     is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
     return TrainStep(
         policy,
@@ -419,7 +421,7 @@ def build_train_step(
         optim=config.optim,
         scheduler=config.scheduler,
         max_steps=experiment.max_steps,
-        normalize=normalization(config.loss) if is_rl else "token",
+        normalize=normalization(config.loss) if is_rl else "token" if together == 1 else "sequence",
         reshard=config.reshard_after_forward,
         device=base.device,
         peak_flops=base.peak_flops,
@@ -433,6 +435,7 @@ def build_train_step(
         row_tokens=experiment.micro_batch_tokens,
         no_sync=config.defers_sync(whole_gradient_bytes(policy)),
         slow_ranks=slow_ranks,
+        together=together,
     )
 
 

@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section, from_here, in_home
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
 """The parts of a row that is tokenised already."""
-COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text", *TOKEN_COLUMNS)
+SIDES = ("chosen", "rejected")
+"""The two replies of a row of preferences, in the order of its sequences."""
+COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text", *SIDES, *TOKEN_COLUMNS)
 """The parts that a row may hold, by the product's names."""
 IMAGE_PARTS = ("image", "image_url")
 """Values of `type` of a message's content parts that are images."""
@@ -24,7 +26,8 @@ class SFTSourceConfig(Section):
     path: str | list[str] | None = None
     """Files, patterns (`data/*.jsonl.gz`) or directories: rows with `prompt` and `completion`, with `messages` (and
     `tools`), with nothing but `text`, all of which is trained, or tokenised: with `input_ids`, and `loss_mask` or
-    `labels`. Files may be compressed (.gz, .zst). What is named twice is trained on twice an epoch."""
+    `labels`; with `sft.preference`: with `chosen` and `rejected`. Files may be compressed (.gz, .zst). What is named
+    twice is trained on twice an epoch."""
     name: str | None = None
     """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
     subset: str | None = None
@@ -33,8 +36,9 @@ class SFTSourceConfig(Section):
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
     """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`,
-    `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt in `instruction` goes on in
-    `input`, after `history` (Alpaca)."""
+    `chosen`, `rejected`, `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt in
+    `instruction` goes on in `input`, after `history` (Alpaca)."""
+    _holds_pairs: bool = PrivateAttr(False)
 
     @field_validator("path", mode="before")
     @classmethod
@@ -64,6 +68,11 @@ class SFTSourceConfig(Section):
         return "sft.data"
 
     @property
+    def holds_pairs(self) -> bool:
+        """Whether rows are preferences (`sft.preference`)."""
+        return self._holds_pairs
+
+    @property
     def paths(self) -> list[str]:
         """`path` as a list."""
         return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
@@ -78,7 +87,7 @@ class SFTDataConfig(SFTSourceConfig):
     """Prompt-completion or messages data for supervised fine-tuning."""
 
     batch_size: int = Field(64, ge=1)
-    """Samples a step, over all ranks."""
+    """Samples a step, over all ranks; with `sft.preference`: pairs."""
     num_epochs: float | None = Field(None, gt=0)
     """Passes over the data, instead of `max_steps`: the trainer counts their steps at its start, for which it tokenises
     every row once (what it finds is kept in `cache_dir`). The last step takes what is left."""
@@ -98,7 +107,7 @@ class SFTDataConfig(SFTSourceConfig):
     length: Literal["fixed", "variable"] = "fixed"
     """Lengths of fake samples."""
     seq_len: int | None = Field(None, ge=2)
-    """Longest sample in tokens; default: the tree's `seq_len`."""
+    """Longest sample in tokens, of a pair each side; default: the tree's `seq_len`."""
     shuffle: bool = True
     """Shuffle every epoch, by seed."""
     loss_roles: tuple[str, ...] = ("assistant",)
@@ -224,15 +233,43 @@ class SFTEvalConfig(SFTHeldOutConfig):
         return self
 
 
+class PreferenceConfig(Section):
+    """A loss on pairs of replies to one prompt, of which one was preferred. With r the sum of log pi - log pi_ref over
+    a reply's tokens and d = r(chosen) - r(rejected), pi_ref being the weights that training begins with."""
+
+    type: Literal["dpo", "ipo", "hinge"] = "dpo"
+    """`dpo`: - log sigmoid(beta d) (arXiv 2305.18290); `ipo`: (d - 1 / (2 beta))^2 (arXiv 2310.12036); `hinge`:
+    max(0, 1 - beta d) (arXiv 2305.10425)."""
+    beta: float = Field(0.1, gt=0)
+    """The weight of d: the smaller, the farther the policy may go from the reference."""
+    reference: bool = True
+    """Off: r is the sum of log pi alone, and no reference is computed."""
+    length_normalized: bool = False
+    """r is the mean over a reply's tokens instead of the sum: Tulu 3's `dpo_norm`; without `reference` SimPO."""
+    margin: float = Field(0.0, ge=0)
+    """`dpo`: taken from beta d, what a pair must differ by (SimPO's gamma, arXiv 2405.14734)."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`dpo`: the share of pairs that are taken to be labelled the wrong way round (cDPO)."""
+    nll_weight: float = Field(0.0, ge=0)
+    """Weight of the chosen reply's mean negative log-likelihood beside the loss (RPO, arXiv 2404.19733)."""
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning."""
 
     data: SFTDataConfig = SFTDataConfig()
     """The data."""
+    preference: PreferenceConfig | None = None
+    """Train on preferences (DPO and its kin): rows hold `chosen` and `rejected`. Off when absent."""
     eval: SFTEvalConfig | None = None
     """Held-out loss during training; off when absent."""
     save_interval: int | None = Field(None, ge=1)
     """Publish weights every so many steps besides the last."""
+
+    @property
+    def num_sides(self) -> int:
+        """Sequences of one sample: of a pair two, which share a micro-batch."""
+        return 1 if self.preference is None else len(SIDES)
 
     @property
     def eval_sets(self) -> dict[str, SFTHeldOutConfig]:
@@ -253,6 +290,18 @@ class SFTConfig(Section):
     def sources(self) -> dict[str, SFTSourceConfig]:
         """The sources of all rows, by the keys that state them."""
         return {"sft.data": self.data, **self.eval_sources}
+
+    @model_validator(mode="after")
+    def _rows_are_of_one_kind(self) -> "SFTConfig":
+        for source in (self.data, *self.eval_sets.values()):
+            source._holds_pairs = self.preference is not None
+        if self.preference is None:
+            return self
+        if self.data.split_turns:
+            raise ValueError("data.split_turns makes several samples of a reply, and a pair has two: leave it out")
+        if self.data.overlong == "split":
+            raise ValueError("data.overlong = split is for text of which all is trained; of pairs: drop, or truncate")
+        return self
 
     @model_validator(mode="after")
     def _held_out(self) -> "SFTConfig":

@@ -157,7 +157,8 @@ def _is_open(experiment: Experiment) -> bool:
 
 
 def _longest(experiment: Experiment) -> int:
-    return (experiment.sft.data.seq_len if experiment.kind == "sft" else None) or experiment.seq_len
+    sft = experiment.sft
+    return (sft.data.seq_len or experiment.seq_len) * sft.num_sides if experiment.kind == "sft" else experiment.seq_len
 
 
 def _tokens_of_rank(experiment: Experiment) -> int:

@@ -67,6 +67,9 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
         "trainer.loss.off_policy_mask",
     ):
         yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
+    preference = experiment.sft.preference
+    for name in ("margin", "label_smoothing"):
+        yield f"sft.preference.{name}", preference is None or preference.type == "dpo", "sft.preference.type = dpo"
     yield f"{key}.path", data.type != "fake", "sft.data.type other than fake"
     yield f"{key}.name", data.type != "fake", "sft.data.type other than fake"
     yield f"{key}.type", data.name is None or data.type not in ("jsonl", "parquet"), "sft.data.path: name is the hub's"

@@ -213,7 +213,7 @@ def trainer_memory(subject: Subject) -> Iterator[Finding]:
     }
     # activations are the rough part of the estimate: they alone refuse a run only when they are far off
     longest = (subject.experiment.sft.data.seq_len if not subject.is_rl else None) or subject.experiment.seq_len
-    if subject.experiment.micro_batch_tokens == longest:
+    if subject.experiment.micro_batch_tokens == longest * (1 if subject.is_rl else subject.experiment.sft.num_sides):
         shorter = "a shorter seq_len: a micro-batch is one sample of it already"
         remedies |= {"activations": f"--model.ac (recompute), or {shorter}"}
         shown = f"with micro-batches of one sample of {longest} tokens: {shown}"

@@ -82,7 +82,8 @@ def evaluation_lines(experiment: Experiment) -> list[str]:
 def data_line(experiment: Experiment) -> str:
     """Return the training data of SFT, and what is held out."""
     data, held_out = experiment.sft.data, experiment.sft.eval
-    size = f"{data.batch_tokens} tokens" if data.batch_tokens else f"{data.batch_size} samples"
+    what = "samples" if experiment.sft.preference is None else "pairs"
+    size = f"{data.batch_tokens} tokens" if data.batch_tokens else f"{data.batch_size} {what}"
     sets = f" of {', '.join(one.id for one in held_out.sets)}" if held_out and held_out.sets else ""
     evaluation = f", held-out loss{sets} every {held_out.interval} steps" if held_out else ""
     return f"{data.label}, {size} a step{evaluation}"

@@ -24,7 +24,7 @@ TRUNCATION = ("top_ps", "top_ks", "min_ps")
 """Fields that say which tokens were sampled from."""
 
 _LAG_NONE = np.iinfo(np.uint16).max  # on disk: lag to the file's newest version; this value says "not sampled"
-_ST_NAMES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U16": np.uint16, "U8": np.uint8}
+_ST_NAMES = {"F64": np.float64, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U16": np.uint16, "U8": np.uint8}
 _ST_DTYPES = {np.dtype(dtype): name for name, dtype in _ST_NAMES.items()}
 
 
@@ -130,6 +130,11 @@ class RankBatch:
     )
     """[S] trained tokens of the rollout (an agent's part of an episode) that it is a piece of, with those that are
     masked because they are too old; absent: those of the sequence."""
+    reference_sums: npt.NDArray[np.float64] | None = field(
+        default=None, metadata=_spec("sequence", np.float64, absent=0)
+    )
+    """[S] sum of the log-probabilities of the sequence's targets under the weights that training began with, of pairs
+    of preferences; absent: they are not compared."""
     routed: npt.NDArray[np.uint16] | npt.NDArray[np.uint8] | None = field(
         default=None, metadata=_spec("token", np.uint16, trailing=2, narrow=np.uint8)
     )

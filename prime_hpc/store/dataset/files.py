@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_hpc.config.sections.sft import COLUMNS, TOKEN_COLUMNS, SFTSourceConfig
+from prime_hpc.config.sections.sft import COLUMNS, SIDES, TOKEN_COLUMNS, SFTSourceConfig
 from prime_hpc.store.dataset.media_columns import ParquetMedia
 from prime_hpc.store.io.tree import list_tree
 from prime_hpc.store.manifest import MANIFEST
@@ -148,6 +148,8 @@ def _kind(files: list[Path]) -> Kind:
 
 def has_columns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     """Return whether a row with these columns can be trained on."""
+    if source.holds_pairs:
+        return _has_sides(names, source)
     if is_tokenised(names, source):
         return _unread_mask(names, source) is None
     return _has_turns(names, source) or is_text(names, source)
@@ -167,6 +169,10 @@ def _unread_mask(names: Sequence[str], source: SFTSourceConfig) -> str | None:
     return None if is_masked else next((name for name in _OTHER_MASKS if name in names), None)
 
 
+def _has_sides(names: Sequence[str], source: SFTSourceConfig) -> bool:
+    return all(source.columns.get(side, side) in names for side in SIDES)
+
+
 def _has_turns(names: Sequence[str], source: SFTSourceConfig) -> bool:
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
     return named["messages"] in names or (named["prompt"] in names and named["completion"] in names)
@@ -181,10 +187,12 @@ def is_text(names: Sequence[str], source: SFTSourceConfig) -> bool:
 
 def used_columns(names: Sequence[str], source: SFTSourceConfig, images: bool) -> set[str]:
     """Return the names of the columns that make samples; `text` only where nothing else does."""
-    if is_tokenised(names, source):
+    if is_tokenised(names, source) and not source.holds_pairs:
         return {source.columns.get(column, column) for column in TOKEN_COLUMNS}
     left_out = {"text", *TOKEN_COLUMNS} if images else {"text", "images", *TOKEN_COLUMNS}
-    columns = ("text",) if is_text(names, source) else [column for column in COLUMNS if column not in left_out]
+    left_out |= {"messages", "completion"} if source.holds_pairs else set(SIDES)
+    is_plain = is_text(names, source) and not source.holds_pairs
+    columns = ("text",) if is_plain else [column for column in COLUMNS if column not in left_out]
     used = {source.columns.get(column, column) for column in columns}
     return used | {INPUT, HISTORY} if INSTRUCTION in used else used
 
@@ -207,6 +215,13 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion", "text")}
     have = ", ".join(sorted(map(str, names))) or "none"
+    if source.holds_pairs:
+        wanted = " and ".join(f"`{source.columns.get(side, side)}`" for side in SIDES)
+        return (
+            f"sft.preference needs {wanted}, and `{named['prompt']}` where they do not begin with it themselves; the "
+            f'columns are: {have}. Map them with {source.key}.columns, such as {{"chosen": "better", "rejected": '
+            '"worse"}; rows of single replies train without sft.preference'
+        )
     if is_tokenised(names, source):
         mask = _unread_mask(names, source)
         return f'`{mask}` is read as `loss_mask` alone. Map it: {source.key}.columns = {{"loss_mask": "{mask}"}}'
@@ -217,9 +232,11 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
         such_as = '{"prompt": "instruction", "completion": "output"}'
         if INPUT in names:
             such_as += " (what `input` holds is put after the instruction)"
+    of_pairs = "; pairs of `chosen` and `rejected` train with sft.preference" if _has_sides(names, source) else ""
     return (
         f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`, or `{named['text']}` alone, "
         f"or `input_ids`; the columns are: {have}. Map them with {source.key}.columns, such as {such_as}"
+        f"{of_pairs}"
     )
 
 

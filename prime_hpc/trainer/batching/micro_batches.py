@@ -64,6 +64,8 @@ class MicroBatch:
     """Of these, the tokens that are computed with another sample's."""
     reference_logprobs: torch.Tensor | None = None
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
+    reference_sums: torch.Tensor | None = None
+    """float64[S], see `RankBatch.reference_sums`."""
     targets_of_rollout: torch.Tensor | None = None
     """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
     ranks; None where sequences are whole rollouts."""
@@ -183,6 +185,7 @@ def make_micro_batch(
         num_tokens=tokens.stop - tokens.start,
         num_shared=0 if rows.shared is None else len(rows.shared) - len(rows.ids),
         targets_of_rollout=None if part.rollout_tokens is None else tensor(part.rollout_tokens.astype(np.int64)),
+        reference_sums=None if part.reference_sums is None else tensor(part.reference_sums),
         own=rows.own,
         ce_weights=None if ce is None else tensor(ce[at]),
         trained=None if ce is None else tensor(np.flatnonzero(mask[at])),

@@ -96,13 +96,17 @@ def lay_out(
     return Rows(ids[where], positions[where], shared[predicting], lengths, shared=shared, source=where)
 
 
-def group_rows(lengths: Indices, budget: int) -> list[Indices]:
+def group_rows(lengths: Indices, budget: int, together: int = 1) -> list[Indices]:
     """Return samples by micro-batch, the longest first: ranks then meet with rows of similar length.
 
     Args:
         lengths: int64[S]; empty samples are left out.
         budget: rows times their length in one micro-batch; a longer sample is alone in one.
+        together: samples that follow each other and stay together.
     """
+    if together > 1:
+        groups = group_rows(lengths.reshape(-1, together).max(1), budget // together)
+        return [(group[:, None] * together + np.arange(together)).ravel() for group in groups]
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
     groups, at = [], 0

@@ -6,11 +6,14 @@ batch, progress = data.next()     # collective; `progress` goes into the checkpo
 data.close()
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from loguru import logger
+from numpy.typing import NDArray
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.sft import SFTSourceConfig
@@ -22,6 +25,7 @@ from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.data.epochs import count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
+from prime_hpc.trainer.data.reference import References, attach
 from prime_hpc.trainer.data.samples import RowCounts
 from prime_hpc.trainer.data.sources import Chain, Rows, by_all_columns, fingerprint_of, former_fingerprint
 from prime_hpc.trainer.data.stream import BatchShape, MixedOrder, Position, RowOrder, SampleStream
@@ -40,10 +44,11 @@ class FakeData:
 
     def __init__(self, trainer: "Trainer") -> None:
         config = trainer.experiment.sft.data
+        self._sides = trainer.experiment.sft.num_sides
         self._shape = FakeDataConfig(
-            batch_size=config.batch_size,
+            batch_size=config.batch_size * self._sides,
             seq_len=seq_len_of(trainer.experiment),
-            micro_batch_size=config.micro_batch_size,
+            micro_batch_size=config.micro_batch_size * self._sides,
             length=config.length,
         )
         self._trainer = trainer
@@ -70,6 +75,8 @@ class FakeData:
             *trainer.part,
         )
         self._position += self._shape.batch_size
+        if self._sides > 1:
+            batch = attach(batch, np.zeros((self._shape.batch_size, self._sides)))
         return batch, {"num_samples": self._position}
 
     def close(self) -> None:
@@ -103,15 +110,13 @@ class RealData:
         self._shape = shape_of(experiment, tokenizer.pad_id(trainer.vocab_size))
         self._order = self._new_order()
         epochs = None if experiment.trainer.bench else config.num_epochs  # some steps of a bench need no count of all
-        self._stream = SampleStream(
-            self._reader,
-            self._new_order(),
-            self._shape,
-            self._ranks,
-            share=trainer.part[0],
-            num_shares=trainer.part[1],
-            last_row=None if epochs is None else last_row_of(epochs, self._order.num_rows),
-        )
+        self._part, self._most_steps = trainer.part, trainer.last_step
+        last_row = None if epochs is None else last_row_of(epochs, self._order.num_rows)
+        self._stream = self._new_stream(self._new_order(), last_row)
+        self._sums: NDArray[np.float64] | None = None
+        preference = experiment.sft.preference
+        self.compares = preference is not None and preference.reference
+        """Whether batches must carry the starting weights' log-probabilities, see `references`."""
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
         """Metrics of the batch taken last."""
@@ -120,6 +125,29 @@ class RealData:
             logger.info(f"{config.label}: {rows.num_rows:,} rows, template: {tokenizer.name}")
             if isinstance(self._order, MixedOrder):
                 logger.info(self._order.words(config.paths))
+
+    def references(self, references: References) -> tuple[NDArray[np.float64], Iterator[RankBatch]]:
+        """Have batches of pairs carry the reference's sums; returns their table and, to compute what it lacks, the
+        batches of all rows that will be trained."""
+        self._sums = references.table(self._recipe, self._rows, self._made_by)
+        return self._sums, self._each_row_once()
+
+    def _each_row_once(self) -> Iterator[RankBatch]:
+        order, last_row = self._new_order(), self._stream.last_row
+        most = None if last_row is not None else self._most_steps
+        if not isinstance(order, MixedOrder):  # whose second epoch holds other rows than its first
+            last_row = min(order.num_rows, last_row or order.num_rows)
+        stream = self._new_stream(order, last_row)
+        for _ in itertools.count() if most is None else range(most):
+            if (batch := stream.next()) is None:
+                return
+            yield batch.ranked
+
+    def _new_stream(self, order: RowOrder, last_row: int | None) -> SampleStream:
+        share, num_shares = self._part
+        return SampleStream(
+            self._reader, order, self._shape, self._ranks, share=share, num_shares=num_shares, last_row=last_row
+        )
 
     def start(self, progress: Mapping[str, int]) -> Progress:
         """Begin to make batches from there on; returns what to save before a first step. Collective.
@@ -217,7 +245,8 @@ class RealData:
         if (words := left_out(named)) and self._rank == 0 and counts.rows >= self._told_at:
             logger.warning(f"{self._config.label}: {words}")
             self._told_at = (counts.rows // self._num_rows + 1) * self._num_rows  # again after each epoch
-        return batch.ranked, self._progress(batch.position)
+        ranked = batch.ranked if self._sums is None else attach(batch.ranked, self._sums)
+        return ranked, self._progress(batch.position)
 
     def _progress(self, position: Position) -> Progress:
         counts = dict(zip((f"data_{name}" for name in _COUNTS), position.counts.values(), strict=True))

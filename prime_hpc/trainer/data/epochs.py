@@ -136,7 +136,6 @@ def _count(
 
 def _kept_at(recipe: Recipe, rows: Rows, made_by: int) -> Path:
     """Return the cache's file: of these rows, and of all that decides what becomes of them."""
-    config, source = recipe.config, recipe.source
     looks: Callable[[Path], tuple[int, int]] = lambda path: (path.stat().st_size, path.stat().st_mtime_ns)  # noqa: E731
     key = fingerprint_of(
         __version__,
@@ -144,10 +143,7 @@ def _kept_at(recipe: Recipe, rows: Rows, made_by: int) -> Path:
         rows.fingerprint,
         *(looks(path) for path in recipe.found.files),
         made_by,
-        recipe.seq_len,
-        recipe.vocab_size,
-        sorted(source.columns.items()),
-        *(config.loss_roles, config.loss_turns, config.split_turns, config.overlong, config.bad_rows),
+        *recipe.makes,
     )
     return recipe.cache / f"lengths-{key:016x}.npz"
 

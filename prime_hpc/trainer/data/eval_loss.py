@@ -1,24 +1,32 @@
 """Loss and perplexity on held-out rows during SFT, of several sets each one's own besides that of all.
 
 The rows are tokenised once and stay in memory, each on the rank that computes it. The loss is the sum of all ranks'
-negative log-likelihoods in float64 over their number of targets, so it does not depend on packing or ranks.
+negative log-likelihoods in float64 over their number of targets, so it does not depend on packing or ranks. Of pairs
+of preferences it is the mean over the pairs, and so are their rewards.
 """
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
+from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.data.build import open_together, recipe_of, shape_of
 from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.reference import References, attach
+from prime_hpc.trainer.data.sources import Rows
 from prime_hpc.trainer.data.stream import RowOrder, SampleStream
-from prime_hpc.trainer.data.workers import RowReader
+from prime_hpc.trainer.data.workers import Recipe, RowReader
+from prime_hpc.trainer.objectives import LossStats, preference_loss, target_weights
 from prime_hpc.trainer.parallel.distribute import reshard_all
 from prime_hpc.trainer.rank_group import RankGroup
 
@@ -39,6 +47,8 @@ class HeldOut:
         assert config is not None
         self._interval = config.interval
         sources = experiment.sft.eval_sources.values()
+        self._preference = experiment.sft.preference
+        self._opened: list[tuple[Recipe, Rows, int]] = []
         self._batches = [self._tokenised(source, config.num_rows) for source in sources]
         self._ids = [one.id for one in config.sets]
         if trainer.rank == 0:
@@ -66,7 +76,18 @@ class HeldOut:
             batches.append(batch.ranked)
         if not batches:
             raise SFTDataError(f"sft.eval: no row of {source.label} can be evaluated on (see sft.data.loss_roles)")
+        self._opened.append((recipe, rows, tokenizer.fingerprint))
         return batches
+
+    def references(self, references: References) -> list[tuple[NDArray[np.float64], list[RankBatch]]]:
+        """Return of every set the table of the starting weights' log-probabilities, and its batches of pairs."""
+        tables = [references.table(*opened) for opened in self._opened]
+        return list(zip(tables, self._batches, strict=True))
+
+    def attach(self, tables: Sequence[NDArray[np.float64]]) -> None:
+        """Have the batches carry what the tables hold."""
+        pairs = zip(self._batches, tables, strict=True)
+        self._batches = [[attach(batch, table) for batch in batches] for batches, table in pairs]
 
     def is_due(self, step: int) -> bool:
         """Return whether version `step` is evaluated."""
@@ -74,34 +95,50 @@ class HeldOut:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """`eval/loss` (nats a token), `eval/perplexity`, `eval/num_tokens`, `eval/seconds`; of each of several sets
-        `eval/ID/loss`, `eval/ID/perplexity`, `eval/ID/num_tokens`."""
+        """`eval/loss` (nats a token), `eval/perplexity`, `eval/num_tokens`, `eval/seconds`; of pairs `eval/loss`,
+        what `preference_loss` shows, and `eval/num_pairs`. Of each of several sets the same under `eval/ID`."""
         began = time.perf_counter()
         trainer = self._trainer
-        policy, device = trainer.train_step.policy, trainer.device
-        totals = torch.zeros(len(self._batches), 2, dtype=torch.float64, device=device)
-        with trainer.train_step.adapted():  # an adapter is gathered once, for all rows
-            for total, batches in zip(totals, self._batches, strict=True):
-                for batch in map(trainer.train_step.lay_out, batches):
+        policy, step = trainer.train_step.policy, trainer.train_step
+        rows: list[torch.Tensor] = []
+        names: list[str] = []
+        with step.adapted():  # an adapter is gathered once, for all rows
+            for batches in self._batches:
+                total = LossStats({}, {})
+                for batch in map(step.lay_out, batches):
                     for i in range(batch.num_micro_batches):
-                        micro = trainer.train_step.micro_batch(batch, i)
+                        micro = step.micro_batch(batch, i)
                         with policy.packing(micro):
                             logprobs, _ = policy(micro)
-                        total[0] -= logprobs.double().sum()
-                        total[1] += micro.num_targets
+                        total.add(LossStats({}, {}, self._sums(micro, logprobs)))
+                names = list(total.totals)
+                rows.append(torch.stack(list(total.totals.values())))
         reshard_all(policy)
+        totals = torch.stack(rows)
         dist.all_reduce(totals if trainer.parallel.leads else totals.zero_())  # ranks of one part all have its sums
-        figures = _figures("eval", totals.sum(0))
-        for name, total in zip(self._ids, totals, strict=bool(self._ids)):
-            figures |= _figures(f"eval/{name}", total)
+        figures = _figures("eval", names, totals.sum(0))
+        for name, row in zip(self._ids, totals, strict=bool(self._ids)):
+            figures |= _figures(f"eval/{name}", names, row)
         return figures | {"eval/seconds": round(time.perf_counter() - began, 4)}
 
+    def _sums(self, micro: MicroBatch, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a micro-batch adds to a set's sums, each a 0-dim float64; the last is the number that divides."""
+        if self._preference is None:
+            return {"loss": -logprobs.double().sum(), "num_tokens": _number(micro.num_targets, logprobs)}
+        weights = target_weights(micro.sequence, micro.targets_of_sequence, "sequence", 0, 2)  # a pair counts 1
+        loss, stats = preference_loss(self._preference, micro, logprobs, weights)
+        num_pairs = _number(len(micro.targets_of_sequence) // 2, logprobs)
+        return {"loss": loss.double(), **stats.totals, "num_pairs": num_pairs}
 
-def _figures(name: str, total: torch.Tensor) -> dict[str, float]:
-    """Return what the sums float64[2] of negative log-likelihoods and of targets come to."""
-    loss = float(total[0] / total[1])
-    return {
-        f"{name}/loss": loss,
-        f"{name}/perplexity": math.exp(min(loss, 700.0)),
-        f"{name}/num_tokens": float(total[1]),
-    }
+
+def _number(value: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.device)
+
+
+def _figures(prefix: str, names: Sequence[str], totals: torch.Tensor) -> dict[str, float]:
+    """Return what the sums float64[k] come to, divided by the last one."""
+    *sums, count = totals.tolist()
+    figures = {f"{prefix}/{name}": value / count for name, value in zip(names, sums, strict=False)}
+    if names[-1] == "num_tokens":
+        figures[f"{prefix}/perplexity"] = math.exp(min(figures[f"{prefix}/loss"], 700.0))
+    return figures | {f"{prefix}/{names[-1]}": count}

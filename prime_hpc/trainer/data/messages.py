@@ -121,6 +121,13 @@ def parse_row(
         if not isinstance(text, str):
             raise SFTDataError(f"expected `text` as a string, got {text!r:.120}")
         return PlainText("", text)
+    return conversation_of(row, source, config, has_template, sees_images=sees_images)
+
+
+def conversation_of(
+    row: dict[str, Any], source: SFTSourceConfig, config: SFTDataConfig, has_template: bool, *, sees_images: bool
+) -> Conversation | PlainText:
+    """Return a row with `messages`, or `prompt` and `completion`. Arguments and errors as of `parse_row`."""
     value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "completion", "system")}
     value["prompt"] = prompt_of(row, source.columns.get("prompt", "prompt"))
     images_beside = as_sources(row.get(source.columns.get("images", "images"))) if sees_images else []

@@ -12,6 +12,7 @@ from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.images import EncodedImage
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
+from prime_hpc.trainer.data.pairs import parse_pair
 from prime_hpc.trainer.data.template import ChatTokenizer
 
 
@@ -27,6 +28,32 @@ class SFTSample:
     """[L] number of the image that the token is a part of, from 1; 0: text. None: it has no image."""
     image_data: tuple[bytes, ...] = ()
     """The encoded images, in the order of their numbers."""
+    split: int = 0
+    """Of a pair the number of tokens of its first side; 0: it is one sequence."""
+
+    @classmethod
+    def pair(cls, sides: "Sequence[SFTSample]") -> "SFTSample":
+        """Return two sequences as one sample, which goes to one micro-batch."""
+        ids, masks = ([getattr(side, name) for side in sides] for name in ("token_ids", "loss_mask"))
+        images = [np.zeros(len(side.token_ids), np.int32) if side.images is None else side.images for side in sides]
+        images[1] = np.where(images[1] > 0, images[1] + len(sides[0].image_data), 0).astype(np.int32)
+        data = sides[0].image_data + sides[1].image_data
+        numbers = np.concatenate(images) if data else None
+        return cls(np.concatenate(ids), np.concatenate(masks), numbers, data, split=len(ids[0]))
+
+    def sides(self) -> "list[SFTSample]":
+        """Return the sequences that it is made of."""
+        if not self.split:
+            return [self]
+        found = []
+        for part in slice(self.split), slice(self.split, None):
+            numbers = None if self.images is None else self.images[part]
+            data: tuple[bytes, ...] = ()
+            if numbers is not None:
+                used, at = np.unique(np.append(0, numbers), return_inverse=True)
+                data, numbers = tuple(self.image_data[n - 1] for n in used[1:]), at[1:].astype(np.int32)
+            found.append(SFTSample(self.token_ids[part], self.loss_mask[part], numbers if data else None, data))
+        return found
 
     def first(self, length: int) -> "SFTSample":
         """Return its first tokens: so many at most, and no part of an image without the rest of it."""
@@ -54,16 +81,16 @@ class SFTSample:
         return np.concatenate([part.view(np.uint8) for part in parts])
 
     @classmethod
-    def unpacked(cls, data: NDArray[np.uint8], length: int) -> "SFTSample":
+    def unpacked(cls, data: NDArray[np.uint8], length: int, split: int = 0) -> "SFTSample":
         """Return what `packed` made of a sample of so many tokens."""
         ids, mask, numbers, rest = np.split(data, np.array([4, 5, 9]) * length)
         tokens = ids.copy().view(np.int32), mask.view(bool)
         if not len(numbers):
-            return cls(*tokens)
+            return cls(*tokens, split=split)
         images = numbers.copy().view(np.int32)
         head = 8 * int(images.max())
         ends = np.cumsum(rest[:head].copy().view(np.int64)) + head
-        return cls(*tokens, images, tuple(part.tobytes() for part in np.split(rest, [head, *ends])[1:-1]))
+        return cls(*tokens, images, tuple(part.tobytes() for part in np.split(rest, [head, *ends])[1:-1]), split)
 
 
 @dataclass(frozen=True)
@@ -131,10 +158,29 @@ class RowTokenizer:
             return RowResult([], RowCounts(rows=1), str(error))
 
     def _samples(self, row: Any, folder: Path | None) -> RowResult:
+        rest, sees = (self._source, self._config, self._tokenizer.has_template), self._tokenizer.images is not None
+        if not self._source.holds_pairs:
+            return self._made(parse_row(row, *rest, sees_images=sees), folder)
+        results = [self._made(parsed, folder) for parsed in parse_pair(row, *rest, sees_images=sees)]
+        counts = [result.counts for result in results]
+        several = (min(1, a + b) for a, b in zip(*(count.values() for count in counts), strict=True))
+        total, sides = RowCounts(*several), [side for result in results for side in result.samples]
+        if len(sides) < len(results):
+            if total.truncated and total.untrained:
+                raise SFTDataError(
+                    f"the prompt alone has seq_len = {self._seq_len} tokens: truncated, nothing is left of a reply; "
+                    "raise it, or set sft.data.overlong = drop"
+                )
+            return RowResult([], total if total.overlong else RowCounts(rows=1, untrained=1))
+        if np.array_equal(sides[0].token_ids, sides[1].token_ids):
+            if not total.truncated:
+                raise SFTDataError(f"both sides are the same tokens: {self._tokenizer.name} shows no difference")
+            return RowResult([], RowCounts(rows=1, truncated=1, untrained=1))
+        return RowResult([SFTSample.pair(sides)], total)
+
+    def _made(self, parsed: Conversation | PlainText | TokenRow, folder: Path | None) -> RowResult:
+        """Return the samples of a row, or of one side of a pair."""
         reader = self._tokenizer.images
-        parsed = parse_row(
-            row, self._source, self._config, self._tokenizer.has_template, sees_images=reader is not None
-        )
         sources = parsed.images if isinstance(parsed, Conversation) else ()
         images = [reader.read(source, folder) for source in sources] if reader is not None else []
         samples: list[SFTSample] = []

@@ -240,6 +240,7 @@ class ArrowRows:
             raise SFTDataError(f"{path}: Parquet needs pyarrow (pip install 'prime-hpc[data]')") from error
         self._path = path
         also = [*(["images"] if images else []), *([HISTORY] if INSTRUCTION in source.columns.values() else [])]
+        also += ["pairs"] if source.holds_pairs else []
         key = _ARROW_ROWS, COLUMNS, sorted(source.columns.items()), *also
         target = _cached(cache, path, *key).with_suffix(".arrow")
         if not target.exists():

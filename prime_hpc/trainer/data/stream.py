@@ -78,6 +78,8 @@ class _Row:
     lengths: list[int]
     sizes: list[int]
     """Bytes of each sample on its way to the rank that trains it."""
+    splits: list[int]
+    """Tokens of the first side of each sample, see `SFTSample.split`."""
     counts: RowCounts
     error: str | None
     holder: int
@@ -262,15 +264,15 @@ class SampleStream:
         for place, result in zip(own, results, strict=True):
             self._held[place] = result.samples
         told = [
-            (index, [(len(s.token_ids), s.num_bytes) for s in result.samples], result.counts, result.error)
+            (index, [(len(s.token_ids), s.num_bytes, s.split) for s in result.samples], result.counts, result.error)
             for index, result in zip(indices, results, strict=True)
         ]
         gathered = self._ranks.gather_all(told)
         for place in range(self._next_row, stop):
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
             index, measures, counts, error = gathered[holder][turn]
-            lengths, sizes = [length for length, _ in measures], [size for _, size in measures]
-            self._waiting.append(_Row(index, lengths, sizes, counts, error, holder))
+            lengths, sizes, splits = ([measure[i] for measure in measures] for i in range(3))
+            self._waiting.append(_Row(index, lengths, sizes, splits, counts, error, holder))
             if error is None:
                 self._barren = 0 if lengths else self._barren + 1
         self._next_row = stop
@@ -331,20 +333,26 @@ class SampleStream:
         share_of = {sample: share for share, micros in enumerate(shares) for micro in micros for sample in micro}
         tokens = self._swap(chosen, lengths, share_of)
         micros = shares[self._shares[self._ranks.rank]]
-        order = [sample for micro in micros for sample in micro]
-        place = {sample: i for i, sample in enumerate(order)}
+        of_micros: list[list[int]] = []
+        rows: list[int] = []
         ids, masks, images = [], [], []
-        for sample in order:
-            fill = self._padded(int(lengths[sample])) - int(lengths[sample])
-            ids.append(np.append(tokens[sample].token_ids, np.full(fill, self._shape.pad_id, np.int32)))
-            masks.append(np.append(tokens[sample].loss_mask, np.zeros(fill, bool)))
-            numbers = tokens[sample].images
-            shown = np.zeros(0, np.int32) if numbers is None else np.append(numbers, np.zeros(fill, np.int32))
-            images.append((shown, tokens[sample].image_data))
-        ranked = build_rank_batch([[place[s] for s in micro] for micro in micros], ids, masks, images=images)
-        rows = np.array([self._waiting[chosen[sample][0]].index for sample in order], dtype=np.int64)
-        ranked = replace(ranked, sample_ids=rows, group_ids=rows.copy())
-        total, padded = int(lengths.sum()), sum(self._padded(int(n)) for n in lengths)
+        for micro in micros:
+            of_micros.append([])
+            for sample, side in ((number, side) for number in micro for side in tokens[number].sides()):
+                fill = self._padded(len(side.token_ids)) - len(side.token_ids)
+                of_micros[-1].append(len(ids))
+                ids.append(np.append(side.token_ids, np.full(fill, self._shape.pad_id, np.int32)))
+                masks.append(np.append(side.loss_mask, np.zeros(fill, bool)))
+                numbers = side.images
+                shown = np.zeros(0, np.int32) if numbers is None else np.append(numbers, np.zeros(fill, np.int32))
+                images.append((shown, side.image_data))
+                rows.append(self._waiting[chosen[sample][0]].index)
+        ranked = build_rank_batch(of_micros, ids, masks, images=images)
+        numbered = np.array(rows, dtype=np.int64)
+        ranked = replace(ranked, sample_ids=numbered, group_ids=numbered.copy())
+        splits = [self._waiting[row].splits[sub] for row, sub in chosen]
+        sides = [n for length, split in zip(lengths.tolist(), splits, strict=True) for n in (split, length - split)]
+        total, padded = int(lengths.sum()), sum(self._padded(n) for n in sides)
         room = len(shares) * len(shares[0]) * self._shape.micro_batch_tokens if self._shape.pack else padded
         return Batch(ranked, self.position, padded - total, total / max(room, 1))
 
@@ -370,7 +378,9 @@ class SampleStream:
         for data, those in zip(received, coming, strict=True):
             at = 0
             for i in those:
-                samples[i] = SFTSample.unpacked(data[at : at + size[i]], int(lengths[i]))
+                row, sub = chosen[i]
+                split = self._waiting[row].splits[sub]
+                samples[i] = SFTSample.unpacked(data[at : at + size[i]], int(lengths[i]), split)
                 at += size[i]
         return samples
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import DataFiles
@@ -38,6 +39,13 @@ class Recipe:
     """Of the model."""
     sees_images: bool = False
     """`model.vision`."""
+
+    @property
+    def makes(self) -> tuple[Any, ...]:
+        """All but rows, tokenizer and template that decides what becomes of a row."""
+        config, source = self.config, self.source
+        own = config.loss_roles, config.loss_turns, config.split_turns, config.overlong, config.bad_rows
+        return self.seq_len, self.vocab_size, sorted(source.columns.items()), source.holds_pairs, *own
 
     def open_rows(self) -> Rows:
         """Return the rows; makes what is missing in the cache.

@@ -19,6 +19,7 @@ from prime_hpc.trainer.objectives.base import LossStats, Targets, Terms, get_obj
 from prime_hpc.trainer.objectives.echo import echo_loss
 from prime_hpc.trainer.objectives.nll import sft_loss
 from prime_hpc.trainer.objectives.normalize import target_weights
+from prime_hpc.trainer.objectives.preference import preference_loss
 from prime_hpc.trainer.objectives.rl import normalization, requires_reference, rl_loss
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "get_objective",
     "loss_of",
     "normalization",
+    "preference_loss",
     "requires_reference",
     "rl_loss",
     "sft_loss",
@@ -42,9 +44,10 @@ MicroBatchLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.
 
 
 def loss_of(experiment: Experiment) -> MicroBatchLoss:
-    """Return the configured objective of an RL run, else the mean negative log-likelihood.
+    """Return the configured objective of an RL run, of pairs of preferences, else the mean negative log-likelihood.
     Raises ConfigError: there is none of that name: now, and not in the first step."""
     if experiment.kind != "rl":
-        return sft_loss
+        preference = experiment.sft.preference
+        return sft_loss if preference is None else partial(preference_loss, preference)
     get_objective(experiment.trainer.loss.type)
     return partial(rl_loss, experiment.trainer.loss)

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +13,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import fake_batch
+from prime_hpc.trainer.data.reference import attach
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
@@ -127,11 +129,14 @@ def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -
     """Micro-batches as large as the config allows, of samples as long as they may be, all of whose tokens train."""
     sft = experiment.sft.data
     longest = (sft.seq_len if experiment.kind == "sft" else None) or experiment.seq_len
+    sides = experiment.sft.num_sides if experiment.kind == "sft" else 1
     if experiment.kind == "sft" and not sft.pack:
-        rows = sft.micro_batch_size
+        rows = sft.micro_batch_size * sides
     else:
-        rows = max(1, experiment.micro_batch_tokens // longest)
+        rows = max(1, experiment.micro_batch_tokens // longest // sides) * sides
     shape = FakeDataConfig(batch_size=num_micro_batches * rows, seq_len=longest, micro_batch_size=rows)
     batch = fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)
+    if sides > 1:
+        batch = attach(batch, np.zeros((len(batch.sample_ids), sides)))
     images = policy.image_inputs
     return images.show(batch, longest) if isinstance(images, PretendedImages) else batch

@@ -27,7 +27,8 @@ from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import read_local_batch
-from prime_hpc.trainer.data.build import build_data, without_padding
+from prime_hpc.trainer.data.build import RealData, build_data, without_padding
+from prime_hpc.trainer.data.reference import References
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.sft import end_with
@@ -77,6 +78,8 @@ def batches_of(
         yield lambda step: (PastBatch(source, step).read(lambda at: read_local_batch(at, *trainer.part)), {})
         return
     data = build_data(trainer)
+    if isinstance(data, RealData) and data.compares:
+        data.references(References(source.reference_sums, trainer.source))
     data.start(progress)
     end_with(trainer, data.last_step(start))
     yield lambda step: (data.next()[0], data.figures)

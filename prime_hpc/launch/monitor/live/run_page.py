@@ -35,6 +35,8 @@ RL_CURVES = (
 SFT_CURVES = (
     ("loss", "trained", "loss"),
     ("eval loss", "trained", "eval/loss"),
+    ("accuracy", "trained", "rewards/accuracies"),
+    ("margin", "trained", "rewards/margins"),
     ("grad norm", "trained", "grad_norm"),
     ("lr", "trained", "lr"),
     ("tokens/s", "trained", "tokens_per_s"),

@@ -1,0 +1,123 @@
+"""The starting weights' log-probabilities of pairs: computed once, kept when a pass is interrupted, never changed."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.reference import References, attach, fill
+from prime_hpc.trainer.rank_group import RankGroup
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.test_preference_loss import pairs_of, step_of
+
+RECIPE: Any = SimpleNamespace(makes=(64, 99))
+
+
+def rows_of(name: int = 7, num_rows: int = 6) -> Any:
+    return SimpleNamespace(fingerprint=name, num_rows=num_rows)
+
+
+def batches(num: int = 6) -> list[RankBatch]:
+    """Two pairs each, of the rows 0, 1, ..."""
+    ids, masks, _ = pairs_of(num)
+    found = []
+    for first in range(0, num, 2):
+        own = slice(2 * first, 2 * first + 4)
+        batch = build_rank_batch([[0, 1, 2, 3]], ids[own], masks[own])
+        rows = np.repeat([first, first + 1], 2)
+        found.append(replace(batch, sample_ids=rows, group_ids=rows.copy()))
+    return found
+
+
+class Told:
+    """A trainer's rank that computes references; told to stop after so many batches."""
+
+    def __init__(self, folder: Path, stops_after: int = 99) -> None:
+        self.control, self.rank, self.world_size = RankGroup(), 0, 1
+        self.train_step = step_of(folder, row_tokens=64)
+        self.status = SimpleNamespace(ready=lambda **info: self.said.append(info))
+        self.bus, self.said, self.num_asked, self.stops_after = self, [], 0, stops_after
+        self.num_computed = 0
+        self.train_step.policy.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_computed += 1
+
+    def latest(self, topic: str) -> Any:
+        self.num_asked += 1
+        return {"reason": "asked"} if self.num_asked >= self.stops_after else None
+
+
+def test_a_pass_goes_on_where_it_was_interrupted(group: None, tmp_path: Path) -> None:
+    folder, file = make_tiny_model(tmp_path / "model"), tmp_path / "reference.npz"
+    trainer: Any = Told(folder, stops_after=2)
+    references = References(file, folder)
+    table = references.table(RECIPE, rows_of(), 3)
+    assert fill(trainer, references, [(table, batches())]) is False
+    assert trainer.num_computed == 2 and trainer.said[0]["idle"] is True
+    kept = References(file, folder).table(RECIPE, rows_of(), 3)
+    assert np.isnan(kept[4:]).all() and (kept[:4] < 0).all()
+    ids, masks, _ = pairs_of(6)
+    for row in range(4):
+        for side in range(2):
+            one = build_rank_batch([[0]], [ids[2 * row + side]], [masks[2 * row + side]])
+            micro = trainer.train_step.micro_batch(one, 0)
+            with trainer.train_step.policy.packing(micro), torch.no_grad():
+                alone = float(trainer.train_step.policy(micro)[0].double().sum())
+            assert kept[row, side] == pytest.approx(alone, rel=1e-5)
+
+    again: Any = Told(folder)
+    references = References(file, folder)
+    table = references.table(RECIPE, rows_of(), 3)
+    assert fill(again, references, [(table, batches())]) is True
+    assert again.num_computed == 1 and not np.isnan(table).any() and (table[:4] == kept[:4]).all()
+    third: Any = Told(folder)
+    assert fill(third, References(file, folder), [(table, batches())]) and not third.num_computed and not third.said
+
+
+def test_what_is_known_of_a_batch_is_not_changed(group: None, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    references = References(tmp_path / "reference.npz", folder)
+    table = references.table(RECIPE, rows_of(), 3)
+    table[0] = -1.25, -2.5
+    trainer: Any = Told(folder)
+    assert fill(trainer, references, [(table, batches())])
+    assert table[0].tolist() == [-1.25, -2.5] and not np.isnan(table).any()
+
+
+def test_other_rows_weights_or_seq_len_are_other_tables(tmp_path: Path) -> None:
+    folder, other = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "other", seed=5)
+    file = tmp_path / "reference.npz"
+    references = References(file, folder)
+    references.table(RECIPE, rows_of(), 3)[:] = -1.0
+    references.write()
+    same = References(file, folder)
+    assert not np.isnan(same.table(RECIPE, rows_of(), 3)).any()
+    wider: Any = SimpleNamespace(makes=(128, 99))
+    for tables, recipe, rows, made_by in (
+        (same, RECIPE, rows_of(8), 3), (same, wider, rows_of(), 3), (same, RECIPE, rows_of(), 4),
+        (References(file, other), RECIPE, rows_of(), 3),
+    ):  # fmt: skip
+        assert np.isnan(tables.table(recipe, rows, made_by)).all()
+
+
+def test_a_broken_file_is_made_again(tmp_path: Path) -> None:
+    folder, file = make_tiny_model(tmp_path / "model"), tmp_path / "reference.npz"
+    for content in (b"", b"no zip", b"PK\x03\x04 cut"):
+        file.write_bytes(content)
+        assert np.isnan(References(file, folder).table(RECIPE, rows_of(), 3)).all()
+
+
+def test_a_row_without_a_reference_is_named() -> None:
+    table = np.full((6, 2), -1.0)
+    table[1] = np.nan
+    with pytest.raises(SFTDataError, match="row 2 has no reference"):
+        attach(batches()[0], table)
+    assert attach(batches()[1], table).reference_sums is not None
