@@ -9,7 +9,7 @@ Exit codes:
     2    wrong usage or a wrong config (nothing was started)
     3    Slurm refused, or could not be asked
     66   the run directory was deleted or moved under the run
-    74   a file cannot be read now, the start of an attempt's or another
+    74   a file cannot be read now, the start of an attempt's or another; a full disk took nothing until the deadline
     130  interrupted (Ctrl-C)
 """
 
@@ -121,9 +121,7 @@ def _overview() -> str:
     lines += [f"  {name:<14}{verb.summary}" for name, verb in VERBS.items()]
     lines += ["", "`prime-hpc VERB --help` lists every key. `--version` prints the version."]
     lines += ["exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 Slurm refused, 130 interrupted;"]
-    lines += [
-        "  66 the run directory is gone, 74 a file cannot be read now (try again), 75 of a Slurm job: it comes back"
-    ]
+    lines += ["  66 the run directory is gone, 74 a file cannot be read or written now (try again), 75 it comes back"]
     return "\n".join(lines) + "\n"
 
 

@@ -79,6 +79,7 @@ class RoleStatus:
             "info": {},
             "error": None,
             "permanent": False,
+            "exit_code": 1,
             "count": 0,
         }
 
@@ -117,17 +118,18 @@ class RoleStatus:
         self._ends_for = self._ends_for or reason
 
     def failed(self, error: BaseException | str, words: str | None = None) -> None:
-        """Report that the role ends for this reason, and whether it would end so again. The first one stands: a SIGTERM
-        that follows is a consequence.
+        """Report that the role ends for this reason, whether it would end so again, and the exit code that its attempt
+        gets. The first one stands: a SIGTERM that follows is a consequence.
         `words`: in place of an exception's own."""
         self._stopped.set()
         if self._row["state"] == "failed":
             return
-        permanent = False
+        permanent, code = False, 1
         if isinstance(error, BaseException):
             permanent = self._ends_for is None and is_permanent(error)
+            code = getattr(error, "exit_code", code) if self._ends_for is None else code
             error = words or missing_home(error) or f"{type(error).__name__}: {error}"
-        self._report(state="failed", error=self._ends_for or error, permanent=permanent)
+        self._report(state="failed", error=self._ends_for or error, permanent=permanent, exit_code=code)
 
     def start_heartbeat(self, interval_s: float = 5.0) -> None:
         """Beat from daemon threads until `done` or `failed`: one publishes and touches no file, one writes the file."""

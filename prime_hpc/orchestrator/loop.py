@@ -127,7 +127,7 @@ class Orchestrator:
         self.weights = WeightSync(parts, self.table, on_change=self._served_changed, sleeps=exp.engines_sleep)
         carried_from = 0 if config.bench else parts.incarnation
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
-        self.writer = BatchWriter(parts, start_step)
+        self.writer = BatchWriter(parts, start_step, exp.supervisor.write_timeout_s)
         self.next_attempt = NextAttempt(parts, self.weights, self.writer, self.carrier, self.fail)
         figures = EngineFigures(self.table, parts.clients, self.weights.is_loading)
         self.engines: EngineFigures | AdaptiveConcurrency = figures

@@ -61,6 +61,7 @@ class _Page:
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.row = row
+        self.reasons: dict[str, str] = {}
         self.lock = threading.Lock()
         self.word = os.memfd_create(WORD)
         os.ftruncate(self.word, WORD_BYTES + CALL.size)
@@ -83,6 +84,13 @@ class _Page:
             with contextlib.suppress(OSError):
                 if _identity(number) == file:
                     os.close(number)
+
+    def write_blocked(self, what: str, why: str) -> None:
+        with self.lock:
+            self.reasons.pop(what, None)
+            self.reasons |= {what: why} if why else {}
+            reasons = list(self.reasons.values())
+        self.write(blocked="; ".join(reasons))
 
     def write(self, **changes: Any) -> None:
         with self.lock:
@@ -122,7 +130,7 @@ def introduce(role: str, index: int, run_dir: str | os.PathLike[str], **facts: A
     parents = _page
     now = time.time()
     row = {"role": role, "index": index, "pid": os.getpid(), "host": this_node(), "began": now}
-    row |= {"run_dir": os.fspath(run_dir), "phase": "starting", "awaits": "", "since": now, **facts}
+    row |= {"run_dir": os.fspath(run_dir), "phase": "starting", "awaits": "", "since": now, "blocked": "", **facts}
     _page = _Page(row)
     _page.write()
     with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -171,10 +179,17 @@ def leave() -> None:
     CALL.pack_into(page.call, WORD_BYTES, page.calls, 0.0, b"")
 
 
+def blocked(what: str, why: str) -> None:
+    """Say why a part of this process, of whatever thread, cannot go on for now, beside its phase; empty: it can."""
+    if _page is not None:
+        _page.write_blocked(what, why)
+
+
 def now_doing() -> dict[str, Any]:
-    """Return the phase, what it waits for and since when (epoch seconds); {} where it was not introduced."""
+    """Return the phase, what it waits for, since when (epoch seconds) and why parts of it cannot go on; {} where it was
+    not introduced."""
     page = _page
-    return {} if page is None else {key: page.row[key] for key in ("phase", "awaits", "since")}
+    return {} if page is None else {key: page.row[key] for key in ("phase", "awaits", "since", "blocked")}
 
 
 def explain(name: str, explanation: Explanation) -> None:

@@ -200,7 +200,7 @@ def _is_held(lock: Path, text: str) -> bool:
     except (ValueError, KeyError, TypeError):
         # it was killed between creating the file and writing into it, or is about to
         with suppress(FileNotFoundError):
-            return abs(time.time() - lock.stat().st_mtime) < 5  # a clock may have been set back
+            return abs(file_age_s(lock)) < 5  # the file server's clock may have been set back
         return False
     if host != socket.gethostname():
         with suppress(FileNotFoundError):

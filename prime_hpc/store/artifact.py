@@ -393,13 +393,14 @@ def _files_in(stage: Path) -> list[str]:
 
 
 def _walk(directory: Path) -> list[str]:
-    """Relative posix names of all files below a directory, by listings alone: no file is asked for."""
+    """Relative posix names of all files below a directory, by listings alone: no file is asked for. What NFS keeps of
+    files that were deleted while they were open is none."""
     names: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 names += [f"{entry.name}/{name}" for name in _walk(directory / entry.name)]
-            else:
+            elif not entry.name.startswith(".nfs"):
                 names.append(entry.name)
     return sorted(names)
 

@@ -44,6 +44,18 @@ class Unreadable(StoreError):
         return cls(where, error.strerror or str(error), error.errno)
 
 
+class NoRoom(StoreError):
+    """A disk that is full or a quota that is used up refused a write, which may be tried again.
+    `needs`: bytes that all of it takes, where that is known."""
+
+    exit_code = 74
+    """EX_IOERR (sysexits.h), of the attempt that waited for room in vain."""
+
+    def __init__(self, words: str, needs: int = 0) -> None:
+        super().__init__(words)
+        self.needs = needs
+
+
 class InDoubt(Unreadable):
     """It was read, and was not what it should be; it is believed only when it is so again `left_s` seconds later."""
 

@@ -1,7 +1,7 @@
 """The job's process: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
 Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 66 the run directory is gone, 74 something cannot be
-read now, 75 of a job: another attempt follows, or has begun already; 130 interrupted.
+read now, or had no room, 75 of a job: another attempt follows, or has begun already; 130 interrupted.
 """
 
 import os
@@ -37,7 +37,7 @@ from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.requeue import leave_out
 from prime_hpc.store.attempts import Attempt, is_same_process, read_attempts, rewrite_row, rows_with
 from prime_hpc.store.child_runs import list_children, phase_text, read_state
-from prime_hpc.store.errors import PROOFS, FencedError, StoreError, Unreadable
+from prime_hpc.store.errors import PROOFS, FencedError, NoRoom, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.auth import new_secret
@@ -152,7 +152,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         controls.install()  # before anything long is read
         patience = Patience(experiment.supervisor.read_timeout_s, on_wait=lambda: check_stop_request(controls))
         supervisor = _prepare(experiment, run_dir, environment, allocation, controls, patience)
-    except (Unreadable, OSError) as error:
+    except (Unreadable, NoRoom, OSError) as error:
         if isinstance(error, OSError) and error.errno in PROOFS:
             raise
         words = f"{error}. Nothing whole was deleted; the next attempt goes on from the newest checkpoint"

@@ -98,15 +98,14 @@ class ServerLoads:
 def doing(statuses: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Say by role what its processes do now and for whom they wait, those that do the same as one.
     `statuses`: the last word of each process, by role and index.
-    Returns rows of `phase`, `awaits`, `since` (epoch seconds, the earliest) and `count`."""
-    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    Returns rows of `phase`, `awaits`, `blocked` (why a part of it cannot go on), `since` (epoch seconds, the earliest)
+    and `count`."""
+    found: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
     for (role, _), row in sorted(statuses.items(), key=lambda item: item[0]):
         word = row.get("doing") or {}
         if "phase" not in word:
             continue
-        same = found.setdefault(role, {}).setdefault(
-            (word["phase"], word["awaits"]),
-            {"phase": word["phase"], "awaits": word["awaits"], "since": word["since"], "count": 0},
-        )
+        said = {"phase": word["phase"], "awaits": word["awaits"], "blocked": word.get("blocked", "")}
+        same = found.setdefault(role, {}).setdefault(tuple(said.values()), {**said, "since": word["since"], "count": 0})
         same["since"], same["count"] = min(same["since"], word["since"]), same["count"] + 1
     return {role: list(rows.values()) for role, rows in found.items()}

@@ -67,7 +67,8 @@ class RolePlan:
 
 
 class Supervisor:
-    """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 66 directory gone, 130 interrupted."""
+    """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 66 directory gone, 74 no room, 130
+    interrupted."""
 
     def __init__(
         self,
@@ -391,7 +392,7 @@ class Supervisor:
     def _note_lost(self, hosts: Sequence[str]) -> None:
         self.attempt.lost_nodes = list(dict.fromkeys([*self.attempt.lost_nodes, *hosts]))
 
-    def _on_unexpected_exit(self, role: Role, cause: str, permanent: bool = False) -> None:
+    def _on_unexpected_exit(self, role: Role, cause: str, permanent: bool = False, code: int = 1) -> None:
         """Start a server again that ended and should not have; for other roles end the attempt."""
         if not self._is_done_with(role) and not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
             self._on_lost_nodes(role, lost)
@@ -410,7 +411,7 @@ class Supervisor:
             return
         self._kill_and_log(role, cause)
         self._let_trainer_save(role)
-        raise Ended(1, cause, permanent=permanent)
+        raise Ended(code, cause, permanent=permanent)
 
     def _let_trainer_save(self, ended: Role) -> None:
         if self._ready_at is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from prime_hpc.config import ConfigError
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import as_unreadable
 
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class RankGroup:
 
         Raises:
             Unreadable: it failed on some rank, and wherever it did, only because something cannot be read now.
+            NoRoom: it failed on some rank, and wherever it did, only because a disk is full or a quota used up.
             StoreError: it failed on some rank; on all with the same words.
         """
         value, failure = _tried(action, told)
@@ -114,6 +115,8 @@ class _Said:
     words: str
     unread: tuple[Path, str, int | None] | None
     """Of an `Unreadable`, what it is made of."""
+    needs: int | None
+    """Of a `NoRoom`."""
 
 
 def _tried(action: Callable[[], T], told: Told) -> tuple[T | None, Exception | None]:
@@ -128,13 +131,17 @@ def _said(failure: Exception | None) -> _Said | None:
         return None
     words = str(failure) if isinstance(failure, StoreError | ConfigError) else f"{type(failure).__name__}: {failure}"
     unread = as_unreadable(failure)
-    return _Said(words, None if unread is None else (unread.file, unread.why, unread.errno))
+    needs = failure.needs if isinstance(failure, NoRoom) else None
+    return _Said(words, None if unread is None else (unread.file, unread.why, unread.errno), needs)
 
 
 def _raise(found: list[_Said], own: Exception | None) -> None:
     if not found:
         return
     unread = [said.unread for said in found if said.unread is not None]
-    error = Unreadable(*unread[0]) if len(unread) == len(found) else StoreError()
-    error.args = ("; ".join(list(dict.fromkeys(said.words for said in found))[:3]),)
+    needs = [said.needs for said in found if said.needs is not None]
+    words = "; ".join(list(dict.fromkeys(said.words for said in found))[:3])
+    error = NoRoom(words, max(needs)) if len(needs) == len(found) else StoreError()
+    error = Unreadable(*unread[0]) if len(unread) == len(found) else error
+    error.args = (words,)
     raise error from own

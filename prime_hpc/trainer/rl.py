@@ -172,16 +172,17 @@ def _look(trainer: Trainer, step: int, patience: _Patience, *, is_fake: bool) ->
     return Signal.GO
 
 
-def _save(trainer: Trainer, step: int, num_samples: int) -> None:
+def _save(trainer: Trainer, step: int, num_samples: int, *, is_last: bool = False) -> None:
     """Checkpoint `step` together with the orchestrator's state of batch `step`."""
     if trainer.experiment.trainer.data.fake is None and not trainer.experiment.trainer.bench:
-        trainer.save(step, progress={"num_samples": num_samples}, batch_dir=trainer.paths.rollouts_step(step))
+        batch_dir, progress = trainer.paths.rollouts_step(step), {"num_samples": num_samples}
+        trainer.save(step, progress=progress, batch_dir=batch_dir, is_last=is_last)
 
 
 def _stop(trainer: Trainer, step: int, signal: Signal, num_samples: int) -> None:
     """End the loop after `step` because the supervisor asked for it."""
     if signal is Signal.STOP_AND_SAVE and step > 0:
-        _save(trainer, step, num_samples)
+        _save(trainer, step, num_samples, is_last=True)
     trainer.finish_saves()
     if trainer.rank == 0:
         message = trainer.bus.latest("stop") or {}

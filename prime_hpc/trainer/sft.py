@@ -131,7 +131,7 @@ def _goes_on(trainer: Trainer, step: int, progress: Progress) -> bool:
         if signal is Signal.GO:
             return True
         if signal is not Signal.STOP:
-            trainer.save(step, progress=progress, batch_dir=None)
+            trainer.save(step, progress=progress, batch_dir=None, is_last=signal is not Signal.SAVE)
         if signal is not Signal.SAVE:
             trainer.finish_saves()
             if trainer.rank == 0:

@@ -20,6 +20,7 @@ from prime_hpc.store.artifact import Manifest, if_removable
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
+from prime_hpc.store.io.room import RoomWait
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.model.fingerprint import model_identity
@@ -44,6 +45,7 @@ from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.token_log import TokenLog, open_token_log, watching
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
+from prime_hpc.trainer.until_room import until_room
 from prime_hpc.trainer.weights.lora_files import adapter_identity
 from prime_hpc.trainer.weights.publish import VersionPublisher, build_publisher, kept_versions
 from prime_hpc.trainer.weights.publish_async import BesidePublisher, build_beside
@@ -174,15 +176,19 @@ class Trainer:
     def publish(self, version: int, *, prune: bool = True) -> None:
         """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""
         with self.train_step.timer("publish"):
-            manifest = self.publisher.publish(version)
+            manifest = until_room(lambda: self.publisher.publish(version), self.control, self._room_wait(version))
         if manifest is not None:
             self._announce(manifest, prune=prune)
+
+    def _room_wait(self, version: int) -> RoomWait:
+        return RoomWait(f"weights version {version}", self.paths.weights, self.experiment.supervisor.write_timeout_s)
 
     def publish_beside(self, version: int) -> None:
         """As `publish`, or beside the next step, as `trainer.publish_beside` has it; raises for the one before."""
         if self.beside is None:
             how = self.experiment.trainer.publish_beside
-            self.beside = build_beside(self.publisher, how, self.device, self._announce)
+            room_s = self.experiment.supervisor.write_timeout_s
+            self.beside = build_beside(self.publisher, how, self.device, self._announce, room_s)
         if self.beside is None:
             return self.publish(version)
         with self.train_step.timer("publish"):
@@ -236,11 +242,12 @@ class Trainer:
         if self.packer is not None:
             self.packer.up_to(step, keep)
 
-    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
-        """Save a checkpoint, or begin to, unless this step's exists; its weight version is there. Collective."""
+    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None, is_last: bool = False) -> None:
+        """Save a checkpoint, or begin to, unless this step's exists; its weight version is there. Collective.
+        `is_last`: see `Saver.save`."""
         self.finish_publishing()
         with self.train_step.timer("checkpoint"):
-            self.saver.save(step, progress=progress, batch_dir=batch_dir)
+            self.saver.save(step, progress=progress, batch_dir=batch_dir, is_last=is_last)
 
     def save_is_due(self, step: int) -> bool:
         """Return whether the config wants a checkpoint after `step`. Collective."""
@@ -463,4 +470,13 @@ def _build_saver(
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
     last = experiment.max_steps
-    return Saver(checkpointer, paths, bus, config=config, max_steps=last, schedule=schedule, slow_ranks=slow_ranks)
+    return Saver(
+        checkpointer,
+        paths,
+        bus,
+        config=config,
+        max_steps=last,
+        schedule=schedule,
+        slow_ranks=slow_ranks,
+        room_s=experiment.supervisor.write_timeout_s,
+    )

@@ -191,8 +191,8 @@ def first_end(point: Point, life: Life, code: int) -> list[str]:
         )
     kind = point.how.removeprefix("once:")
     text = life.log.read_text(errors="replace")
-    # what cannot be read at the start may be readable for the next attempt: the job comes back
-    if code not in (0, 1, 2) and (code, kind) != (EXIT_UNREADABLE, "EIO"):
+    # what cannot be read, or has no room, may have it in the next attempt: the job comes back
+    if code not in (0, 1, 2, EXIT_UNREADABLE):
         return [f"the attempt ended with code {code} on {kind}"]
     if code and WORDS[kind] not in text:
         return [f"the attempt ended with code {code} and does not say {WORDS[kind]!r}"]

@@ -137,7 +137,7 @@ class World:
             "model": {"name": str(self.model), "dtype": "float32", "renderer": "qwen3"},
             "log": {"level": "INFO"},
             "ckpt": ckpt,
-            "supervisor": {"grace_s": 2, "read_timeout_s": 2, "recheck_s": 0.5},
+            "supervisor": {"grace_s": 2, "read_timeout_s": 2, "write_timeout_s": 2, "recheck_s": 0.5},
             "trainer": {"num_ranks": 2, "threads_per_rank": 1, "keep_weights": 1, "optim": {"lr": 1e-3}},
             "orchestrator": {
                 "batch_size": PROMPTS * GROUP,

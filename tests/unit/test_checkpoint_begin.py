@@ -15,6 +15,7 @@ from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint import import_checkpoint
 from prime_hpc.store.checkpoint.checkpoints import note_saved, resolve_resume
 from prime_hpc.store.checkpoint.newest import read_pointer
+from prime_hpc.store.errors import NoRoom
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor.attempt.start import begin_attempt
@@ -409,5 +410,5 @@ def test_what_is_broken_makes_room_for_a_whole_one_of_another_run(tmp_path: Path
 def test_a_quota_that_refuses_a_link_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = train(experiment(tmp_path, "other"), 10)
     monkeypatch.setattr(files.os, "link", lambda *_: no_links(errno.EDQUOT))
-    with pytest.raises(ConfigError, match="quota exceeded"):
+    with pytest.raises(NoRoom, match="quota exceeded"):
         life(experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)}))

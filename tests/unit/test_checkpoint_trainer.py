@@ -1,5 +1,7 @@
 """The trainer's checkpoints in one process: what is saved is the state at the boundary, whatever comes after."""
 
+import errno
+import os
 import shutil
 import threading
 import time
@@ -17,7 +19,8 @@ from prime_hpc.runtime.failures import is_permanent
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.io import files
+from prime_hpc.store.errors import NoRoom
+from prime_hpc.store.io import files, room
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
@@ -333,3 +336,76 @@ def test_other_optimizers_are_exact_too(group: None, model: Path, tmp_path: Path
     first.step(2)
     second.step(2)
     assert same(first.state(), second.state())
+
+
+def saver_of(trainer: Trainer, *, is_async: bool, max_steps: int = 9, room_s: float = 60.0) -> Saver:
+    config = CkptConfig(save_async=is_async, interval=1)
+    bus = BusClient(None, "trainer[0]")
+    return Saver(trainer.checkpointer, trainer.paths, bus, config=config, max_steps=max_steps, room_s=room_s)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_training_goes_on_without_a_checkpoint_for_which_there_is_no_room(
+    group: None, model: Path, tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=is_async, keep_last=2)
+    saver = saver_of(trainer, is_async=is_async)
+    is_full, tried = [False], list[str]()
+
+    def full(operation: str, path: Path) -> None:
+        if is_full[0] and operation == "write" and "checkpoints" in path.parts:
+            tried.append(path.name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def save(step: int) -> None:
+        trainer.step(step)
+        if saver.is_due(step, lambda yes: yes):
+            saver.save(step, progress={}, batch_dir=trainer.paths.rollouts_step(step))
+            saver.finish()
+
+    with files.observe_operations(full):
+        save(1)
+        save(2)
+        is_full[0] = True
+        save(3)  # keep_last: with this one the first would have gone
+        assert list_steps(trainer.paths.checkpoints, digits=0) == [2] and not stages(trainer.paths)
+        saver._config = None  # the next one is due because this one failed
+        save(4)
+        save(5)
+        assert len(tried) == 2, "at once where retention has freed some, else after RETRY_S"
+        is_full[0] = False
+        monkeypatch.setattr(saver, "_again_at", 0.0)
+        save(6)
+        save(7)
+    assert list_steps(trainer.paths.checkpoints, digits=0) == [2, 6] and not stages(trainer.paths)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_checkpoint_waits_for_room(
+    group: None, model: Path, tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "FIRST_PAUSE_S", 0.01)
+    trainer = Trainer(model, tmp_path / "run", save_async=is_async)
+    saver = saver_of(trainer, is_async=is_async, max_steps=2)
+    left = [3]
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and "checkpoints" in path.parts and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    with files.observe_operations(full):
+        trainer.step(1)
+        saver.save(1, progress={}, batch_dir=trainer.paths.rollouts_step(1), is_last=True)  # before a stop
+        assert list_steps(trainer.paths.checkpoints, digits=0) == [1] and left == [0]
+        left[0] = 3
+        trainer.step(2)
+        saver.save(2, progress={}, batch_dir=trainer.paths.rollouts_step(2))
+        assert list_steps(trainer.paths.checkpoints, digits=0) == [1, 2] and left == [0]
+        left[0] = 99
+        saver._room_s = 0.0
+        saver.max_steps = 3
+        trainer.step(3)
+        with pytest.raises(NoRoom, match="quota exceeded.*waited 0 s"):
+            saver.save(3, progress={}, batch_dir=trainer.paths.rollouts_step(3))
+    assert not stages(trainer.paths)

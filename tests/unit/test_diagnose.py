@@ -306,3 +306,14 @@ def test_frames_and_figures() -> None:
     assert user_frame([[SLEEP, 1, "sleep"], [LIBRARY, 2, "score"]]) == ""
     text = '# HELP x\nvllm:num_requests_running{engine="0"} 2\nvllm:num_requests_running{engine="1"} 1.0\n'
     assert parse_figures(text) == {"running": 3.0}
+
+
+@pytest.mark.parametrize(("seconds", "is_hang"), [(20.0, False), (300.0, True)])
+def test_how_long_is_told_by_the_nodes_own_clock(tmp_path: Path, seconds: float, is_hang: bool) -> None:
+    """This one's clock is years behind the supervisor's."""
+    rows = [row("trainer", phase="forward_backward", seconds=seconds, call={"name": "step", "since": NOW - 9})]
+    seen = {"host": "n1", "time": NOW, "rows": rows, "probe": {}, "gpus": []}
+    document = report(tmp_path, [seen], patience_s=60.0)
+    assert document["diagnosis"]["is_hang"] is is_hang
+    assert document["diagnosis"]["seconds"] == pytest.approx(seconds, abs=5)
+    assert "in `step` for 9 s" in text_of(document)

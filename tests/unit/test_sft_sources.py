@@ -1,7 +1,9 @@
 """Rows by number out of JSON lines, compressed files, Parquet and data sets of `datasets`."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTEvalConfig
 from prime_hpc.store.dataset.files import find_data, first_columns, first_parquet_rows, missing_columns
-from prime_hpc.trainer.data import build, sources
+from prime_hpc.trainer.data import build, patient_file, sources
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.sources import Rows, fingerprint_of, former_fingerprint, open_rows
 from prime_hpc.trainer.data.workers import Recipe, RowReader
@@ -145,6 +147,24 @@ def test_rows_of_tables_say_that_videos_and_sounds_are_beside_them(
         assert f"{shown} in a message: only text and images can be shown" in (reader([0])[0].error or "")
     first = first_parquet_rows(tmp_path / "rows.parquet", SFTDataConfig(), 9)
     assert [row.get(column) for row in first] == [True, None, None, None]
+
+
+def test_videos_beside_rows_are_looked_for_again_where_they_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"prompt": ["<video> what?", "a"], "completion": ["b"] * 2, "video": ["a.mp4", None]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    rows, pread = opened(tmp_path / "cache", path=tmp_path / "rows.parquet"), os.pread
+    failures = [errno.EIO, errno.ESTALE]
+
+    def fail(*asked: int) -> bytes:
+        if failures:
+            raise OSError(failures.pop(), "no answer")
+        return pread(*asked)
+
+    monkeypatch.setattr(patient_file.os, "pread", fail)
+    assert [row.get("video") for row in read(rows)] == [True, None] and not failures
 
 
 def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.checkpoint import newest
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
-from prime_hpc.store.errors import ArtifactError, InDoubt, StoreError, Unreadable
+from prime_hpc.store.errors import ArtifactError, InDoubt, NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.run_paths import RunPaths, list_steps
@@ -333,14 +333,31 @@ def test_a_quota_in_the_middle_of_a_roll_back_loses_nothing(prepared: dict[str, 
         if operation in ("rename", "create") and renames[0] >= number:
             raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
 
-    with files.observe_operations(full), pytest.raises(ConfigError, match="quota exceeded"):
-        begin_attempt(experiment, run_dir_of(home))
+    with files.observe_operations(full), pytest.raises(NoRoom, match="quota exceeded.*waited"):
+        begin_attempt(experiment, run_dir_of(home), patience=Patience(0.1))
     assert set(before.values()) <= set(own.contents(home).values())
     attempt = begin_attempt(experiment, run_dir_of(home))
     assert attempt.resume_step == OLD
     paths = own.runs(home)[0]
     assert list_steps(paths.checkpoints, 0) == [OLD] and list_steps(paths.weights)[-1] == OLD
     assert set(before.values()) <= set(own.contents(home).values())  # set aside, each of them
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_mount_that_becomes_read_only_has_the_job_come_back_where_the_run_lived_before(
+    prepared: dict[str, Prepared], is_first: bool
+) -> None:
+    own = prepared["rl"]
+    home = own.copy()
+    if is_first:
+        (run_dir_of(home) / "attempts.jsonl").unlink()
+        shutil.rmtree(run_dir_of(home) / "incarnation")
+
+    def read_only(operation: str, path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with files.observe_operations(read_only), pytest.raises(ConfigError if is_first else Unreadable, match="ead-only"):
+        begin_attempt(_asked(home, own, OLD), run_dir_of(home), patience=Patience(0.1))
 
 
 def test_another_users_run_directory_is_refused(prepared: dict[str, Prepared], monkeypatch: pytest.MonkeyPatch) -> None:

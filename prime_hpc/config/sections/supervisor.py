@@ -32,7 +32,10 @@ class SupervisorConfig(Section):
     """A role silent for longer is dead."""
     read_timeout_s: float = Field(600, gt=0)
     """How long the start of an attempt waits for what cannot be read (an I/O error, a stale handle, a file system that
-    is not mounted) before it ends with the reason, so that the job comes back."""
+    is not mounted, a disk that is full) before it ends with the reason, so that the job comes back."""
+    write_timeout_s: float = Field(600, ge=0)
+    """How long a batch, a weight version, and the last checkpoint or one that a stop asks for, wait for room on a full
+    disk or in a quota. Other checkpoints are tried again while training goes on."""
     recheck_s: float = Field(120, ge=0)
     """A checkpoint that is not what its manifest says is read again so many seconds later, before the run goes back to
     an older one."""

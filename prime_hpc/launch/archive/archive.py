@@ -21,7 +21,7 @@ from prime_hpc.launch.archive.folder_copy import FolderCopy
 from prime_hpc.launch.archive.packed_file import CHUNK, SUFFIXES, Member, PackedFile, best_suffix, opened
 from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io import files
-from prime_hpc.store.io.disk import disk_errors, free_bytes
+from prime_hpc.store.io.disk import disk_errors, free_bytes, size_text
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.tree import list_tree
 
@@ -98,7 +98,7 @@ def _say_room(part: Path, num_bytes: int, say: Say) -> None:
     done = part.stat().st_size if part.is_file() else 0
     free = free_bytes(part.parent)
     if num_bytes - done > free:
-        say(f"{part.parent} has {free / 2**30:.1f} GiB free for {num_bytes / 2**30:.1f} GiB: it may not be enough")
+        say(f"{part.parent} has {size_text(free)} free for {size_text(num_bytes)}: it may not be enough")
 
 
 def index_of(run_dir: Path, chosen: Chosen, entries: dict[str, FileEntry]) -> bytes:

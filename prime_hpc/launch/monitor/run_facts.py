@@ -121,7 +121,8 @@ class RunStatus:
     """By node, its GPUs together: `num_gpus`, `utilization` (0 to 1), `memory_used` and `memory_total` (bytes),
     `power_w`; or `error`."""
     doing: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By role, what its processes do and for whom they wait: rows of `phase`, `awaits`, `since`, `count`."""
+    """By role, what its processes do and for whom they wait: rows of `phase`, `awaits`, `blocked`, `since`,
+    `count`."""
     slurm: str | None = None
     """Slurm's state of the job, with its reason."""
     host: str | None = None

@@ -15,6 +15,8 @@ from prime_hpc.runtime.role_context import LED
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
+from prime_hpc.store.errors import NoRoom, StoreError
+from prime_hpc.store.io.room import RoomWait, as_refused, takes
 
 MOST_BYTES = 2 << 30
 """Of the arrays of the batches that are kept. With more since a checkpoint none is kept until the next one: a
@@ -42,8 +44,12 @@ class BatchContent:
 class BatchWriter:
     """Commits batches for an attempt, one at a time; from `hold` to `go_on` none."""
 
-    def __init__(self, parts: Parts, step: int) -> None:
-        """`step`: of the batch before the first one. Only in a job that is led can there be a next attempt."""
+    def __init__(self, parts: Parts, step: int, room_s: float = 0.0) -> None:
+        """Args:
+        step: of the batch before the first one. Only in a job that is led can there be a next attempt.
+        room_s: longest that a batch waits for room, `supervisor.write_timeout_s`.
+        """
+        self._room_s = room_s
         self._most_bytes = MOST_BYTES if os.environ.get(LED) else 0
         self._paths, self._bus, self._handover = parts.paths, parts.bus, parts.handover
         self._incarnation = parts.incarnation
@@ -54,7 +60,7 @@ class BatchWriter:
         """The checkpoint since which there were too many."""
 
     async def write(self, content: BatchContent) -> Manifest:
-        """Commit a batch and tell the trainer. Raises StoreError: disk full, fenced."""
+        """Commit a batch and tell the trainer. Waits for room. Raises StoreError: there was none, fenced."""
         async with self._one:
             manifest = await self._commit(content)
             self._newest = content.step
@@ -97,15 +103,32 @@ class BatchWriter:
 
     async def _commit(self, content: BatchContent) -> Manifest:
         path = self._paths.rollouts_step(content.step)
-        manifest = await asyncio.to_thread(
-            write_batch,
-            self._paths,
-            content.step,
-            content.ranks,
-            state=content.state,
-            meta=content.meta,
-            incarnation=self._incarnation,
-        )
+        wait = RoomWait(f"batch {content.step}", path, self._room_s)
+        while (manifest := await self._written(content, wait)) is None:
+            pass
+        wait.over()
         source = self._handover.offer(path)
         self._bus.publish("batch", step=content.step, path=str(path), digest=manifest.digest, source=source)
         return manifest
+
+    async def _written(self, content: BatchContent, wait: RoomWait) -> Manifest | None:
+        """Write a batch; None after a pause where there was no room for it."""
+        try:
+            return await asyncio.to_thread(
+                write_batch,
+                self._paths,
+                content.step,
+                content.ranks,
+                state=content.state,
+                meta=content.meta,
+                incarnation=self._incarnation,
+            )
+        except (StoreError, OSError) as raised:
+            error = as_refused(raised)
+            if error is None:
+                raise
+            error = takes(error, content.num_bytes) if isinstance(error, NoRoom) else error
+            await asyncio.sleep(wait.next_pause(error))
+            while not wait.has_room:
+                await asyncio.sleep(wait.next_pause(error))
+            return None

@@ -44,7 +44,8 @@ def write_batch(
 
     Raises:
         ValueError: arrays that do not fit together, or state/meta that is not plain JSON.
-        StoreError: disk full, fenced, or another batch of this number exists (see `artifact.commit_stage`).
+        NoRoom: the disk is full, or a quota used up.
+        StoreError: fenced, or another batch of this number exists (see `artifact.commit_stage`).
     """
     _check_ranks(ranks)
     full_meta = _totals(ranks, step) | dict(meta or {})

@@ -4,9 +4,9 @@ Their columns are not read with the rows: to decode them costs time and memory. 
 is looked up here; of a column that holds files inside the table, their names alone are read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from prime_hpc.store.dataset.row_images import MEDIA_COLUMNS, shows_other_media
 
@@ -17,8 +17,9 @@ _ROWS = 64
 class ParquetMedia:
     """The videos and sounds of one Parquet file, which is read when the first row shows one."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, open_file: Callable[[Path], IO[bytes]] = lambda path: path.open("rb")) -> None:
+        """`open_file`: opens it, for reads of the caller's patience."""
+        self._path, self._open = path, open_file
         self._filled: dict[str, list[bool]] | None = None
 
     def beside(self, index: int, row: Mapping[str, Any]) -> dict[str, bool]:
@@ -33,7 +34,7 @@ class ParquetMedia:
     def _read(self) -> dict[str, list[bool]]:
         from pyarrow import parquet
 
-        with parquet.ParquetFile(self._path) as file:
+        with self._open(self._path) as opened, parquet.ParquetFile(opened) as file:
             found: dict[str, list[bool]] = {}
             for column in [name for name in file.schema_arrow.names if name in MEDIA_COLUMNS]:
                 batches = file.iter_batches(batch_size=_ROWS, columns=[_smallest_part(file, column)])

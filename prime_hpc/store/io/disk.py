@@ -2,14 +2,17 @@
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import NoRoom, StoreError
 
 _ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -67,10 +70,10 @@ def disk_error(error: BaseException, path: Path) -> StoreError | None:
     if full or (opaque and _is_almost_full(path)):
         reason, remedy = "disk full", "free space"
         if number == errno.EDQUOT or "os error 122" in text:
-            reason = "quota exceeded, of bytes or of files"  # what is free is the file system's
+            reason = f"quota exceeded, of bytes or of files, {_whose_quota(path)}"  # what is free is the file system's
         elif _has_no_inode(path):
             reason, remedy = "disk full, it takes no more files", "delete some"
-        return StoreError(f"{path}: {reason}{_free_words(path)}: {remedy} or {_ELSEWHERE}")
+        return NoRoom(f"{path}: {reason}{_free_words(path)}: {remedy} or {_ELSEWHERE}")
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreError(f"{path}: not writable ({os.strerror(number)}): {_ELSEWHERE}")
     if number == errno.EIO:
@@ -100,6 +103,19 @@ def _has_no_inode(path: Path) -> bool:
         return False
     # one that counts names by the bytes that are free (ZFS) has none of either
     return found.f_files > 0 and found.f_favail == 0 and found.f_bavail * found.f_frsize > _ALMOST_NOTHING
+
+
+def _whose_quota(path: Path) -> str:
+    """Name whom a quota may be of: files are counted for their user, their group, and where there are some, the
+    project of their directory."""
+    user, group = str(os.geteuid()), str(os.getegid())
+    with contextlib.suppress(OSError):
+        found = _ask(os.stat, path if path.is_dir() else path.parent)
+        group = str(found.st_gid if found.st_mode & stat.S_ISGID else os.getegid())
+    with contextlib.suppress(KeyError):  # a node without the site's directory of users
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        group = grp.getgrgid(int(group)).gr_name
+    return f"of user {user}, group {group} or the directory's project"
 
 
 def _free_words(path: Path) -> str:

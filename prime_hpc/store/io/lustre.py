@@ -21,6 +21,8 @@ from pathlib import Path
 
 from loguru import logger
 
+from prime_hpc.store.io.disk import size_text
+
 MIB, GIB = 2**20, 2**30
 TIMEOUT_S = 15.0
 STRIPES = ((512 * MIB, 1), (40 * GIB, 4))
@@ -144,8 +146,8 @@ def lack_of_room(
         return None
     worst = max(found, key=lambda ost: ost.used_share)
     return (
-        f"{num_files} file(s) of {file_bytes / GIB:.2f} GiB in {count} stripe(s) do not fit the single OSTs, though "
-        f"{sum(ost.available for ost in found) / GIB:.2f} GiB are free in all (fullest: {worst.name}, "
+        f"{num_files} file(s) of {size_text(file_bytes)} in {count} stripe(s) do not fit the single OSTs, though "
+        f"{size_text(sum(ost.available for ost in found))} are free in all (fullest: {worst.name}, "
         f"{worst.used_share:.0%}; see `lfs df`)"
     )
 

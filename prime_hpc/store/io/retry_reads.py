@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from loguru import logger
 
-from prime_hpc.store.errors import PROOFS, InDoubt, StoreError, Unreadable
+from prime_hpc.store.errors import PROOFS, InDoubt, NoRoom, StoreError, Unreadable
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 15.0
@@ -46,11 +46,15 @@ class Patience:
 
     def __call__(self, read: Callable[[], T]) -> T:
         """Return what `read` returns. It may be called many times.
-        Raises Unreadable: it could not be read until the deadline; says for how long it was tried."""
+        Raises Unreadable, NoRoom: it could not be read, or not write, until the deadline; says for how long it was
+        tried."""
         pause = FIRST_PAUSE_S
         while True:
+            trouble: StoreError | None
             try:
                 return read()
+            except NoRoom as error:  # of what is written down in between
+                trouble = error
             except (StoreError, OSError) as error:
                 trouble = as_unreadable(error)
                 if trouble is None:
@@ -60,16 +64,18 @@ class Patience:
                 self._pause(trouble.left_s)
                 continue
             if self._left_s <= 0:
-                raise Unreadable(
-                    trouble.file,
-                    f"{trouble.why}; waited {self.limit_s:.0f} s{self._limited_by}",
-                    trouble.errno,
-                ) from trouble
+                raise self._in_vain(trouble) from trouble
             self._say(trouble)
             self._left_s -= self._pause(min(pause, max(self._left_s, FIRST_PAUSE_S)))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def _say(self, trouble: Unreadable) -> None:
+    def _in_vain(self, trouble: StoreError) -> StoreError:
+        waited = f"waited {self.limit_s:.0f} s{self._limited_by}"
+        if isinstance(trouble, Unreadable):
+            return Unreadable(trouble.file, f"{trouble.why}; {waited}", trouble.errno)
+        return NoRoom(f"{trouble}; {waited}")
+
+    def _say(self, trouble: StoreError) -> None:
         now = self._clock()
         if now >= self._next_word:
             self._next_word = now + SAY_EVERY_S

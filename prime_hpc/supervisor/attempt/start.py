@@ -1,5 +1,6 @@
 """The beginning of an attempt: a new incarnation, the step to resume from, and a run directory that agrees with it."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from prime_hpc.store.checkpoint.newest import expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.dataset.files import NothingThereError, find_data
-from prime_hpc.store.errors import FencedError, StoreError, Unreadable
+from prime_hpc.store.errors import FencedError, NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.model.config import is_local_path
@@ -121,6 +122,7 @@ def begin_attempt(
     """
     paths, config = run_paths(experiment, run_dir), experiment.supervisor
     patience = patience or Patience(config.read_timeout_s)
+    earlier: list[AttemptRow] = []
     try:
         patience(lambda: refuse_other_owner(run_dir))
         earlier = patience(lambda: _earlier(paths))
@@ -133,9 +135,12 @@ def begin_attempt(
         patience(lambda: _roll_back(experiment, paths, start, incarnation))
         saved_before = patience(lambda: newest_saved_step(paths))
         patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
-    except (Unreadable, FencedError):
+    except (Unreadable, NoRoom, FencedError):
         raise
     except StoreError as error:
+        cause = error.__cause__
+        if earlier and isinstance(cause, OSError) and cause.errno == errno.EROFS:  # it was written to before
+            raise Unreadable(paths.root, str(error), errno.EROFS) from error
         raise ConfigError(str(error)) from error
     why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
     if not experiment.trains and saved_before:

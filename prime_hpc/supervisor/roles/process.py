@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -43,6 +43,13 @@ class Death(NamedTuple):
     cause: str
     permanent: bool = False
     """The process whose words these are knows that it would end so again."""
+    code: int = 1
+    """The exit code that it wants for the attempt."""
+
+    @classmethod
+    def of(cls, cause: str, status: Mapping[str, Any]) -> "Death":
+        """As a process reported it."""
+        return cls(cause, status.get("permanent", False), status.get("exit_code", 1))
 
 
 def log_tail(path: Path, lines: int = 20, most_bytes: int = 64_000) -> str:
@@ -298,13 +305,13 @@ class Role:
                 if own and rank not in own:
                     rank = min(own, key=lambda r: rows[r]["time"])
                 told = words[rank].removeprefix(f"rank {rank}: ")
-                return Death(f"{self.spec.label} rank {rank}: {told}", rows[rank].get("permanent", False))
+                return Death.of(f"{self.spec.label} rank {rank}: {told}", rows[rank])
         elif words:
             told = words[0]
             if self.is_server:  # each worker of an engine tells its whole traceback, the first of them the cause
                 last_start = self._said_since_start(20_000, 2_000_000)
                 told = death_reason(self.spec.backend, words[0], last_start)
-            return Death(f"{self.spec.label}: {told}", rows[0].get("permanent", False))
+            return Death.of(f"{self.spec.label}: {told}", rows[0])
         code = self.exit_code
         if code == 1 and first is not None:  # torchrun's own, whatever its only rank died of
             code = first[1]

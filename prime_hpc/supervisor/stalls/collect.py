@@ -31,13 +31,14 @@ WHY = "WHY"
 LOOK_TOPIC = "look"
 """Of the bus: the supervisor asks its agents."""
 Seen = dict[str, Any]
-"""`host`, `machine` (its boot, and the namespace of its process ids), `rows`, `probe`, `gpus`."""
+"""`host`, `time` (by its own clock), `machine` (its boot, and the namespace of its process ids), `rows`, `probe`,
+`gpus`."""
 
 
 def look_here(run_dir: Path, *, pids: Collection[int] = (), by_name: bool = False) -> Seen:
     """Look at the run's processes on this node, its file system and GPUs, all at once; takes 6 s at most.
     `by_name`: all processes that say to be the run's."""
-    found: Seen = {"host": this_node()}
+    found: Seen = {"host": this_node(), "time": time.time()}
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     found["machine"] = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     questions = {
@@ -117,18 +118,19 @@ def report(
     """Put together what the nodes have seen, and name who holds the run up; `silent` are nodes that said nothing.
     Returns `run`, `time`, `headline`, `diagnosis`, `processes`, `file_systems`, `gpus`, and the `facts` that are given.
     """
-    nodes = list(nodes)
+    nodes, now = list(nodes), time.time()
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for seen in nodes:  # two names of one machine (a development cluster) have seen the same processes
         for row in seen["rows"]:
             if row["state"] == "Z" and row["comm"] == "srun":  # its second process outlives it: the supervisor has it
                 continue
+            row = _by_clock(row, now - seen.get("time", now))
             rows.setdefault((str(seen.get("machine", seen["host"])), int(row["pid"])), row)
     probes = {seen["host"]: seen["probe"] for seen in nodes}
-    found = diagnose(list(rows.values()), probes, patience_s=patience_s, silent=silent)
+    found = diagnose(list(rows.values()), probes, patience_s=patience_s, now=now, silent=silent)
     return {
         "run": str(run_dir),
-        "time": round(time.time(), 1),
+        "time": round(now, 1),
         "headline": found.headline(),
         **(facts or {}),
         "diagnosis": found.as_dict(),
@@ -136,6 +138,13 @@ def report(
         "file_systems": probes,
         "gpus": {seen["host"]: seen["gpus"] for seen in nodes if seen["gpus"]},
     }
+
+
+def _by_clock(row: dict[str, Any], ahead_s: float) -> dict[str, Any]:
+    """Return a process's row with the times that its node told by this clock, which is so far ahead of the node's: how
+    long it has been at something must not depend on whose clock is right."""
+    told = {name: row.get(name) for name in ("word", "call")}
+    return row | {name: {**of, "since": of["since"] + ahead_s} for name, of in told.items() if of and of.get("since")}
 
 
 def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.runtime import activity
+from prime_hpc.store.io.room import WAITS
 from prime_hpc.supervisor.stalls import engines
 from prime_hpc.supervisor.stalls.labels import label, owner, phase
 from prime_hpc.supervisor.stalls.stacks import busy_episode, innermost, main_stack, stacks_of
@@ -84,7 +85,13 @@ def diagnose(
         silent: nodes that said nothing.
     """
     scene = _Scene(rows, time.time() if now is None else now, patience_s)
-    found = _stopped(scene) or _file_system(scene, probes) or _silent(scene, silent) or _of_roles(scene)
+    found = (
+        _stopped(scene)
+        or _file_system(scene, probes)
+        or _without_room(scene)
+        or _silent(scene, silent)
+        or _of_roles(scene)
+    )
     found.evidence += [line for line in scene.notes if line not in found.evidence]
     if found.seconds is not None:
         found.seconds = round(found.seconds, 1)
@@ -202,6 +209,16 @@ def _file_system(scene: _Scene, probes: Mapping[str, Row]) -> Diagnosis | None:
         chain=_waiting_chain(scene),
         advice="a file system or a driver does not answer this process: see the kernel's log (`dmesg`) on that node",
     )
+
+
+def _without_room(scene: _Scene) -> Diagnosis | None:
+    """Look for processes that say that they have no room for what they write."""
+    held = [row for row in scene.speaking if row["word"].get("blocked")]
+    told = [f"{label(row, scene.rows)} on {row['host']}: {row['word']['blocked']}" for row in held]
+    is_hang = any(WAITS in row["word"]["blocked"] for row in held)  # else it goes on without, as the trainer does
+    advice = "free space, or have the quota raised: it goes on by itself (supervisor.write_timeout_s)"
+    more = {"is_hang": is_hang, "evidence": told[1:8], "chain": _waiting_chain(scene), "advice": advice}
+    return scene.made(held[0], "file system", told[0], **more) if held else None
 
 
 def _silent(scene: _Scene, silent: Collection[str]) -> Diagnosis | None:

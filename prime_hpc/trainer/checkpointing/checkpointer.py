@@ -21,7 +21,7 @@ import torch
 from prime_hpc.config.sections.common import CkptConfig
 from prime_hpc.store.artifact import FileEntry, StoreError, if_removable, prepare_stage, stage_dir
 from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
-from prime_hpc.store.errors import OtherRunError
+from prime_hpc.store.errors import NoRoom, OtherRunError, Unreadable
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes, size_text
 from prime_hpc.store.io.lustre import lack_of_room
@@ -130,7 +130,8 @@ class Checkpointer:
             batch_dir: artifact of batch `step`, whose orchestrator state belongs to the checkpoint; None for SFT.
 
         Raises:
-            StoreError: disk full, fenced, or other content has this name; also of a save still in flight.
+            NoRoom: the disk is full, or a quota used up.
+            StoreError: fenced, or other content has this name; also of a save still in flight.
         """
         began = time.perf_counter()
         self.finish()
@@ -271,13 +272,14 @@ class Checkpointer:
         """Rank 0: an empty stage, on a disk that has room for it."""
         free, needed = free_bytes(save.final), num_bytes * self._ranks.world_size
         if free < needed:
-            raise StoreError(
+            raise NoRoom(
                 f"{save.final}: disk full: a checkpoint takes about {size_text(needed)}, {size_text(free)} are "
-                "free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
+                "free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)",
+                needed,
             )
         lack = lack_of_room(save.final, self._ranks.world_size, num_bytes)
         if lack is not None:
-            raise StoreError(f"{save.final}: {lack}: free space, or choose another ckpt.path")
+            raise NoRoom(f"{save.final}: {lack}: free space, or choose another ckpt.path")
         prepare_stage(save.final, self._incarnation, run=self._paths, file_bytes=num_bytes)
         store_files.make_dir(save.stage / TRAINER)
 
@@ -287,6 +289,15 @@ class Checkpointer:
         entries |= plan.write_metadata(save.stage / TRAINER, [results for _, results in gathered])
         own = self._incarnation
         commit_checkpoint(self._paths, save.step, entries, save.batch_dir, incarnation=own, meta=save.meta)
+
+    def make_room(self) -> bool:
+        """Rank 0: where there is none, delete what retention gives up with the next checkpoint; the newest stays.
+        Returns whether there was something. Raises FencedError: a newer attempt has begun."""
+        config, removed = self._config, list[int]()
+        if config.keep_last is not None and config.keep_last > 1:
+            with if_removable("checkpoints"):
+                removed = prune_checkpoints(self._paths, config.keep_last - 1, config.keep_interval, self._incarnation)
+        return bool(removed)
 
     def prune(self) -> None:
         """Rank 0: delete the checkpoints that retention gives up. That it cannot is no reason to end a run.
@@ -304,6 +315,8 @@ class Checkpointer:
         if save.thread.is_alive():
             raise StoreError(f"the checkpoint of step {save.step} was not written within {timeout_s:.0f} s")
         self._save = None
+        if isinstance(save.error, NoRoom | Unreadable):
+            raise save.error
         if save.error is not None:
             raise StoreError(f"the checkpoint of step {save.step} was not saved: {save.error}") from save.error
         self._record(save)

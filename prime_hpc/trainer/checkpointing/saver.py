@@ -4,20 +4,33 @@ Between the loops (through `trainer.py`) and `checkpointer.py`. Rank 0 decides; 
 
 Messages: "save" {"id": n} asks everyone to checkpoint at the next step boundary and to go on, once per id. "saved"
 {"step", "path", "ids"} says that a checkpoint is whole and which requests it answers (step 0: nothing was trained yet).
+
+A checkpoint that has no room, or cannot be written now, does not end the training: one after a later step takes its
+place. Only the last one waits.
 """
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from loguru import logger
 
 from prime_hpc.config.sections.common import CkptConfig
+from prime_hpc.runtime import activity
+from prime_hpc.store.errors import NoRoom, Unreadable
+from prime_hpc.store.io.room import RoomWait
 from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.slow_ranks import SlowRanks
+from prime_hpc.trainer.until_room import until_room
+
+RETRY_S = 60.0
+"""From a save for which there was no room to the next one, at the end of a step."""
+_CHECKPOINT = "checkpoint"
 
 
 class Saver:
@@ -33,6 +46,7 @@ class Saver:
         max_steps: int,
         schedule: SaveSchedule | None = None,
         slow_ranks: SlowRanks | None = None,
+        room_s: float = 0.0,
     ) -> None:
         """Args:
         bus: requests come and answers go over it.
@@ -40,6 +54,7 @@ class Saver:
         max_steps: the last step is always saved.
         schedule: of `ckpt.interval = auto`, on rank 0.
         slow_ranks: hears what each save took.
+        room_s: longest that the last save waits for room, `supervisor.write_timeout_s`.
         """
         self.checkpointer = checkpointer
         self.saved_step: int | None = None
@@ -47,7 +62,11 @@ class Saver:
         self._paths, self._bus = paths, bus
         self._ranks = RankGroup()
         self._config, self.max_steps, self._schedule = config, max_steps, schedule
-        self._slow_ranks = slow_ranks
+        self._slow_ranks, self._room_s = slow_ranks, room_s
+        self._newest: int | None = None
+        """Step of the newest save, whatever became of it."""
+        self._again_at: float | None = None
+        """When to try again a save for which there was no room, `time.monotonic()`; the same on no two ranks."""
         self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
         """Requests that were taken up, and are answered by the next save."""
@@ -88,7 +107,10 @@ class Saver:
             self.checkpointer.prepare()
 
     def is_due(self, step: int, agree: Callable[[bool], bool]) -> bool:
-        """Return whether the config wants a checkpoint after `step`. `agree`: rank 0's yes or no on every rank."""
+        """Return whether the config wants a checkpoint after `step`, or there was no room for the last one.
+        `agree`: rank 0's yes or no on every rank."""
+        if self._again_at is not None and agree(time.monotonic() >= self._again_at):
+            return True
         if self._config is None:
             return False
         if isinstance(self._config.interval, int):
@@ -96,14 +118,43 @@ class Saver:
         due = self._schedule is not None and self._schedule.due()
         return agree(due or step == self.max_steps)
 
-    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
-        """Save a checkpoint, or begin to, unless this step's exists.
-        Raises StoreError: this save, or one that was still in flight, failed."""
+    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None, is_last: bool = False) -> None:
+        """Save a checkpoint, or begin to, unless this step's exists. Without room for it, training goes on.
+
+        Args:
+            is_last: of the run, as that of the last step is, or before a stop: it waits for room, and is whole when
+                this returns.
+
+        Raises:
+            NoRoom: there was none for the last one until the deadline.
+            StoreError: this save, or one that was still in flight, failed.
+        """
+        if is_last or step == self.max_steps:
+            where = self._paths.checkpoint_step(step)
+            wait = RoomWait(f"the checkpoint of step {step}", where, self._room_s)
+            until_room(lambda: self._save_last(step, progress, batch_dir), self._ranks, wait)
+            return
+        with self._put_off():
+            self._begin(step, progress, batch_dir)
+
+    def _save_last(self, step: int, progress: dict[str, int], batch_dir: Path | None) -> None:
+        try:
+            self._begin(step, progress, batch_dir)
+            if self.in_flight is not None:
+                self.checkpointer.finish()
+                self._take_note()
+        except (NoRoom, Unreadable):
+            self.saved_step = None
+            self._ranks.from_first(self.checkpointer.make_room)
+            raise
+
+    def _begin(self, step: int, progress: dict[str, int], batch_dir: Path | None) -> None:
         if self.saved_step != step and step:
             if self.in_flight is not None:
                 if self._ranks.rank == 0:
                     logger.warning(f"the checkpoint of step {self.in_flight} is still being written: waiting for it")
                 self.finish()
+            self._newest = step
             self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
             self.saved_step = step
             if self._schedule is not None:
@@ -114,19 +165,41 @@ class Saver:
         elif self.in_flight is None:
             self._take_note()
 
+    @contextlib.contextmanager
+    def _put_off(self) -> Iterator[None]:
+        """Have a save that cannot be written now tried again after a later step; who asked for it is answered then."""
+        try:
+            yield
+        except (NoRoom, Unreadable) as error:
+            step, self.saved_step = self._newest, None
+            self._waiting_ids, self._answered_ids = self._answered_ids + self._waiting_ids, []
+            is_freed = self._ranks.from_first(self.checkpointer.make_room)
+            self._again_at = time.monotonic() + (0.0 if is_freed else RETRY_S)
+            if self._ranks.rank == 0:
+                how = "retention has freed some: " if is_freed else ""
+                logger.warning(
+                    f"the checkpoint of step {step} was not saved: {error}. Training goes on without it; {how}the next "
+                    "one is tried after a later step"
+                )
+                activity.blocked(_CHECKPOINT, f"training goes on without a checkpoint: {error}")
+
     def wait_for_save(self) -> None:
         """Rank 0's save in flight has ended: take note of it everywhere. Raises StoreError: it failed."""
-        self.checkpointer.wait_for_save()
-        self._take_note()
+        with self._put_off():
+            self.checkpointer.wait_for_save()
+            self._take_note()
 
     def finish(self) -> None:
         """Wait until nothing is being written any more. Raises StoreError: the save failed."""
         if self.in_flight is not None:
-            self.checkpointer.finish()
-            self._take_note()
+            with self._put_off():
+                self.checkpointer.finish()
+                self._take_note()
 
     def _take_note(self) -> None:
         """Note that the newest save is whole."""
+        self._again_at = None
+        activity.blocked(_CHECKPOINT, "")
         figures = self.checkpointer.take_figures()
         if figures is not None and self._slow_ranks is not None:
             self._slow_ranks.wrote(figures.own_s, figures.size)

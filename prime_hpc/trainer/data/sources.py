@@ -255,7 +255,7 @@ class ArrowRows:
             lambda: pa.ipc.open_file(pa.memory_map(str(target), "r")), deadline_s=_OPEN_DEADLINE_S
         )
         self._batch: tuple[int, Any] = (-1, None)
-        self._media = ParquetMedia(path)
+        self._media = ParquetMedia(path, open_patiently)
         full = max(self._reader.num_record_batches - 1, 0) * _ARROW_ROWS
         last = self._reader.num_record_batches - 1
         self.num_rows = full + (self._reader.get_batch(last).num_rows if last >= 0 else 0)

@@ -124,11 +124,12 @@ class Child:
         if trainer.rank == 0 and current_incarnation(trainer.paths) != trainer.context.incarnation:
             raise StoreError(f"{trainer.paths.root} was deleted or replaced while it trained")
 
-    def save(self) -> None:
-        """Checkpoint the step that is done. Raises what `advance` does."""
+    def save(self, *, is_last: bool = False) -> None:
+        """Checkpoint the step that is done. Raises what `advance` does. `is_last`: see `Saver.save`."""
         if self.step:
             self._on_all(self._still_there)
-            self.trainer.save(self.step, progress=self.progress, batch_dir=self.trainer.paths.rollouts_step(self.step))
+            batch_dir = self.trainer.paths.rollouts_step(self.step)
+            self.trainer.save(self.step, progress=self.progress, batch_dir=batch_dir, is_last=is_last)
 
     def close(self, error: BaseException | None = None) -> str | None:
         """End it in good order: finish its saves, keep a refused batch; returns what went wrong with that.

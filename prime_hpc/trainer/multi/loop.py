@@ -273,7 +273,7 @@ class MultiTrainer:
 
     def _leave(self, leave: Leave) -> None:
         if leave.save:
-            self._children[leave.name].save()
+            self._children[leave.name].save(is_last=True)
         self._close(leave.name, leave.phase, leave.reason)
 
     def _failed(self, name: str, error: BaseException) -> None:
@@ -315,7 +315,7 @@ class MultiTrainer:
             child, trouble = self._children[name], None
             try:
                 if command.save:
-                    child.save()
+                    child.save(is_last=True)
             except ENDS_A_RUN as error:
                 trouble = str(error)
             trouble = child.close() or trouble

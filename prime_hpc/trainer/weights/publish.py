@@ -22,7 +22,9 @@ import torch
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
+from prime_hpc.store.errors import NoRoom
 from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.room import takes
 from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
@@ -149,11 +151,12 @@ class Publisher:
             the manifest on rank 0, None elsewhere.
 
         Raises:
-            StoreError: disk full, fenced, or other content has this name; on every rank.
+            StoreError: fenced, or other content has this name; on every rank.
+            NoRoom: on every rank; it may be written again, with the same blocks.
             Exception: this rank could not gather (its device is full, another has gone); on this rank alone, at once.
         """
         stage = stage_dir(self.paths.weights_step(version), self.incarnation)
-        blocks = _taken(blocks)
+        blocks, form = _taken(blocks), VersionForm()
         try:
             form = self._open_stage(version, stage, ranks)
             with contextlib.ExitStack() as stack:
@@ -195,6 +198,8 @@ class Publisher:
                 store_files.clear_away(stage)
             if isinstance(error, _LeftGathering):
                 raise error.cause from None
+            if isinstance(error, NoRoom) and form.is_whole:
+                raise takes(error, sum(file.layout.size for file in self._plan.files)) from error
             raise
         return manifest if ranks.rank == 0 else None
 

@@ -20,9 +20,11 @@ import torch
 from loguru import logger
 
 from prime_hpc.store.artifact import Manifest, StoreError
+from prime_hpc.store.io.room import RoomWait
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.threads import rank_thread
+from prime_hpc.trainer.until_room import until_room
 from prime_hpc.trainer.weights.publish import Publisher, VersionPublisher
 from prime_hpc.trainer.weights.write_plan import Block
 
@@ -49,26 +51,28 @@ class _Pending:
 
 
 def build_beside(
-    publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce
+    publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce, room_s: float
 ) -> "BesidePublisher | None":
     """Build what writes a publisher's versions beside the training; None where it should not, or they are small
-    (adapters). `wanted`: `trainer.publish_beside`."""
+    (adapters). `wanted`: `trainer.publish_beside`; `room_s`: `supervisor.write_timeout_s`."""
     if not isinstance(publisher, Publisher) or not (device.type == "cuda" if wanted is None else wanted):
         return None
-    return BesidePublisher(publisher, announce, TIMEOUT_S)
+    return BesidePublisher(publisher, announce, TIMEOUT_S, room_s)
 
 
 class BesidePublisher:
     """Begins versions of one `Publisher`. `begin` and `finish` are collective."""
 
-    def __init__(self, publisher: Publisher, announce: Announce, timeout_s: float) -> None:
+    def __init__(self, publisher: Publisher, announce: Announce, timeout_s: float, room_s: float = 0.0) -> None:
         """Open it. Collective.
 
         Args:
             announce: called on rank 0, in the thread, with the manifest of a version that has its name.
             timeout_s: longest that a version may take.
+            room_s: longest that it may wait for room besides.
         """
-        self._publisher, self._announce, self._timeout_s = publisher, announce, timeout_s
+        self._publisher, self._announce, self._timeout_s = publisher, announce, timeout_s + room_s
+        self._room_wait = RoomWait("a weights version", publisher.paths.weights, room_s)
         self._side = RankGroup(timeout_s)
         self._room: HostStage | None = None
         self._lacks_room = False
@@ -86,7 +90,7 @@ class BesidePublisher:
         if self._room is None and not self._lacks_room:
             self._take_room()
         if self._lacks_room:
-            manifest = self._publisher.publish(version)
+            manifest = until_room(lambda: self._publisher.publish(version), self._side, self._room_wait)
             if manifest is not None:
                 self._announce(manifest)
             return
@@ -149,7 +153,11 @@ class BesidePublisher:
         """Write a version, in its thread."""
         started = time.perf_counter()
         try:
-            manifest = self._publisher.write(pending.version, _copied(pending), self._side)
+            manifest = until_room(
+                lambda: self._publisher.write(pending.version, _copied(pending), self._side),
+                self._side,
+                self._room_wait,
+            )
             if manifest is not None:
                 self._announce(manifest)
                 logger.debug(f"version {pending.version} was written in {time.perf_counter() - started:.3f} s")

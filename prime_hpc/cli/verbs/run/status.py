@@ -157,6 +157,8 @@ def render_one(status: RunStatus) -> str:
     if status.service is not None:
         rows.append(("service", f"{status.service} for the tinker client; its key is in {TINKER_KEY}"))
     rows.append(("stall", status.stall or ""))
+    held_up = [row["blocked"] for said in status.doing.values() for row in said if row.get("blocked")]
+    rows += [("held up" if i == 0 else "", str(text)) for i, text in enumerate(dict.fromkeys(held_up))]
     rows.append(("successor", f"no successor waits: {status.no_successor}" if status.no_successor else ""))
     rows += [("alarms" if i == 0 else "", text) for i, text in enumerate(status.alarms)]
     rows.append(("purge", status.purge or ""))

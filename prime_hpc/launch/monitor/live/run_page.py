@@ -177,6 +177,7 @@ def _now(status: RunStatus, label: str) -> str:
         text += f", waits for {parts.clean(row['awaits'])}" if row.get("awaits") else ""
         since, count = number(row.get("since")), number(row.get("count"))
         text += f" for {span(max(0.0, time.time() - since))}" if since is not None and row.get("awaits") else ""
+        text += f"; {parts.clean(row['blocked'])}" if row.get("blocked") else ""
         words.append(text + (f" ({count:.0f} processes)" if count is not None and count > 1 else ""))
     return "; ".join(words)
 
