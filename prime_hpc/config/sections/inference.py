@@ -159,8 +159,7 @@ class TeacherInferenceConfig(FrozenInferenceConfig):
 
 
 class JudgeInferenceConfig(FrozenInferenceConfig):
-    """Servers of a model that rewards ask, which the run starts beside the policy's. Environments find them in
-    `$JUDGE_URL`, `$JUDGE_MODEL` and `$JUDGE_API_KEY`."""
+    """Servers of a model that rewards ask (`$JUDGE_URL`, `$JUDGE_MODEL`), started beside the policy's."""
 
     model: str
     """Directory or hub name of the judge: a causal language model, or, with `runner: pooling`, a reward model."""
