@@ -127,7 +127,7 @@ class RoleStatus:
         permanent, code = False, 1
         if isinstance(error, BaseException):
             permanent = self._ends_for is None and is_permanent(error)
-            code = getattr(error, "exit_code", code) if self._ends_for is None else code
+            code = getattr(error, "attempt_exit_code", code) if self._ends_for is None else code
             error = words or missing_home(error) or f"{type(error).__name__}: {error}"
         self._report(state="failed", error=self._ends_for or error, permanent=permanent, exit_code=code)
 

@@ -48,7 +48,7 @@ class NoRoom(StoreError):
     """A disk that is full or a quota that is used up refused a write, which may be tried again.
     `needs`: bytes that all of it takes, where that is known."""
 
-    exit_code = 74
+    attempt_exit_code = 74
     """EX_IOERR (sysexits.h), of the attempt that waited for room in vain."""
 
     def __init__(self, words: str, needs: int = 0) -> None:

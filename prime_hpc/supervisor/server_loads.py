@@ -105,7 +105,8 @@ def doing(statuses: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, li
         word = row.get("doing") or {}
         if "phase" not in word:
             continue
-        said = {"phase": word["phase"], "awaits": word["awaits"], "blocked": word.get("blocked", "")}
+        said = {"phase": word["phase"], "awaits": word["awaits"]}
+        said |= {"blocked": word["blocked"]} if word.get("blocked") else {}
         same = found.setdefault(role, {}).setdefault(tuple(said.values()), {**said, "since": word["since"], "count": 0})
         same["since"], same["count"] = min(same["since"], word["since"]), same["count"] + 1
     return {role: list(rows.values()) for role, rows in found.items()}

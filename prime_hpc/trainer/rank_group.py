@@ -141,7 +141,11 @@ def _raise(found: list[_Said], own: Exception | None) -> None:
     unread = [said.unread for said in found if said.unread is not None]
     needs = [said.needs for said in found if said.needs is not None]
     words = "; ".join(list(dict.fromkeys(said.words for said in found))[:3])
-    error = NoRoom(words, max(needs)) if len(needs) == len(found) else StoreError()
-    error = Unreadable(*unread[0]) if len(unread) == len(found) else error
+    error: StoreError = StoreError()
+    if len(needs) == len(found):  # of one disk: its name and remedy do for all
+        words = found[0].words
+        error = NoRoom(words, max(needs))
+    if len(unread) == len(found):
+        error = Unreadable(*unread[0])
     error.args = (words,)
     raise error from own

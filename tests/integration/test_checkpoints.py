@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -195,20 +196,16 @@ def test_a_stop_that_was_there_first_takes_no_batch(tmp_path: Path, model: Path)
     assert steps(paths) == [] and checkpoints(paths) == []
 
 
-def test_a_failed_background_write_on_another_rank_ends_the_run(tmp_path: Path, model: Path) -> None:
+def test_a_background_write_without_room_on_another_rank_is_put_off_by_all(tmp_path: Path, model: Path) -> None:
     ckpt = {"interval": 1, "save_async": True}
-    paths = write_run(tmp_path / "full", model, max_steps=20, ckpt=ckpt, trainer=TRAINER)
-    write_batches(paths, range(1, 21), 2)
+    paths = write_run(tmp_path / "full", model, max_steps=4, ckpt=ckpt, trainer=TRAINER)
+    write_batches(paths, range(1, 5), 2)
     line = [word.replace("prime_hpc.trainer.main", "tests.support.faulty_trainer") for word in command(paths, 2)]
     result = forked.run(line, env=environment(FAULT="1:create:checkpoints/.stage-step_1-"))
-    assert result.returncode != 0
-    said = [status for rank in (0, 1) if (status := read_status(paths.logs(1, "trainer"), rank)) is not None]
-    reasons = [row["error"] for row in said if row["state"] == "failed" and "SIGTERM" not in row["error"]]
-    assert reasons, "torchrun ends the other rank as soon as one is gone, but one says why"
-    for reason in reasons:
-        assert "the checkpoint of step 1 was not saved: " in reason and "disk full" in reason
-        assert "rank 1: " in reason  # also on rank 0, whose disk is well
-    assert checkpoints(paths) == [] and len(steps(paths)) < 20
+    assert result.returncode == 0, result
+    log = result.stdout + result.stderr + "".join(path.read_text() for path in paths.logs(1, "trainer").glob("*.log"))
+    assert re.search(r"the checkpoint of step 1 was not saved: rank 1: .*disk full.*Training goes on", log)
+    assert checkpoints(paths) == [2, 3, 4] and steps(paths) == [1, 2, 3, 4]
     assert not [p for p in paths.checkpoints.iterdir() if p.name.startswith(".stage")]
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.config import ConfigError
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.errors import NoRoom
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.spec import RoleSpec
 
@@ -36,7 +38,7 @@ def test_a_rank_that_lost_another_is_not_the_cause(
     role.log_file.write_text(
         f"Root Cause (first observed failure):\n  rank : {torchruns_first}\n  exitcode  : {code}\n"
     )
-    assert role.death() == (expected, "ValueError" in expected)
+    assert role.death() == (expected, "ValueError" in expected, 1)
 
 
 def test_the_only_rank_of_a_trainer_ended_as_it_did_and_not_as_torchrun(tmp_path: Path) -> None:
@@ -192,3 +194,17 @@ def test_a_rank_that_native_code_ended_is_read_in_its_standard_error(tmp_path: P
     assert role.death().cause == f"trainer rank 1 was killed by signal 6: {WATCHDOG}"
     stderr.write_text("terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: no device\n")
     assert role.death().cause == "trainer rank 1 was killed by signal 6: CUDA error: no device"
+
+
+def test_a_role_that_waited_for_room_in_vain_ends_the_attempt_with_its_own_code(tmp_path: Path) -> None:
+    """And one whose config is wrong with the usual one: after that of a wrong config no job comes back."""
+    spec = RoleSpec(name="orchestrator", command=["true"], start_timeout_s=60.0)
+    codes = []
+    for number, error in enumerate((NoRoom("a: disk full; waited 600 s"), ConfigError("wrong"))):
+        context = RoleContext(role="orchestrator", run_dir=tmp_path / str(number))
+        role = Role(spec, context.log_dir, {"PATH": "/usr/bin:/bin"})
+        role.start()
+        role.reap()
+        RoleStatus(context).failed(error)
+        codes.append(role.death().code)
+    assert codes == [74, 1]
