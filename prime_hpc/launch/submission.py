@@ -33,6 +33,7 @@ from prime_hpc.slurm.queue import (
     resolve_pending_submission,
     send,
 )
+from prime_hpc.slurm.queue_facts.waiting import limit_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
 from prime_hpc.slurm.submission_record import add_to_record, cluster_of, submitting
 from prime_hpc.store.run_dirs import SubmissionRecord, read_json, read_record
@@ -227,10 +228,15 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
         print(f"follow it with `prime-hpc logs -f {name}`, look at it with `prime-hpc status {name}`", flush=True)
     if trouble:
         print(f"warning: its state is not known: {trouble}", file=sys.stderr)
-    if info is not None and info.cannot_start:
+    limit = limit_of(info) if info is not None else None
+    if info is not None and (info.cannot_start or (limit is not None and limit.is_for_ever)):
+        why = (
+            limit.words
+            if limit is not None
+            else "its partition, account or QOS does not have or allow what it asks for"
+        )
         print(
-            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): its partition, account or QOS "
-            "does not have or allow what it asks for, or the job that it depends on ended otherwise. "
+            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): {why}. "
             f"End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for something else",
             file=sys.stderr,
         )

@@ -3,7 +3,7 @@
 import pwd
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -78,6 +78,7 @@ def read_usage(
     rest = iter(runs)
     parents: set[Path] = set()
     counted: dict[tuple[Any, ...], str] = {}
+    charged: set[JobLife] = set()
     while some := list(islice(rest, AT_ONCE)):
         states = collect([path for path, _ in some], folder)[0]
         under_way = {status.path for status in states if status.is_under_way and not status.is_between}
@@ -94,33 +95,54 @@ def read_usage(
             elif parent not in parents:
                 left_out[name] = f"its hours are its parent's: prime-hpc usage {shlex.quote(str(parent))}"
         lives = ask_lives([path for path, _ in own])
-        for path, name in own:
+        keys = {path: _attempts_of(path) for path, _ in own}
+        # of two copies the one that went on has the hours of both
+        for path, name in sorted(own, key=lambda one: -len(keys[one[0]])):
+            known = {number for number, key in enumerate(keys[path]) if key in counted}
+            if known and len(known) == len(keys[path]):
+                left_out[name] = f"a copy of {counted[keys[path][-1]]}, whose hours are counted"
+                continue
+            new = [life for life in lives.get(path, []) if life not in charged] if known else lives.get(path, [])
             try:
-                attempts = _attempts_of(path)
-                if attempts in counted:
-                    left_out[name] = f"a copy of {counted[attempts]}, whose hours are counted"
-                    continue
-                found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
-                if attempts:
-                    counted[attempts] = name
+                found = _of_run(path, str(path) in under_way, lives.get(path, []), new, known, since)
             except (OSError, ConfigError) as error:
                 left_out[name] = file_error_text(error)
                 continue
+            counted |= dict.fromkeys(keys[path], name)
+            charged.update(new)
             if found is not None:
                 yield replace(found, name=name, sweep=_sweep(path, folder))
 
 
-def _attempts_of(path: Path) -> tuple[Any, ...]:
-    """Return what tells a run's attempts from those of all others: a copy, from an archive perhaps, has the same.
-    Raises OSError: they cannot be read."""
-    keys = ("began", "host", "pid", "process", "ended")
-    rows = read_attempts(path / ATTEMPTS_JSONL)
-    own = tuple(tuple(row.get(key) for key in keys) for row in rows)
-    return (line_of(path / RUN_YAML, "name: "), *own) if own else ()
+def _attempts_of(path: Path) -> list[tuple[Any, ...]]:
+    """Return what tells each of a run's attempts from all others: a copy, from an archive perhaps, has the same. Empty
+    where they cannot be read."""
+    try:
+        rows = read_attempts(path / ATTEMPTS_JSONL)
+    except OSError:
+        return []  # told of as its hours are read
+    name = line_of(path / RUN_YAML, "name: ")
+    return [(name, *(row.get(key) for key in ("began", "host", "pid", "process"))) for row in rows]
 
 
-def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: float | None) -> Usage | None:
-    """Return a run's usage; None where it had none in that time. Raises OSError, ConfigError: its files do not tell."""
+def _of_run(
+    path: Path,
+    is_under_way: bool,
+    lives: Sequence[JobLife],
+    new: Sequence[JobLife],
+    known: Collection[int],
+    since: float | None,
+) -> Usage | None:
+    """Return a run's usage; None where it had none in that time.
+
+    Args:
+        lives: of jobs with the run's ids.
+        new: of these, the ones that no copy of the run was charged for.
+        known: its first attempts that a copy has counted, numbered from 0.
+
+    Raises:
+        OSError, ConfigError: its files do not tell.
+    """
     notes: list[str] = []
     config = read_config(path, notes)
     attempts = read_attempts(path / ATTEMPTS_JSONL)
@@ -133,7 +155,9 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
     is_by_slurm = spent["slurm"] is not None and (is_gpu or is_held or not rows)
     parts = {"charged": 0.0, "effective": 0.0, "lost": 0.0, "queued": 0.0}
     num_attempts = 0
-    for row, hours_of_row in zip(rows, attempt_hours(spent), strict=True):
+    for number, (row, hours_of_row) in enumerate(zip(rows, attempt_hours(spent), strict=True)):
+        if number in known:
+            continue
         share = _share(row["began"], row["began"] + row["wall"], since)
         parts["queued"] += row["waited"] * _share(row["began"] - row["waited"], row["began"], since) / 3600
         device_hours = hours_of_row * share
@@ -144,7 +168,7 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
             parts["effective"] += device_hours * row["trainer"]["train"] / row["wall"]
             parts["lost"] += device_hours * row["trainer"]["lost"] / row["wall"]
     if is_by_slurm:
-        parts["charged"] += _charged(hours.lives, is_gpu, since)
+        parts["charged"] += _charged([life for life in hours.lives if life in new], is_gpu, since)
     if not any(parts.values()):
         if notes and (attempts or (path / RUN_YAML).exists()):
             raise ConfigError(notes[0])

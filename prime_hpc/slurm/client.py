@@ -355,6 +355,12 @@ class ShownJob:
     """The batch script's."""
     is_requeued: bool = True
     """False: Slurm puts it back into the queue neither by itself nor when told to."""
+    user: str = ""
+    """`name(1000)`."""
+    account: str = ""
+    qos: str = ""
+    asks: str = ""
+    """`cpu=16,mem=64G,node=2,gres/gpu=8`."""
 
 
 def show_job(job_id: str, timeout_s: float = TIMEOUT_S) -> list[ShownJob]:
@@ -391,6 +397,10 @@ def parse_shown(text: str, job_id: str) -> list[ShownJob]:
             preempt_time=field(line, "PreemptTime"),
             output=field(line, "StdOut"),
             is_requeued=field(line, "Requeue") != "0",
+            user=field(line, "UserId"),
+            account=field(line, "Account"),
+            qos=field(line, "QOS"),
+            asks=field(line, "ReqTRES") or field(line, "TRES"),  # the name since 23.02, and before
         )
         found.append(part)
     return found

@@ -37,7 +37,7 @@ _VAGUE = ("Priority", "Resources", "Dependency")
 """Reasons that another component's outweighs."""
 _NEVER = re.compile(
     "(Partition(Config|NodeLimit|TimeLimit)|BadConstraints|(Account|QOS)NotAllowed|Invalid(Account|QOS)"
-    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+|DependencyNeverSatisfied"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+|MaxMemPerLimit|DependencyNeverSatisfied"
     "|.* not permitted to use this partition.*)"
 )
 """Reasons of waiting jobs that time does not mend; accounts and QOS that a partition refuses come as a sentence."""
@@ -85,8 +85,9 @@ class JobInfo:
 
     @property
     def is_held(self) -> bool:
-        """True if it waits to be let go: its user held it, or Slurm after a prolog failed."""
-        return self.is_pending and ("held" in self.reason.lower() or self.state.endswith("_HOLD"))
+        """True if it waits to be let go: its user held it, or Slurm after a prolog failed (again and again)."""
+        is_held = "held" in self.reason.lower() or self.reason == "JobHoldMaxRequeue" or self.state.endswith("_HOLD")
+        return self.is_pending and is_held
 
     @property
     def cannot_start(self) -> bool:

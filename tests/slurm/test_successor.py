@@ -1,4 +1,5 @@
-"""Successors under Slurm's own submit limit: refused at MaxSubmitJobs 1, taken as soon as it is lifted."""
+"""Under Slurm's own limits: successors, refused at MaxSubmitJobs 1 and taken as soon as it is lifted; a job that its
+account would never let start."""
 
 import json
 import os
@@ -118,3 +119,18 @@ def test_it_is_queued_at_the_attempts_end(limited: Cluster, folder: Path) -> Non
 def alarms(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "alarms.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_job_that_would_wait_for_ever_says_for_what(limited: Cluster, folder: Path) -> None:
+    limited.ask("sacctmgr", "-i", "modify", "user", "root", "set", "GrpTRES=cpu=1")
+    try:
+        job, run_dir = send(limited, folder, "too-large", retry_s=60)
+        limited.wait_until(lambda: limited.job(job)["Reason"] == "AssocGrpCpuLimit", f"job {job} waits for CPUs")
+        words = "AssocGrpCpuLimit: user root in account root allows 1 CPU at once, and it asks for 2: it would wait for"
+        said = status(limited, run_dir)
+        assert said["state"] == "pending" and said["note"].startswith(words)
+        done = limited.x([*CLI, "why", str(run_dir)])
+        assert done.returncode == 3 and words in done.stdout + done.stderr
+        end(limited, run_dir)
+    finally:
+        limited.ask("sacctmgr", "-i", "modify", "user", "root", "set", "GrpTRES=cpu=-1")

@@ -147,6 +147,21 @@ def test_a_job_comes_back_while_it_gets_on() -> None:
     assert decide([*crashes, row("failed", 7, before=5)], policy, "requeue").again
 
 
+def test_a_save_that_takes_longer_than_the_warning_leaves_is_told_so() -> None:
+    cause = "the time limit was reached before everything was saved"
+    rows = [{**row("requeued", None), "cause": cause, "seconds": {"run": 50.0}}] * 2
+    assert "a longer slurm.restart.signal_lead_s" in decide(rows, RestartConfig(max_crashes=1), "requeue").why
+
+
+@pytest.mark.parametrize("outcome", ["stopped", "interrupted"])
+def test_one_that_somebody_ended_before_it_saved_is_no_crash(outcome: str) -> None:
+    policy = RestartConfig(max_crashes=1)
+    rows = [row("failed", None), row(outcome, None), row("failed", None)]
+    assert attempts_without_progress(rows) == 1
+    assert decide(rows, policy, "requeue").again
+    assert not decide([*rows, row("failed", None)], policy, "requeue").again
+
+
 def test_an_error_that_its_role_calls_permanent_is_not_tried_a_third_time() -> None:
     cause, policy = "trainer rank 0: SFTDataError: /data/a.jsonl:20: no JSON object", RestartConfig()
     failed = {**row("failed", None), "cause": cause, "permanent": True}
@@ -186,7 +201,7 @@ def test_jobs_that_are_too_short_to_begin_are_told_so() -> None:
     limit = {**row("requeued", None), "seconds": seconds, "cause": "warned by SIGUSR1, 142 s before the time limit"}
     assert "a longer slurm.time" in decide([limit] * 2, policy, "requeue").why
     put_back = {**limit, "cause": "put back into the queue by scontrol requeue"}
-    for other in (row("requeued", None), put_back, {**limit, "seconds": {"run": 2.0}}):
+    for other in (row("requeued", None), put_back):
         decision = decide([limit, other], policy, "requeue")
         assert not decision.again and "slurm.time" not in decision.why
 

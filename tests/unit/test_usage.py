@@ -244,6 +244,32 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path: Path, capsys: pytest.Cap
     assert [row["name"] for row in asked(capsys, out / "b")["rows"]] == ["b"]
 
 
+def test_of_copies_that_went_on_the_shared_attempts_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    whole = with_jobs(make_run(out / "whole", TWO), "7", "8")
+    first, last = (whole / "attempts.jsonl").read_text().splitlines()
+    alone = asked(capsys, whole)["rows"]
+    for name, attempts in {
+        "copy": [first],
+        "other": [first, json.dumps(json.loads(last) | {"pid": 9, "job_id": "9"})],
+    }.items():
+        shutil.copytree(whole, out / name)
+        (out / name / "attempts.jsonl").write_text("\n".join([*attempts, ""]))
+    second = BEGAN + WALL + 40
+    lives = [life("7", BEGAN, BEGAN + WALL), *(life(job, second, second + WALL + 40 * STEP_S) for job in ("8", "9"))]
+    for of_slurm in (False, True):
+        of = {"copy": lives[:1], "whole": lives[:2], "other": [lives[0], lives[2]]} if of_slurm else {}
+        monkeypatch.setattr(usage, "ask_lives", lambda paths, of=of: {path: of.get(path.name, []) for path in paths})
+        found = asked(capsys, out)
+        assert [(row["name"], row["attempts"]) for row in found["rows"]] == [("other", 2), ("whole", 1)]
+        assert [row["name"] for row in found["left_out"]] == ["copy"]
+        assert found["rows"][0]["charged_hours"] == pytest.approx(alone[0]["charged_hours"])
+        charged = sum(row["charged_hours"] for row in found["rows"])
+        assert charged == pytest.approx(sum(one.gpu_s for one in lives) / 3600)
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     make_run(out / "whole", ONE)

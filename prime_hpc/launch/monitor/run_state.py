@@ -112,7 +112,7 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         verdict = verdict._replace(state="unreadable", note=one.unreadable)
     status.state, status.note, status.job_id = verdict.state, verdict.note, None if job_id is None else str(job_id)
     if verdict.job is not None:
-        _take_job(status, verdict.job)
+        _take_job(status, verdict.job, max(0.0, now - queue.asked))
     is_over = is_new or status.state == "requeued" or (last is not None and last.get("ended") is not None)
     status.is_between = last is not None and is_over and status.is_under_way
     if status.is_final or status.is_between:
@@ -365,22 +365,21 @@ def _may_start(job: "JobInfo") -> bool:
     return job.is_active and job.reason != "DependencyNeverSatisfied"
 
 
-def _take_job(status: RunStatus, job: "JobInfo") -> None:
+def _take_job(status: RunStatus, job: "JobInfo", age_s: float) -> None:
+    """Take over what Slurm said of the job so long ago."""
     status.job_id = job.job_id
     status.slurm = f"{job.state} ({job.reason})" if job.reason else job.state
     if job.is_pending:
         status.starts = job.start
         status.nodes, status.roles = {}, {}
-    elif job.is_active:
-        status.time_left_s = job.time_left_s
+    elif job.is_active and job.time_left_s is not None:
+        status.time_left_s = max(0.0, job.time_left_s - (age_s if job.state == "RUNNING" else 0.0))
 
 
 def _why_pending(job: "JobInfo") -> str:
-    remedy = " (Slurm cannot start it as it is: `prime-hpc cancel`, ask otherwise)" if job.cannot_start else ""
-    if job.reason == "JobHeldAdmin":
-        remedy = " (held by the site: its staff alone can let it go)"
-    elif job.is_held:
-        remedy = f" (held: `scontrol release {job.job_id}` lets it go)"
+    from prime_hpc.slurm.queue_facts.waiting import hint
+
+    remedy = f" ({words})" if (words := hint(job)) else ""
     return (job.reason or ("" if job.state == "PENDING" else job.state)) + remedy
 
 

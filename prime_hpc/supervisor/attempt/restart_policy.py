@@ -53,11 +53,11 @@ def attempts_without_progress(rows: Sequence[Mapping[str, Any]], *, is_service: 
 
     Not than the newest there ever was: a run may go on from an earlier step, and of runs below a parent, whose steps
     are counted together, one may be deleted. A service that served to its time limit has done its work, whether or not
-    its clients saved.
+    its clients saved. Those before one that somebody ended are not counted, nor is that: it says nothing of the run.
     """
     count, fine = 0, (*SLURMS_DOING, *(("requeued",) if is_service else ()))
     for row in reversed(rows):
-        if (row.get("saved_step") or 0) > (row.get("saved_before") or 0):
+        if (row.get("saved_step") or 0) > (row.get("saved_before") or 0) or row.get("outcome") in FINAL:
             break
         if row.get("outcome") not in fine:
             count += 1
@@ -65,10 +65,11 @@ def attempts_without_progress(rows: Sequence[Mapping[str, Any]], *, is_service: 
 
 
 def _too_short(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what to do where the time of each attempt was over before its roles were ready."""
-    for row in rows:
-        if "time limit" not in (row.get("cause") or "") or (row.get("seconds") or {}).get("run", 1.0):
-            return ""
+    """Return what to do where the time of each attempt was over before its roles were ready, or before it had saved."""
+    if not all("time limit" in (row.get("cause") or "") for row in rows):
+        return ""
+    if any((row.get("seconds") or {}).get("run", 1.0) for row in rows):
+        return "; their time was over before a save was done: a longer slurm.restart.signal_lead_s, or slurm.time"
     return "; their time was over while they started: a longer slurm.time, or a shorter slurm.restart.signal_lead_s"
 
 

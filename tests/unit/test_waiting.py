@@ -1,0 +1,169 @@
+"""Why a job waits, from what `scontrol` of Slurm 22.05 answered (AccountingStorageEnforce=limits)."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.slurm.jobs import JobInfo
+from prime_hpc.slurm.queue_facts.waiting import hint, limit_of
+
+JOB = (
+    "JobId=10 JobName=wrap UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901750 Nice=0 Account={account} "
+    "QOS={qos} JobState=PENDING Reason={reason} Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 "
+    "RunTime=00:00:00 TimeLimit=00:10:00 TimeMin=N/A StartTime=Unknown EndTime=Unknown Partition=cpu NodeList= "
+    "NumNodes=2 NumCPUs=16 NumTasks=16 CPUs/Task=1 TRES=cpu=16,mem=1.50G,node=2,billing=16,gres/gpu=3 Socks/Node=*\n"
+)
+PARTITION = "PartitionName=cpu AllowQos=ALL QoS=N/A MaxNodes=1 MaxTime=00:05:00 MinNodes=0 Nodes=n[5-6] State=UP\n"
+QOS = """Current Association Manager state
+
+QOS Records
+
+QOS=grp(2)
+    UsageRaw=0.000000
+    GrpJobs=N(1) GrpJobsAccrue=N(2) GrpSubmitJobs=N(3) GrpWall=N(0.00)
+    GrpTRES=cpu=8(0),mem=N(100),energy=N(0),node=N(1),billing=N(1),fs/disk=N(0),vmem=N(0),pages=N(0),gres/gpu=4(3)
+    GrpTRESMins=cpu=200(90),mem=N(0),energy=N(0),node=N(0),billing=N(0),fs/disk=N(0),vmem=N(0),pages=N(0),gres/gpu=N(0)
+    GrpTRESRunMins=cpu=100(10),mem=N(1000),energy=N(0),node=N(10),billing=N(10),fs/disk=N(0),gres/gpu=N(30)
+    MaxWallPJ=5
+    MaxTRESPJ=cpu=4,mem=1000
+    MaxTRESPN=cpu=4
+    MaxTRESMinsPJ=cpu=10
+    MinPrioThresh= 
+    MinTRESPJ=gres/gpu=8
+    PreemptMode=OFF
+    Priority=0
+    Account Limits
+      root
+        MaxJobsPA=N(1) MaxJobsAccruePA=N(2) MaxSubmitJobsPA=N(3)
+        MaxTRESPA=cpu=N(1),mem=N(100),energy=N(0),node=1(1),billing=N(1),fs/disk=N(0),vmem=N(0),gres/gpu=N(3)
+    User Limits
+      0
+        MaxJobsPU=1(1) MaxJobsAccruePU=N(2) MaxSubmitJobsPU=N(3)
+        MaxTRESPU=cpu=N(1),mem=N(100),energy=N(0),node=2(1),billing=N(1),fs/disk=N(0),vmem=N(0),gres/gpu=N(3)
+      7
+        MaxJobsPU=1(0) MaxJobsAccruePU=N(2) MaxSubmitJobsPU=N(3)
+        MaxTRESPU=cpu=N(1),mem=N(100),energy=N(0),node=2(0),billing=N(1),fs/disk=N(0),vmem=N(0),gres/gpu=N(3)
+"""
+ASSOC = """Current Association Manager state
+
+Association Records
+
+ClusterName=primehpcdev Account={account} UserName= Partition= Priority=0 ID=4
+    SharesRaw/Norm/Level/Factor=1/18446744073709551616.00/1/0.00
+    ParentAccount={parent} Lft=5 DefAssoc=No
+    GrpJobs=N(0) GrpJobsAccrue=N(2)
+    GrpSubmitJobs=N(2) GrpWall=N(0.00)
+    GrpTRES=cpu={most}(0),mem=N(0),energy=N(0),node=N(0),billing=N(0),fs/disk=N(0),vmem=N(0),pages=N(0),gres/gpu=N(0)
+    MaxJobs= MaxJobsAccrue= MaxSubmitJobs= MaxWallPJ=
+    MaxTRESPJ=node=1
+ClusterName=primehpcdev Account={account} UserName=root(0) Partition= Priority=0 ID=5
+    SharesRaw/Norm/Level/Factor=1/18446744073709551616.00/1/0.00
+    ParentAccount= Lft=6 DefAssoc=No
+    GrpJobs=N(0) GrpJobsAccrue=N(2)
+    GrpSubmitJobs=N(2) GrpWall=N(0.00)
+    GrpTRES=cpu=N(0),mem=N(0),energy=N(0),node=N(0),billing=N(0),fs/disk=N(0),vmem=N(0),pages=N(0),gres/gpu=N(0)
+    MaxJobs=2(1) MaxJobsAccrue= MaxSubmitJobs= MaxWallPJ=
+    MaxTRESPJ=node=1
+"""
+SCONTROL = """#!/bin/sh
+folder=${0%/*}
+case "$*" in
+*" job "*) cat "$folder/job" ;;
+*partition*) cat "$folder/partition" ;;
+*qos=grp*) cat "$folder/qos" ;;
+*accounts=sub*) cat "$folder/sub" ;;
+*accounts=tight*) cat "$folder/tight" ;;
+*) exit 1 ;;
+esac
+"""
+_QOS, _ACCOUNT = "or name another slurm.qos", "or name another slurm.account"
+_EVER = "it would wait for ever. Ask for less"
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scontrol that answers from the files beside it."""
+    texts = {"partition": PARTITION, "qos": QOS, "scontrol": SCONTROL}
+    texts["sub"] = ASSOC.format(account="sub", parent="tight(3)", most="N")
+    texts["tight"] = ASSOC.format(account="tight", parent="", most="8")
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "is_for_ever"),
+    [
+        ("QOSGrpGRES", "QOS grp allows 4 GPUs at once, 3 are in use, and it asks for 3", False),
+        ("QOSGrpCpuLimit", f"allows 8 CPUs at once, and it asks for 16: {_EVER} (slurm.cpus_per_task, or nodes)", True),
+        ("QOSGrpCPURunMinutesLimit", "allows 100 CPU minutes at once, 10 are in use, and it asks for 160", True),
+        (
+            "QOSGrpCPUMinutesLimit",
+            "allows 200 CPU minutes for its whole time, 90 are in use, and it asks for 160",
+            False,
+        ),
+        ("QOSMaxCpuPerJobLimit", f"QOS grp allows 4 CPUs a job, and it asks for 16: {_EVER}", True),
+        ("QOSMaxMemoryPerJob", "allows 1,000 MiB of memory a job, and it asks for 1,536", True),
+        ("QOSMaxCpuPerNode", "allows 4 CPUs a node, and it asks for 8", True),
+        (
+            "QOSMaxWallDurationPerJobLimit",
+            f"allows 5 minutes a job, and it asks for 10: {_EVER} (slurm.time), {_QOS}",
+            True,
+        ),
+        ("QOSMaxCpuMinutesPerJobLimit", "(slurm.cpus_per_task, or nodes, or a shorter slurm.time)", True),
+        ("QOSMaxNodePerUserLimit", "allows 2 nodes a user at once, 1 are in use, and it asks for 2", False),
+        ("QOSMaxJobsPerUserLimit", "QOS grp allows 1 job a user at once, 1 are in use, and it asks for 1", False),
+        ("MaxNodePerAccount", "allows 1 node an account at once, 1 are in use, and it asks for 2", True),
+        ("QOSMinGRES", "QOS grp is for at least 8 GPUs, and it asks for 3: another slurm.qos", True),
+        ("PartitionNodeLimit", "partition cpu limits the nodes: 1 at most, and it asks for 2", True),
+    ],
+)
+def test_the_limit_that_keeps_it_out(answers: Path, reason: str, words: str, is_for_ever: bool) -> None:
+    (answers / "job").write_text(JOB.format(account="root", qos="grp", reason=reason))
+    limit = limit_of(JobInfo("10", "PENDING", reason), asked=hash(answers))
+    assert limit is not None and words in limit.words
+    assert limit.is_for_ever is is_for_ever
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("AssocGrpCpuLimit", f"account tight allows 8 CPUs at once, and it asks for 16: {_EVER}"),
+        ("AssocMaxNodePerJobLimit", f"user root in account sub allows 1 node a job, and it asks for 2: {_EVER}"),
+    ],
+)
+def test_of_accounts_those_above_count_too(answers: Path, reason: str, words: str) -> None:
+    (answers / "job").write_text(JOB.format(account="sub", qos="normal", reason=reason))
+    limit = limit_of(JobInfo("10", "PENDING", reason), asked=hash(answers))
+    assert limit is not None and limit.words.startswith(words) and limit.words.endswith(_ACCOUNT)
+
+
+def test_what_slurm_does_not_tell_is_no_error(answers: Path) -> None:
+    (answers / "job").write_text(JOB.format(account="root", qos="hidden", reason="QOSGrpGRES"))
+    assert limit_of(JobInfo("10", "PENDING", "QOSGrpGRES"), asked=hash(answers)) is None
+    assert limit_of(JobInfo("10", "RUNNING", "QOSGrpGRES"), asked=hash(answers)) is None
+    (answers / "scontrol").unlink()
+    for reason in ("QOSGrpCpuLimit", "Resources"):
+        assert limit_of(JobInfo("10", "PENDING", reason), asked=hash(answers)) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("ReqNodeNotAvail, Reserved for maintenance", "a shorter slurm.time may start before it"),
+        ("ReqNodeNotAvail, UnavailableNodes:n6", "down or drained"),
+        ("PartitionDown", "the site has closed the partition"),
+        ("AssocGrpBillingMinutes", "the hours that the site granted are used up"),
+        ("JobHeldAdmin", "its staff alone"),
+        ("JobHoldMaxRequeue", "`scontrol release 10`"),
+        ("launch failed requeued held", "`scontrol release 10`"),
+        ("MaxMemPerLimit", "Slurm cannot start it as it is"),
+        ("QOSGrpCPURunMinutesLimit", ""),
+        ("Priority", ""),
+    ],
+)
+def test_what_a_reason_means(reason: str, words: str) -> None:
+    said = hint(JobInfo("10", "PENDING", reason))
+    assert words in said and bool(words) == bool(said)
