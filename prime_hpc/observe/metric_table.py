@@ -88,6 +88,7 @@ TRAINER: dict[str, Family] = {
     "trainer_learning_rate": gauge("Learning rate.", of="lr"),
     "trainer_reward": gauge("Mean reward of the batch as the trainer saw it.", of="reward"),
     "trainer_entropy_nats": gauge("Mean entropy of a token.", of="entropy"),
+    "trainer_entropy_coefficient": gauge("Weight of the entropy bonus in the last step.", of="entropy_coef"),
     "trainer_kl_nats": gauge("Divergence between trainer and engine on the same tokens.", of="kl"),
     "trainer_probability_ratio": gauge(
         "Probability under the trainer over that under the engine.", "stat", of={"ratio": "mean", "ratio_max": "max"}
@@ -104,9 +105,13 @@ TRAINER: dict[str, Family] = {
         of={"clipped_high": "high", "clipped_low": "low"},
     ),
     "trainer_left_out_ratio": gauge(
-        "Share of tokens that the importance correction bounds or leaves out, and off-policy masking.",
+        "Share of tokens that the importance correction bounds or leaves out, off-policy masking, and low entropy.",
         "by",
-        of={"corrected": "correction", "off_policy_masked": "off_policy_mask"},
+        of={
+            "corrected": "correction",
+            "off_policy_masked": "off_policy_mask",
+            "low_entropy_masked": "low_entropy",
+        },
     ),
     "trainer_mismatch": gauge("1: trainer and engine disagree more than they should.", of="mismatch_alarm"),
     "trainer_lag_versions": gauge(
@@ -207,14 +212,23 @@ ORCHESTRATOR: dict[str, Family] = {
     ),
     "orchestrator_masked_rollouts": gauge("Rollouts of the last batch that bear no loss.", of="rollouts/masked"),
     "orchestrator_completion_tokens": gauge(
-        "Tokens sampled for a rollout of the last batch; above, below: those whose reward is so in their group.",
+        "Tokens sampled for a rollout of the last batch, its percentiles; untruncated: of those that were not cut at a "
+        "limit; above, below: those whose reward is so in their group.",
         "stat",
         of={
             "completion/tokens_mean": "mean",
             "completion/tokens_max": "max",
+            "completion/tokens_p10": "p10",
+            "completion/tokens_p90": "p90",
+            "completion/tokens_mean_untruncated": "mean_untruncated",
             "completion/tokens_mean_above": "mean_above",
             "completion/tokens_mean_below": "mean_below",
         },
+    ),
+    "orchestrator_prompt_tokens": gauge(
+        "Tokens of a rollout of the last batch that were not sampled: its prompt, what tools and users said.",
+        "stat",
+        of={"prompt/tokens_mean": "mean", "prompt/tokens_max": "max"},
     ),
     "orchestrator_truncated_ratio": gauge(
         "Share of the last batch's rollouts that were cut at a limit.", of="completion/truncated"

@@ -113,6 +113,7 @@ def batch_metrics(
     episodes = [e for entry in scored for e in entry.episodes]
     rewards = np.array([e.result.reward for e in episodes])
     sampled = np.array([e.num_sampled_tokens for e in episodes if e.result.samples])
+    prompts = np.array([e.num_prompt_tokens for e in episodes if e.result.samples])
     spreads = np.array([_spread(entry.episodes) for entry in scored])
     # A token's lag: how many updates the policy of this batch (version step - 1) is ahead of the one that sampled it.
     lags = [step - 1 - e.min_version for e in episodes if e.min_version is not None]
@@ -129,6 +130,9 @@ def batch_metrics(
         "groups/reward_spread": float(spreads.mean()),
         "completion/tokens_mean": float(sampled.mean()),
         "completion/tokens_max": int(sampled.max()),
+        **{f"completion/tokens_p{p}": float(np.percentile(sampled, p)) for p in (10, 90)},
+        "prompt/tokens_mean": float(prompts.mean()),
+        "prompt/tokens_max": int(prompts.max()),
         "lag/mean": step - 1 - versions / max(1, int(sampled.sum()) - num_stale) if lags else 0.0,
         "lag/max": max(lags, default=0),
         "tokens/stale": num_stale / max(1, int(sampled.sum())),
@@ -148,13 +152,16 @@ def batch_metrics(
 
 
 def _lengths(scored: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Average the lengths of rollouts above and below their group's mean reward: is length rewarded?"""
-    lengths: dict[str, list[int]] = {"above": [], "below": []}
+    """Average the lengths of rollouts above and below their group's mean reward (is length rewarded?), and of those
+    that no limit cut."""
+    lengths: dict[str, list[int]] = {"above": [], "below": [], "untruncated": []}
     for entry in scored:
         rewards = np.array([e.result.reward for e in entry.episodes])
         for episode, distance in zip(entry.episodes, centered(rewards), strict=True):
             if distance and episode.result.samples:
                 lengths["above" if distance > 0 else "below"].append(episode.num_sampled_tokens)
+            if episode.result.samples and not episode.result.truncated:
+                lengths["untruncated"].append(episode.num_sampled_tokens)
     return {f"completion/tokens_mean_{side}": float(np.mean(n)) for side, n in lengths.items() if n}
 
 

@@ -11,6 +11,7 @@ packed into micro-batches or spread over ranks.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.batching.rows import group_rows
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
+from prime_hpc.trainer.objectives.entropy import EntropyBonus, entropy_threshold
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
@@ -88,6 +90,8 @@ class TrainStep:
         row_tokens: int = 0,
         slow_ranks: SlowRanks | None = None,
         together: int = 1,
+        entropy: EntropyBonus | None = None,
+        top_entropy: float | None = None,
     ) -> None:
         """Args:
         max_steps: length of the schedule.
@@ -106,6 +110,8 @@ class TrainStep:
         row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
         slow_ranks: compares the ranks' own times; None: nobody does.
         together: sequences that follow each other and share a micro-batch: 2 of a pair.
+        entropy: bonus for the entropy, beside the objective (needs `with_entropy`).
+        top_entropy: share of the batch's targets, those of the highest entropy, that the objective trains; None: all.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -116,6 +122,7 @@ class TrainStep:
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
         self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
         self._slow_ranks, self._together = slow_ranks, together
+        self.entropy, self._top_entropy = entropy, top_entropy
         self._no_sync, self._counts_all = no_sync, denominators == "all"
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
@@ -152,13 +159,16 @@ class TrainStep:
         with self.timer("forward_backward", on_device=True), self.adapted():
             laid_out = self.lay_out(batch)
             watched = objective if watch is None else watch(laid_out, objective)
-            stats, num_shared = self.accumulate(laid_out, watched, facts)
+            high = None if self._top_entropy is None else self._high_entropy(laid_out, self._top_entropy)
+            stats, num_shared = self.accumulate(laid_out, watched, facts, high)
         with self.timer("optim", on_device=True):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
             self._check_mismatch(step, batch, metrics)
             if metrics["num_targets"] or "echo_loss" in stats.totals:
                 self._update(step, metrics)
+                if self.entropy is not None and metrics["num_targets"]:
+                    self.entropy.observe(metrics["entropy"])
             else:
                 self.optimizer.zero_grad()
                 if dist.get_rank() == 0:
@@ -211,14 +221,14 @@ class TrainStep:
         batch: RankBatch,
         objective: MicroBatchLoss,
         facts: BatchFacts,
-        retarget: Callable[[int, MicroBatch], MicroBatch] | None = None,
+        change: Callable[[int, MicroBatch], MicroBatch] | None = None,
     ) -> tuple[LossStats, int]:
         """Accumulate gradients over the micro-batches, inside `adapted`; under `no_grad` compute the losses alone.
         Collective.
 
         Args:
             batch: of `lay_out`.
-            retarget: returns the i-th micro-batch with other targets than its own tokens.
+            change: returns what the i-th micro-batch is to be, e.g. with other targets than its own tokens.
 
         Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:
         kernels are launched ahead of it, and statistics stay there.
@@ -232,13 +242,29 @@ class TrainStep:
             for i, micro in enumerate(micros):
                 last = i == len(micros) - 1
                 num_shared += micro.num_shared
-                changed = micro if retarget is None else retarget(i, micro)
+                changed = micro if change is None else change(i, micro)
                 self._prepare_backward(last)
                 with self.policy.packing(changed):
                     total.add(self._micro_batch(changed, objective, *denominators))
         if self._parallel.tp is not None:
             sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
         return total, num_shared
+
+    @torch.no_grad()
+    def _high_entropy(self, batch: RankBatch, share: float) -> Callable[[int, MicroBatch], MicroBatch]:
+        """Return what says of each micro-batch which of its targets are of high entropy, by a forward pass over all of
+        them. Collective."""
+        found: list[torch.Tensor] = []
+        counted: list[torch.Tensor] = []
+        with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
+            for micro in micros:
+                with self.policy.packing(micro):
+                    _, entropy = self.policy(micro, with_entropy=True)
+                found.append(entropy)
+                counted.append(entropy if micro.trained is None else entropy.index_select(0, micro.trained))
+        reshard_all(self.policy)
+        threshold = entropy_threshold(torch.cat(counted), share, counts=self._parallel.leads)
+        return lambda i, micro: replace(micro, high_entropy=found[i] >= threshold)
 
     def _micro_batch(
         self, micro: MicroBatch, objective: MicroBatchLoss, num_targets: int, num_sequences: int, num_echo: int
@@ -264,11 +290,13 @@ class TrainStep:
         loss, stats = objective(micro, logprobs, weights)
         if echo is not None:
             loss, stats.totals["echo_loss"] = loss + echo, echo.detach()
+        if self.entropy is not None and (coef := self.entropy.coef):
+            loss = loss - coef * (weights * entropy).sum()
         if torch.is_grad_enabled():
             loss.backward()
         stats.totals["loss"] = loss.detach()
         if self._with_entropy:
-            stats.sums["entropy"] = entropy.sum()
+            stats.sums["entropy"] = entropy.detach().sum()
         return stats
 
     def _prepare_backward(self, last: bool) -> None:
@@ -335,6 +363,7 @@ class TrainStep:
             "lag_mean": total["lag_sum"] / max(total["num_sampled"], 1.0),
             **counts,
             "step_flops": self._flops.step_flops(computed, total["num_targets"], total["attention_flops"]),
+            **({} if self.entropy is None else {"entropy_coef": self.entropy.coef}),
         }
 
     def _check_finite(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:

@@ -34,6 +34,7 @@ from prime_hpc.trainer.model.load_policy import compute_dtype, load_policy, reso
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.reference import load_reference
 from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.out_of_memory import explain, held_bytes, peak_bytes
 from prime_hpc.trainer.parallel import Parallel, build_parallel
@@ -393,9 +394,7 @@ def open_trainer(
         else None,
         train_step=train_step,
         publisher=publisher,
-        saver=_build_saver(
-            experiment, context, paths, bus, policy, train_step.optimizer, base.source, slot, slow_ranks
-        ),
+        saver=_build_saver(experiment, context, paths, bus, train_step, base.source, slow_ranks),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
         token_log=open_token_log(experiment, paths) if rank == 0 else None,
@@ -443,6 +442,8 @@ def build_train_step(
         no_sync=config.defers_sync(whole_gradient_bytes(policy)),
         slow_ranks=slow_ranks,
         together=together,
+        entropy=EntropyBonus(config.loss.entropy) if is_rl and config.loss.entropy is not None else None,
+        top_entropy=config.loss.top_entropy_quantile if is_rl else None,
     )
 
 
@@ -451,19 +452,25 @@ def _build_saver(
     context: RoleContext,
     paths: RunPaths,
     bus: Bus,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    train_step: TrainStep,
     source: Path,
-    slot: int,
     slow_ranks: SlowRanks,
 ) -> Saver:
-    config = experiment.ckpt
+    config, policy, optimizer = experiment.ckpt, train_step.policy, train_step.optimizer
     meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
     meta["optimizer"] = experiment.trainer.optim.state
     if policy.adapters is not None:
         meta["adapter"] = adapter_identity(policy.adapters.config, source)
-    incarnation = context.incarnation
-    checkpointer = Checkpointer(policy, optimizer, paths, incarnation=incarnation, meta=meta, config=config, slot=slot)
+    checkpointer = Checkpointer(
+        policy,
+        optimizer,
+        paths,
+        incarnation=context.incarnation,
+        meta=meta,
+        config=config,
+        slot=train_step.slot,
+        extra={} if train_step.entropy is None else {"entropy_bonus": train_step.entropy.state},
+    )
     schedule: SaveSchedule | None = None
     if dist.get_rank() == 0 and config is not None and config.interval == "auto":
         trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])

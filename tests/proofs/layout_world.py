@@ -27,6 +27,7 @@ from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.self_test import SelfTestError
 from prime_hpc.trainer.objectives import normalization, rl_loss
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep
@@ -40,11 +41,28 @@ LENGTHS = [[20, 9], [15, 30, 1], [3], [41, 2], [17]]
 """Five micro-batches, of lengths that no number of ranks divides: two parts get unequal numbers of them."""
 LOSSES = [
     {"type": "aipo"},
-    {"type": "gspo", "kl": {"target": "behaviour", "coef": 0.1}},
-    {"type": "reinforce", "normalize": "sequence", "correction": {"level": "geometric"}},
+    {"type": "gspo", "kl": {"target": "behaviour", "coef": 0.1}, "entropy": {"coef": 0.05}},
+    {
+        "type": "reinforce",
+        "normalize": "sequence",
+        "correction": {"level": "geometric"},
+        "top_entropy_quantile": 0.3,
+    },
 ]
-"""Of steps 1, 2, 3: over tokens, over whole sequences, and with a factor that a whole sequence decides."""
-METRICS = ("loss", "entropy", "kl", "ratio", "clipped", "reward", "num_tokens", "num_targets", "lag_max")
+"""Of steps 1, 2, 3: over tokens; over whole sequences, with an entropy bonus; with a factor that a whole sequence
+decides, over the tokens of highest entropy in the whole batch."""
+METRICS = (
+    "loss",
+    "entropy",
+    "low_entropy_masked",
+    "kl",
+    "ratio",
+    "clipped",
+    "reward",
+    "num_tokens",
+    "num_targets",
+    "lag_max",
+)
 
 
 @dataclass(frozen=True)
@@ -141,6 +159,8 @@ class World:
             device=torch.device("cpu"),
             peak_flops=1.0,
             no_sync=step % 2 == 1,  # each way: whole gradients are what small models have by themselves
+            entropy=None if loss.entropy is None else EntropyBonus(loss.entropy),
+            top_entropy=loss.top_entropy_quantile,
         )
         part = redistribute(
             [whole_batch(step, self.case.replay)], self.parallel.data_rank, self.parallel.dims.num_data_ranks

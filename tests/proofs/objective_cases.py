@@ -69,6 +69,15 @@ def cases() -> list[Case]:
         _case(
             "sapo sharp", s("sapo", tau_pos=1.5, tau_neg=2.0), type="sapo", normalize="token", tau_pos=1.5, tau_neg=2
         ),
+        _case("vespo", s("vespo"), type="vespo", token_advantages=True),
+        _case(
+            "vespo flat",
+            s("vespo", gamma_pos=(1.0, 0.5), gamma_neg=(1.2, 0.9), normalize="sequence"),
+            type="vespo",
+            gamma_pos=(1.0, 0.5),
+            gamma_neg=(1.2, 0.9),
+            normalize="sequence",
+        ),
         _case("ppo_clip + off-policy mask", s("ppo_clip", off_policy=0.1), type="ppo_clip", off_policy_mask=0.1),
         _case(
             "reinforce + off-policy mask + truncate",
@@ -94,6 +103,13 @@ def cases() -> list[Case]:
             setting = s("grpo", normalize="sequence", kl=(target, estimator, 0.3))
             found.append(_case(f"grpo + {estimator} {target}", setting, type="grpo"))
     found.append(_case("dppo + k2 behaviour", s("dppo", kl=("behaviour", "k2", 2e-3)), type="dppo"))
+    return found + _corrected_cases()
+
+
+def _corrected_cases() -> list[Case]:
+    """Objectives under an importance correction, of each type and level."""
+    s = Setting
+    found: list[Case] = []
     for kind in ("reinforce", "grpo", "gspo", "aipo", "cispo"):
         for correction in ("truncate", "mask"):
             for level in ("token", "sequence", "geometric"):

@@ -62,8 +62,10 @@ def reference(arrays: list[np.ndarray], rules: list[dict[str, float]]) -> tuple[
         p = np.where(support, np.exp(row - row.max()), 0)
         p /= p.sum()
         log_p[i], entropy[i] = np.log(p[target]), -(p[p > 0] * np.log(p[p > 0])).sum()
-        d_logits[i] = (np.arange(len(row)) == target) - p
-    d_logits *= (outer / temperatures)[:, None]
+        surprise = np.log(p, out=np.zeros_like(p), where=p > 0)
+        of_entropy = -p * (surprise + entropy[i])
+        d_logits[i] = outer[i] * ((np.arange(len(row)) == target) - p) + outer[-1 - i] * of_entropy
+    d_logits /= temperatures[:, None]
     return log_p, entropy, d_logits @ head, d_logits.T @ hidden
 
 
@@ -82,9 +84,9 @@ def ours(arrays: list[np.ndarray], rules: list[dict[str, float]], **options: Any
     logprobs, entropy = token_logprobs(
         hidden, head, targets, temperatures, truncation=stated(rules), with_entropy=True, **options
     )
-    (outer * logprobs).sum().backward()
+    (outer * logprobs + outer.flip(0) * entropy).sum().backward()
     assert hidden.grad is not None and head.grad is not None
-    return logprobs.detach(), entropy, hidden.grad, head.grad
+    return logprobs.detach(), entropy.detach(), hidden.grad, head.grad
 
 
 def errors(num: int, vocab: int, seed: int, rules: list[dict[str, float]], **options: Any) -> list[float]:

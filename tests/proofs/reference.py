@@ -50,6 +50,8 @@ class Setting:
     constant: int = 1
     kl: tuple[str, str, float] | None = None
     """(reference | behaviour, k1 | k2 | k3, coefficient)"""
+    gamma_pos: tuple[float, float] = (2.0, 3.0)
+    gamma_neg: tuple[float, float] = (3.0, 2.0)
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     off_policy: float | None = None
@@ -106,6 +108,10 @@ def token_gains(s: Setting, seq: Sequence, theta: Vector, frozen: Vector) -> dic
         elif s.objective == "sapo":
             tau = s.tau_pos if advantage > 0 else s.tau_neg
             gains[t] = 4 / tau / (1 + exp(-tau * (ratio - 1))) * advantage
+        elif s.objective == "vespo":
+            w = exp(sum(frozen[seq.index[u]] - _old(s, seq, frozen, u) for u in targets))
+            c1, c2 = s.gamma_pos if advantage > 0 else s.gamma_neg
+            gains[t] = w**c1 * exp(c2 * (1 - w)) * advantage * log_pi
         elif s.objective == "gmpo":
             logs = [theta[seq.index[u]] - _old(s, seq, frozen, u) for u in targets]
             kept = [min(x, s.high) if advantage > 0 else max(x, -s.low) for x in logs]

@@ -41,7 +41,7 @@ MUTATIONS = [
     ("grpo", "targets.log_ratio()", "-targets.log_ratio()", "grpo", "value"),
     (TABLE, '.grpo:grpo", "sequence"', '.grpo:grpo", "token"', "grpo", "value"),
     (TABLE, 'dr_grpo", "batch"', 'dr_grpo", "sequence"', "dr_grpo", "value"),
-    ("dr_grpo", "targets.log_ratio()", "targets.log_ratio().detach()", "dr_grpo", "gradient"),
+    ("grpo", "targets.log_ratio()", "targets.log_ratio().detach()", "dr_grpo", "gradient"),
     ("gspo", "sequence_mean", "sequence_sum", "gspo", "value"),
     (TABLE, "Bounds(3e-4, 4e-4)", "Bounds(4e-4, 3e-4)", "gspo", "value"),
     ("gspo", " + (targets.logprobs - targets.logprobs.detach())", "", "gspo", "gradient"),
@@ -59,6 +59,10 @@ MUTATIONS = [
     ("sapo", "> 0, positive, negative", "> 0, negative, positive", "sapo sharp", "value"),
     ("sapo", "* 4 / tau", "* 4", "sapo sharp", "gradient"),
     ("sapo", "(1 - ratio)", "ratio", "sapo", "value"),
+    ("vespo", "sequence_sum", "sequence_mean", "vespo flat", "value"),
+    ("vespo", "c2 * (1 - log_w.exp())", "-c2 * log_w.exp()", "vespo", "value"),
+    ("vespo", "full_like(log_w, up)", "full_like(log_w, down)", "vespo", "value"),
+    ("vespo", "(c1 * log_w + c2 * (1 - log_w.exp())).exp()", "log_w.exp()", "vespo", "gradient"),
     ("correction", "(targets.advantages < 0) &", "(targets.advantages > 0) &", "ppo_clip + off-policy mask", "value"),
     ("correction", "(behaviour - targets", "-(behaviour - targets", "ppo_clip + off-policy mask", "value"),
     (TABLE, "Bounds(1.0, 4.0)", "Bounds(0.5, 4.0)", "cispo", "value"),
@@ -143,7 +147,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None
     if module.__name__ == TABLE:
         changed["OBJECTIVES"] = module.OBJECTIVES
     users = [importlib.import_module(module.__name__), trainer_section, rl, objective_cases, scorer, prove_algorithms]
-    users += [importlib.import_module(OBJECTIVES + n) for n in ("grpo", "dr_grpo", "gspo")]
+    users += [importlib.import_module(OBJECTIVES + n) for n in ("grpo", "gspo")]
     for user in users:
         for key in changed.keys() & vars(user).keys():
             monkeypatch.setattr(user, key, changed[key])

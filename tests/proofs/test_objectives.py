@@ -38,7 +38,7 @@ def test_proofs_see_both_sides_of_every_clip(case: Case) -> None:
         count += sum(len(s.targets()) for s in batch)
         sums = {k: sums.get(k, 0.0) + v for k, v in found.items()}
     clips = (
-        case.config.type not in ("reinforce", "nll", "sapo")
+        case.config.type not in ("reinforce", "nll", "sapo", "vespo")
         and case.config.correction is None
         and case.setting.objective != "sft"
     )

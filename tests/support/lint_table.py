@@ -301,7 +301,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "warning",
         {"orchestrator": {"advantage": {"zero": "drop"}}, "trainer": {"loss": {"kl": {}}}},
         {},
-        "not applied to groups without signal",
+        "also of those without signal",
     ),
     ("PH223", "warning", {"orchestrator": {"advantage": {"type": "opsd"}}}, {}, "fills its context cannot be scored"),
     ("PH226", "warning", {"orchestrator": {"advantage": {"scale": "batch"}}}, {}, "divides them once more"),

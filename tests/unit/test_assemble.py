@@ -293,6 +293,11 @@ def test_groups_and_lengths_by_outcome() -> None:
     above, below = [sampled[0][0], sampled[2][2]], [*sampled[0][1:], *sampled[2][:2]]
     assert row["completion/tokens_mean_above"] == np.mean(above)
     assert row["completion/tokens_mean_below"] == np.mean(below)
+    every = np.concatenate(sampled)
+    assert [row[f"completion/tokens_p{p}"] for p in (10, 90)] == np.percentile(every, (10, 90)).tolist()
+    assert row["completion/tokens_mean_untruncated"] == np.delete(every, 1).mean()  # but the one of 9
+    prompts = [e.num_prompt_tokens for group in groups for e in group.usable]
+    assert (row["prompt/tokens_mean"], row["prompt/tokens_max"]) == (np.mean(prompts), max(prompts))
     scored = score(groups, AdvantageConfig(type="dr_grpo"))
     assert batch_metrics(scored, ["a"], step=1, good=0.5)["groups/solved_none"] == 1
     assert row["groups/with_signal"] == 2 and "signal" not in troubles(defaultdict(int, row))

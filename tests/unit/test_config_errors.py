@@ -168,6 +168,8 @@ def test_answers_to_other_names_are_true() -> None:
     [
         ("trainer.loss.type", "dapo", "it is ppo_clip with trainer.loss.clip_high = 0.28"),
         ("trainer.loss.type", "geo_mean", "it is gmpo"),
+        ("trainer.loss.type", "luspo", "it is gspo with trainer.loss.normalize = batch and batch_tokens = 1"),
+        ("trainer.loss.type", "Clip-Cov", "entropy is kept up by trainer.loss.entropy"),
         ("trainer.loss.type", "IcePop", "it is trainer.loss.correction, beside any objective: type = mask"),
         ("orchestrator.advantage.type", "gspo", "it is an objective, trainer.loss.type"),
         (

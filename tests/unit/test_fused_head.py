@@ -32,7 +32,7 @@ if BREAK == "target":
 found = {{str(d): fused_head.first_try(torch.device("cpu"), d) for d in fused_head.HALF}}
 fused_head.is_served = lambda hidden, weight: True
 rows = []
-for chunk in (7, 64):
+for chunk, with_entropy in ((7, 0), (64, 0), (7, 1), (64, 1)):
     for trains in (True, False):
         torch.manual_seed(0)
         hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(9001, 16).bfloat16()
@@ -51,7 +51,7 @@ for chunk in (7, 64):
                     h, w, targets, temperatures, chunk_tokens=chunk, with_entropy=True, fused=how
                 )
                 assert values._base is None, "a view: FSDP warns of it at every start"
-            (values * outer).sum().backward()
+            (values * outer + with_entropy * outer.flip(0) * entropy).sum().backward()
             results.append([values.detach(), entropy.detach(), h.grad, *([w.grad] if trains else [])])
         exact = results.pop()
         rows.append([[float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(r, exact)] for r in results])

@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
-from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import EntropyConfig, LossConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import Parallel, build_parallel
@@ -52,6 +53,7 @@ def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         return TrainStep(
             policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
             normalize="sequence", reshard=True, device=CPU, peak_flops=1.0, slow_ranks=OneOfTwo(CPU, ["a", "b"]),
+            entropy=EntropyBonus(EntropyConfig(target=9)),
         )  # fmt: skip
 
     return make
@@ -87,6 +89,7 @@ CASES = {
     "lora": (0, {"lora": {"rank": 4}}, {}),
     "recomputed": (0, {"ac": {"mode": "selective"}}, {}),
     "mixture of experts": (4, {}, {}),
+    "sequence-level weight": (0, {}, {"type": "vespo"}),
     "sequence-level correction": (0, {}, {"type": "gspo", "correction": {"level": "sequence"}}),
 }
 

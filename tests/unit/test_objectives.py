@@ -24,7 +24,7 @@ from prime_hpc.trainer.objectives import (
 from prime_hpc.trainer.ops.logprobs import token_logprobs
 from tests.support.tiny_model import random_rank_batch
 
-KINDS = ["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "dppo", "ipo"]
+KINDS = ["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "gmpo", "sapo", "vespo", "cispo", "dppo", "ipo"]
 OPTIONS = {
     "none": {},
     "truncate": {"correction": {"type": "truncate", "high": 2.0}},

@@ -62,4 +62,4 @@ def _run(hidden: Any, weight: Any, targets: Any, fused: bool) -> tuple[list[Any]
     (values * torch.linspace(-1, 1, len(targets), device="cuda")).sum().backward()
     torch.cuda.synchronize()
     seconds, peak = time.perf_counter() - began, torch.cuda.max_memory_allocated() - before
-    return [values.detach(), entropies, hidden.grad, weight.grad], seconds, peak
+    return [values.detach(), entropies.detach(), hidden.grad, weight.grad], seconds, peak

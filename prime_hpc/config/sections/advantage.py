@@ -89,8 +89,8 @@ class AdvantageConfig(Section):
     """Cross-entropy on the environment's tokens, beside any algorithm; off when absent."""
     zero: Literal["auto", "keep", "drop"] = "auto"
     """Groups whose advantages are all zero reach the trainer or not. `auto`: they do where they change the loss (a KL
-    penalty, `trainer.loss.type = nll`); elsewhere they would only cost time, and the loss's denominators count them all
-    the same (`trainer.loss.denominators`)."""
+    penalty, an entropy bonus, `trainer.loss.type = nll`); elsewhere they would only cost time, and the loss's
+    denominators count them all the same (`trainer.loss.denominators`)."""
     overlong: Literal["keep", "mask", "drop", "penalize"] = "keep"
     """Rollouts that a limit (tokens, turns) cut short: `mask` scores them but does not train on them; `drop` treats
     them as failed; `penalize` takes `overlong_penalty` off their reward."""

@@ -26,6 +26,12 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("dppo_tv", "dppo_kl"), "it is dppo, with trainer.loss.divergence"),
         **dict.fromkeys(("tis", "rollout_is", "importance_sampling"), f"{_CORRECTION}: type = truncate"),
         **dict.fromkeys(("mis", "icepop"), f"{_CORRECTION}: type = mask, with its low and high"),
+        **dict.fromkeys(
+            ("clip_cov", "kl_cov"),
+            "there is none; entropy is kept up by trainer.loss.entropy, trainer.loss.clip_high, "
+            "trainer.loss.top_entropy_quantile",
+        ),
+        "luspo": "it is gspo with trainer.loss.normalize = batch and batch_tokens = 1",
         "opsm": "it is trainer.loss.off_policy_mask, beside any objective",
         **dict.fromkeys(
             ("gpg", "reinforce++", "reinforce_plus_plus"),
@@ -37,7 +43,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "dapo": "it is grpo; DAPO's other parts are trainer.loss (ppo_clip, clip_high = 0.28), gates of "
         "orchestrator.curriculum (advantage_range) and orchestrator.advantage.soft_overlong",
         **dict.fromkeys(
-            ("gspo", "cispo", "sapo", "gmpo", "ppo"),
+            ("gspo", "cispo", "sapo", "gmpo", "vespo", "ppo"),
             "it is an objective, trainer.loss.type; its paper's advantages are grpo",
         ),
         **dict.fromkeys(("gae", "vapo"), _NO_CRITIC),

@@ -1,5 +1,6 @@
 """The trainer's section: ranks, optimizer, schedule, objective, batch shape."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -70,6 +71,29 @@ class KLConfig(Section):
     """The reference: a directory or hub name; default: the model that training began with."""
 
 
+class EntropyConfig(Section):
+    """A bonus for the policy's entropy at the trained tokens, beside the objective."""
+
+    coef: float = Field(1e-3, ge=0, allow_inf_nan=False)
+    """Weight of the bonus; with `target` the one that its control begins with."""
+    target: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Control the weight so that the mean entropy in nats a token does not stay below this (Skywork-OR1): while it is
+    not above, the weight rises by `delta` a step, else it falls by that, and there is no bonus. Choose it near the
+    entropy (the metric `entropy`) of the first steps; off when absent: the weight stays."""
+    delta: float = Field(0.005, gt=0, allow_inf_nan=False)
+    """`target`: change of the weight from step to step."""
+    max_coef: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """`target`: largest weight."""
+
+    @model_validator(mode="after")
+    def _begins_below(self) -> "EntropyConfig":
+        if self.target is not None and self.coef > self.max_coef:
+            raise ValueError(
+                f"coef ({self.coef:g}), with which its control begins, exceeds max_coef ({self.max_coef:g})"
+            )
+        return self
+
+
 class CorrectionConfig(Section):
     """Importance correction of the trainer's policy against the engine's, decoupled from the objective's own ratio."""
 
@@ -131,6 +155,11 @@ class LossConfig(Section):
     counts less."""
     tau_neg: float = Field(1.05, gt=0)
     """`sapo`: the same where it is negative."""
+    gamma_pos: tuple[float, float] = (2.0, 3.0)
+    """`vespo`: c1 and c2 of its weight W^c1 exp(c2 (1 - W)) where the advantage is positive, W the ratio of the whole
+    sequence."""
+    gamma_neg: tuple[float, float] = (3.0, 2.0)
+    """`vespo`: the same where it is negative."""
     divergence: Literal["tv", "kl"] = "tv"
     """`dppo`: the trust region's measure, binary total variation or binary KL."""
     normalize: Literal["auto", "token", "sequence", "batch"] = "auto"
@@ -150,6 +179,12 @@ class LossConfig(Section):
     off_policy_mask: float | None = Field(None, gt=0)
     """Leave out sequences whose advantage is negative and from which the policy has moved away: by more than this in
     the mean of log mu - log pi over their tokens, in nats (DeepSeek-V3.2; 0.5 is TRL's example); off when absent."""
+    entropy: EntropyConfig | None = None
+    """Entropy bonus; off when absent."""
+    top_entropy_quantile: float | None = Field(None, gt=0, le=1)
+    """Train only this share of the batch's tokens, those of the highest entropy, over all ranks (0.2 in "Beyond the
+    80/20 Rule"); a KL penalty and an entropy bonus are of all. Costs one more forward pass over the batch; off when
+    absent."""
     mismatch: MismatchConfig = MismatchConfig()
     """Alarm on the mismatch to the engine."""
 
@@ -157,6 +192,13 @@ class LossConfig(Section):
     def objective(self) -> ObjectiveEntry:
         """Facts of the objective; the defaults for your own."""
         return OBJECTIVES.get(self.type) or ObjectiveEntry(self.type)
+
+    @property
+    def is_of_all_tokens(self) -> bool:
+        """True if tokens without an advantage change the loss, too."""
+        penalized = self.kl is not None and self.kl.coef > 0
+        rewarded = self.entropy is not None and (self.entropy.coef > 0 or self.entropy.target is not None)
+        return self.objective.imitates or penalized or rewarded
 
     @property
     def bounds(self) -> Bounds:
@@ -178,6 +220,8 @@ class LossConfig(Section):
             raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
         if self.correction is not None and objective.imitates:
             raise ValueError(f"trainer.loss.type = {self.type} has no importance ratio: leave correction out")
+        if not all(0 <= value < math.inf for value in (*self.gamma_pos, *self.gamma_neg)):
+            raise ValueError("gamma_pos and gamma_neg must be finite and not negative, or the weight is without bound")
         if self.off_policy_mask is not None and objective.imitates:
             raise ValueError(f"trainer.loss.type = {self.type} looks at no advantage: leave off_policy_mask out")
         return self

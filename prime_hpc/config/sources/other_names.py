@@ -39,7 +39,6 @@ _REWARDS = (
     "call them (its arguments `reward`, `weights`); else a verifiers package brings them"
 )
 _CRITIC = "there is no critic and no value model: advantages are those of a group, <orchestrator.advantage.type>"
-_ENTROPY = "there is no entropy bonus (the metric is `entropy`): a higher <trainer.loss.clip_high> keeps it up"
 _SHARDED = "FSDP2 shards always: <trainer.parallel.dp_shard>, <trainer.parallel.dp_replicate>"
 _QUANTISED = "weights that train are not quantised: <model.lora>, <model.dtype>, <model.fp8>"
 
@@ -120,6 +119,8 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     ),
     ("sapo_temperature_pos", "it is <trainer.loss.tau_pos>"),
     ("sapo_temperature_neg", "it is <trainer.loss.tau_neg>"),
+    ("vespo_k_pos vespo_lambda_pos", "they are the two of <trainer.loss.gamma_pos>"),
+    ("vespo_k_neg vespo_lambda_neg", "they are the two of <trainer.loss.gamma_neg>"),
     ("off_policy_mask_threshold use_opsm opsm_delta", "it is <trainer.loss.off_policy_mask>"),
     ("loss_agg_mode loss_scale_factor", "the divisor of a token's loss: <trainer.loss.normalize>"),
     (
@@ -136,7 +137,25 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "`grpo` divides by the group's standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>; by that "
         "of the whole step: <orchestrator.advantage.scale>",
     ),
-    ("entropy_coef entropy_coeff use_adaptive_entropy entropy_target top_entropy_quantile", _ENTROPY),
+    (
+        "entropy_coef entropy_coeff entropy_loss_coef entropy_bonus ent_coef calculate_entropy",
+        "the weight of an entropy bonus: <trainer.loss.entropy.coef> (the metric `entropy` is always there)",
+    ),
+    (
+        "use_adaptive_entropy adaptive_entropy entropy_target target_entropy tgt_entropy",
+        "the entropy that the bonus' weight is controlled towards: <trainer.loss.entropy.target>",
+    ),
+    ("entropy_coef_delta delta_ent_coef", "it is <trainer.loss.entropy.delta>"),
+    ("entropy_coef_max max_ent_coef", "it is <trainer.loss.entropy.max_coef>"),
+    ("entropy_coef_min min_ent_coef", "the weight of the entropy bonus falls to 0: leave it out"),
+    (
+        "entropy_checkpointing entropy_from_logits_with_chunking use_entropy_chunking",
+        "logits exist a chunk at a time, also for the entropy's gradient: leave it out (<trainer.logits_chunk_tokens>)",
+    ),
+    (
+        "top_entropy_quantile entropy_top_ratio high_entropy_ratio",
+        "the share of tokens, those of the highest entropy, that train: <trainer.loss.top_entropy_quantile>",
+    ),
     ("gamma lam lambd critic value_clip cliprange_value critic_learning_rate critic_pretrain value_model", _CRITIC),
     (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "

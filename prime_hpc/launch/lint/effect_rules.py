@@ -29,12 +29,17 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
     yield "trainer.loss.delta", loss.type == "aipo" or is_own, "trainer.loss.type = aipo"
     for key in ("tau_pos", "tau_neg"):
         yield f"trainer.loss.{key}", loss.type == "sapo" or is_own, "trainer.loss.type = sapo"
+    for key in ("gamma_pos", "gamma_neg"):
+        yield f"trainer.loss.{key}", loss.type == "vespo" or is_own, "trainer.loss.type = vespo"
     for key in ("clip_low", "clip_high"):
         yield f"trainer.loss.{key}", loss.objective.clips, "an objective with a trust region, as ppo_clip and grpo"
     yield "trainer.loss.divergence", loss.type == "dppo" or is_own, "trainer.loss.type = dppo"
     yield "trainer.loss.batch_tokens", divisor == "batch", "trainer.loss.normalize = batch"
     if loss.kl is not None:
         yield "trainer.loss.kl.model", loss.kl.target == "reference", "trainer.loss.kl.target = reference"
+    if loss.entropy is not None:
+        for key in ("delta", "max_coef"):
+            yield f"trainer.loss.entropy.{key}", loss.entropy.target is not None, "trainer.loss.entropy.target"
     if loss.correction is not None:
         yield "trainer.loss.correction.low", loss.correction.type == "mask", "trainer.loss.correction.type = mask"
 
@@ -65,6 +70,8 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
         "trainer.loss.kl",
         "trainer.loss.correction",
         "trainer.loss.off_policy_mask",
+        "trainer.loss.entropy",
+        "trainer.loss.top_entropy_quantile",
     ):
         yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
     preference = experiment.sft.preference

@@ -194,11 +194,12 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "is to the trainer's own policy",
             "trainer.loss.correction = {} (counts the mismatch apart), or clip_low and clip_high of 3e-3 and more",
         )
-    if experiment.orchestrator.advantage.zero == "drop" and loss.kl is not None and loss.kl.coef > 0:
+    if experiment.orchestrator.advantage.zero == "drop" and loss.is_of_all_tokens:
         yield Finding.warning(
             "PH222",
             "orchestrator.advantage.zero",
-            "the KL penalty is not applied to groups without signal, which zero = drop leaves out of the batch",
+            "a KL penalty, an entropy bonus and imitation are of all groups, also of those without signal, which "
+            "zero = drop leaves out of the batch",
             "zero = auto",
         )
     advantage = experiment.orchestrator.advantage

@@ -187,10 +187,10 @@ def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], re
 def zero_groups(experiment: Experiment) -> str:
     """`keep` or `drop`: the configured `advantage.zero`, or with `auto` `keep` where a loss looks at tokens without an
     advantage, so that leaving them out would change it."""
-    stated, loss = experiment.orchestrator.advantage.zero, experiment.trainer.loss
+    stated = experiment.orchestrator.advantage.zero
     if stated != "auto":
         return stated
-    return "keep" if loss.objective.imitates or (loss.kl is not None and loss.kl.coef > 0) else "drop"
+    return "keep" if experiment.trainer.loss.is_of_all_tokens else "drop"
 
 
 def count_rollouts(scored: Sequence[ScoredGroup]) -> NDArray[np.int64]:

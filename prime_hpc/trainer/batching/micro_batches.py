@@ -66,6 +66,8 @@ class MicroBatch:
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
     reference_sums: torch.Tensor | None = None
     """float64[S], see `RankBatch.reference_sums`."""
+    high_entropy: torch.Tensor | None = None
+    """bool[N], the targets that the objective trains, with `trainer.loss.top_entropy_quantile`; None: all."""
     targets_of_rollout: torch.Tensor | None = None
     """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
     ranks; None where sequences are whole rollouts."""
@@ -104,6 +106,7 @@ _SEEN_BY_OBJECTIVES = (
     "behaviour_logprobs",
     "advantages",
     "reference_logprobs",
+    "high_entropy",
 )
 """Fields of `MicroBatch` with a value a target that objectives look at."""
 

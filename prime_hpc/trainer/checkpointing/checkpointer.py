@@ -86,15 +86,17 @@ class Checkpointer:
         meta: Mapping[str, Any],
         config: CkptConfig | None = None,
         slot: int = 0,
+        extra: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Args:
         policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
+        extra: small tensors beside them, the same on all ranks. They stay as they are where a checkpoint has none.
         meta: plain JSON for the manifest; `identity` (see `store.model.fingerprint`), `kind` and `adapter` are compared
             by `load`.
         config: None saves synchronously and keeps everything.
         """
         self._policy, self._optimizer, self._paths, self._slot = policy, optimizer, paths, slot
-        self._incarnation, self._meta = incarnation, dict(meta)
+        self._incarnation, self._meta, self._extra = incarnation, dict(meta), dict(extra or {})
         self._config = config or CkptConfig()
         self._ranks = RankGroup()
         self._side: RankGroup | None = None
@@ -187,7 +189,8 @@ class Checkpointer:
         return figures
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return dcp_state.named_state(self._policy, self._optimizer, self._slot) | random_state(self._ranks.rank)
+        named = dcp_state.named_state(self._policy, self._optimizer, self._slot)
+        return named | self._extra | random_state(self._ranks.rank)
 
     def _plan_for(self, state: dict[str, torch.Tensor]) -> dcp_state.ShardPlan:
         """Return the plan of who writes what; made again when tensors came or went, which they do on all ranks
@@ -354,8 +357,10 @@ class Checkpointer:
         problems = problems or dcp_state.differences(metadata, state)
         if problems or progress is None:
             raise OtherRunError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
-        randoms = {k: v for k, v in random_state(self._ranks.rank).items() if k in metadata.state_dict_metadata}
-        dcp_state.load_state(info.trainer_dir, state | randoms)
+        saved = metadata.state_dict_metadata
+        randoms = {k: v for k, v in random_state(self._ranks.rank).items() if k in saved}
+        extra = {k: v for k, v in self._extra.items() if k in saved}
+        dcp_state.load_state(info.trainer_dir, state | extra | randoms)
         set_random_state(randoms)
         return {name: int(value) for name, value in progress.items()}
 

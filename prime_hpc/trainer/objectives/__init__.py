@@ -1,8 +1,9 @@
 """Objectives of the trainer: from log-probabilities of the trained tokens to a loss.
 
-One file an objective, found by its config name (`trainer.loss.type`); `rl.py` joins one with the optional
-importance correction and KL penalty, `normalize.py` gives every token its share of the batch. Nothing loops over
-sequences, and nothing depends on how they are packed, sharded or split into micro-batches.
+About one file an objective, found by its config name (`trainer.loss.type`); `rl.py` joins one with the optional
+importance correction and KL penalty, `entropy.py` is the bonus beside them, `normalize.py` gives every token its share
+of the batch. Nothing loops over sequences, and nothing depends on how they are packed, sharded or split into
+micro-batches.
 
 To add one: write a file here with one function, and its row in `config.named_code.OBJECTIVES`; or keep it in your own
 package and state `trainer.loss.type = module:function`.

@@ -5,7 +5,7 @@ With pi the trainer's policy, mu the one that sampled the token, A the advantage
     l_t = - min(rho_t, delta) A_t log pi(t),      rho_t = sg(pi(t) / mu(t))
 
 so that the gradient is - min(rho_t, delta) A_t grad log pi(t). Unlike PPO's clip, a clipped token keeps its gradient,
-with factor delta. The paper's entropy and KL terms are left out (`trainer.loss.kl` adds one).
+with factor delta. The paper's entropy and KL terms are `trainer.loss.entropy` and `trainer.loss.kl`.
 
 Edge cases: on-policy (rho = 1) it is plain REINFORCE. The minimum is taken between logarithms, so a ratio that would
 overflow, or a token to which the engine gave probability 0 (log mu = -inf), counts as delta. delta = inf switches the

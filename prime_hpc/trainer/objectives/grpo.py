@@ -9,8 +9,17 @@ those that train. Advantages with the group's standard deviation (`orchestrator.
 the orchestrator's; the KL term to a reference model is `trainer.loss.kl` with its defaults (estimator k3; the paper's
 beta is 0.04), over the groups without signal too.
 
-Edge cases: as in `ppo_clip.py`. Short sequences weigh more a token than long ones; that is the length bias that
-`dr_grpo.py` removes.
+Short sequences weigh more a token than long ones. **Dr. GRPO** is without that length bias (arXiv 2503.20783, section
+3.2):
+
+    L = 1/G sum_i 1/M sum_t - min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)
+
+The sequence's own length |o_i| gives way to a constant M (`trainer.loss.batch_tokens`, default `seq_len`), so that a
+wrong answer is not punished less a token for being long. The other half of Dr. GRPO, advantages without the standard
+deviation, is the orchestrator's: `orchestrator.advantage.type = dr_grpo`.
+
+Edge cases: as in `ppo_clip.py`. The size of Dr. GRPO's gradient grows with the mean length over M; the norm clip sees
+that.
 """
 
 from prime_hpc.config.sections.trainer import LossConfig
@@ -19,5 +28,10 @@ from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
 
 
 def grpo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
+    """See the module."""
+    return clipped_surrogate(targets, targets.log_ratio(), config, bounds)
+
+
+def dr_grpo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     return clipped_surrogate(targets, targets.log_ratio(), config, bounds)

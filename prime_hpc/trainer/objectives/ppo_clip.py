@@ -8,7 +8,7 @@ A token loses its gradient where a step further would only leave the trust regio
 and r < 1 - low. `high > low` is DAPO's clip-higher (arXiv 2503.14476, section 3.1). With `dual_clip` = c > 1, tokens
 with A < 0 lose at most -c A (arXiv 1912.09729): l_t = min(-c A_t, ...) there, which bounds the only unbounded side.
 
-Normalised over tokens, as DAPO and most PPO codes do; `grpo.py` and `dr_grpo.py` differ in nothing else.
+Normalised over tokens, as DAPO and most PPO codes do; `grpo` and `dr_grpo` (`grpo.py`) differ in nothing else.
 
 Edge cases: with one update a batch, r is the distance to the engine's policy (staleness and numerics), not to the
 start of an inner epoch. Ratios saturate at e^+-20 with gradient 0. A = 0: no gradient, and no clip counted.

@@ -1,6 +1,7 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
-loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out.
+loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out, or t is
+not of high entropy (`entropy.py`, as is the bonus that is added to it).
 """
 
 import torch
@@ -38,7 +39,7 @@ def rl_loss(
     Returns:
         the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective; `clipped_high`,
         `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction), `off_policy_masked`,
-        `kl_penalty` (the estimate, without coef).
+        `low_entropy_masked`, `kl_penalty` (the estimate, without coef).
 
     Raises:
         ConfigError: a KL to the reference is asked for, but the micro-batch has no reference log-probabilities.
@@ -66,6 +67,9 @@ def rl_loss(
         masked = off_policy(config.off_policy_mask, targets, behaviour)
         per_target = torch.where(masked, torch.zeros_like(per_target), per_target)
         stats.sums["off_policy_masked"] = masked.sum().float()
+    if micro.high_entropy is not None:
+        per_target = torch.where(micro.high_entropy, per_target, torch.zeros_like(per_target))
+        stats.sums["low_entropy_masked"] = (~micro.high_entropy).sum().float()
     if config.kl is not None:
         penalty = kl_estimate(logprobs, _kl_target(config.kl, micro), config.kl.estimator)
         stats.sums["kl_penalty"] = penalty.detach().sum()

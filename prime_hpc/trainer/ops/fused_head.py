@@ -52,15 +52,22 @@ if triton is not None:
         tl.store(logprobs + row, at_target - log_sum)
 
     @triton.jit
-    def _gradient_kernel(logits, column, scale, log_sums, rows, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _gradient_kernel(  # type: ignore[no-untyped-def]
+        logits, column, scale, log_sums, rows, entropy, entropy_rows, width, stride, BLOCK: tl.constexpr,
+        OF_ENTROPY: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = place < width
         at = logits + row * stride + place
         value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale + row)
-        share = tl.exp(value - tl.load(log_sums + row))
+        logprob = value - tl.load(log_sums + row)
+        share = tl.exp(logprob)
         hit = (place == tl.load(column + row)).to(tl.float32)
-        tl.store(at, ((hit - share) * tl.load(rows + row)).to(logits.dtype.element_ty), mask=inside)
+        delta = (hit - share) * tl.load(rows + row)
+        if OF_ENTROPY:
+            delta -= share * (logprob + tl.load(entropy + row)) * tl.load(entropy_rows + row)
+        tl.store(at, delta.to(logits.dtype.element_ty), mask=inside)
 
 
 def row_statistics(
@@ -84,12 +91,22 @@ def row_statistics(
 
 
 def make_gradient(
-    logits: torch.Tensor, column: torch.Tensor, scale: torch.Tensor, log_sums: torch.Tensor, rows: torch.Tensor
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    scale: torch.Tensor,
+    log_sums: torch.Tensor,
+    rows: torch.Tensor,
+    entropy: torch.Tensor,
+    entropy_rows: torch.Tensor | None = None,
 ) -> None:
-    """Turn logits `[n, V]` in place into rows * (1 at the target - softmax), float32 `[n]` each of the others."""
+    """Turn logits `[n, V]` in place into rows * (1 at the target - p) - entropy_rows * p (log p + entropy), p their
+    softmax; float32 `[n]` each of the others."""
     if len(logits):
-        grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
-        _gradient_kernel[grid](logits, column, scale, log_sums, rows, logits.shape[1], logits.stride(0), BLOCK=BLOCK)
+        grid, of_entropy = (len(logits), triton.cdiv(logits.shape[1], BLOCK)), entropy_rows is not None
+        sizes, more = (logits.shape[1], logits.stride(0)), entropy_rows if of_entropy else rows
+        _gradient_kernel[grid](
+            logits, column, scale, log_sums, rows, entropy, more, *sizes, BLOCK=BLOCK, OF_ENTROPY=of_entropy
+        )
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
@@ -115,17 +132,18 @@ class FusedTokenLogprobs(torch.autograd.Function):
             logprobs[part], log_sums[part], entropy[part] = row_statistics(logits, targets[part], scale[part])
         ctx.kept = buffer if num <= chunk_tokens else None
         ctx.chunk_tokens = chunk_tokens
-        ctx.save_for_backward(hidden, weight, targets, scale, log_sums)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, scale, log_sums, entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-        """Gradients of hidden states and head, of those of the log-probabilities alone."""
-        hidden, weight, targets, scale, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        """Gradients of hidden states and head, of those of log-probabilities and entropies."""
+        hidden, weight, targets, scale, log_sums, entropy = ctx.saved_tensors
         num, chunk, kept = hidden.shape[0], ctx.chunk_tokens, ctx.kept
         ctx.kept = None
-        grad_hidden, rows = torch.empty_like(hidden), grad * scale
+        grad_hidden, rows = torch.empty_like(hidden), scale * (torch.zeros_like(scale) if grad is None else grad)
+        entropy_rows = None if grad_entropy is None else grad_entropy * scale
         trains_weight = ctx.needs_input_grad[1]
         in_parts = trains_weight and kept is None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if in_parts else None
@@ -135,7 +153,8 @@ class FusedTokenLogprobs(torch.autograd.Function):
             delta = buffer[: part.stop - start]
             if kept is None:
                 torch.mm(hidden[part], weight.T, out=delta)
-            make_gradient(delta, targets[part], scale[part], log_sums[part], rows[part])
+            more = None if entropy_rows is None else entropy_rows[part]
+            make_gradient(delta, targets[part], scale[part], log_sums[part], rows[part], entropy[part], more)
             torch.mm(delta, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.add_(delta.T @ hidden[part])
@@ -180,9 +199,13 @@ def first_try(device: torch.device, dtype: torch.dtype) -> float:
     rows = torch.tensor([1.0, -0.5, 3.0, 0.0, 0.25, -2.0], device=device)
     expected = (logits.float() * scale[:, None]).log_softmax(1)
     logprobs, log_sums, entropy = row_statistics(logits, column, scale)
-    errors = [logprobs - expected.gather(1, column[:, None])[:, 0], entropy + (expected.exp() * expected).sum(1)]
-    delta = (torch.nn.functional.one_hot(column, width) - expected.exp()) * rows[:, None]
-    make_gradient(logits, column, scale, log_sums, rows)
-    rounding = torch.finfo(dtype).eps * delta.abs()
-    errors.append(((logits.float() - delta).abs() - rounding).clamp(min=0) / delta.abs().max())
+    exact = -(expected.exp() * expected).sum(1)
+    errors = [logprobs - expected.gather(1, column[:, None])[:, 0], entropy - exact]
+    of_logprob = (torch.nn.functional.one_hot(column, width) - expected.exp()) * rows[:, None]
+    of_entropy = -expected.exp() * (expected + exact[:, None]) * rows.flip(0)[:, None]
+    for more, delta in ((None, of_logprob), (rows.flip(0), of_logprob + of_entropy)):
+        turned = logits.clone()
+        make_gradient(turned, column, scale, log_sums, rows, entropy, more)
+        rounding = torch.finfo(dtype).eps * delta.abs()
+        errors.append(((turned.float() - delta).abs() - rounding).clamp(min=0) / delta.abs().max())
     return max(float(error.abs().max()) for error in errors)

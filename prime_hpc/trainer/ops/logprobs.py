@@ -102,8 +102,24 @@ def _columns(targets: torch.Tensor, width: int, shard: VocabShard | None) -> tup
     return torch.where(own, column, 0), own
 
 
+def _scale_probabilities(
+    p: torch.Tensor, rows: torch.Tensor, entropy_rows: torch.Tensor | None, entropy: torch.Tensor
+) -> None:
+    """Turn probabilities `[n, vocab]` in place into what softmax and entropy add to the gradient of the logits:
+    - rows p, and with `entropy_rows`, the gradient of the entropy H, - entropy_rows p (log p + H)."""
+    if entropy_rows is None:
+        p.mul_(-rows[:, None])
+        return
+    step = max(1, -(-p.shape[0] // ROW_BLOCKS))
+    for first in range(0, p.shape[0], step):
+        part = slice(first, first + step)
+        surprise = torch.special.xlogy(p[part], p[part])  # 0 where p is
+        p[part].mul_(-(rows + entropy_rows * entropy)[part, None])
+        p[part].sub_(surprise.mul_(entropy_rows[part, None]))
+
+
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at the targets through the LM head, without autograd ever holding `[N, vocab]`.
+    """Log-softmax at the targets through the LM head, and entropies, without autograd ever holding `[N, vocab]`.
 
     One chunk (N <= chunk_tokens): the exponentials are kept and turned into the gradient in place.
     More: each chunk's logits are computed again in the backward pass.
@@ -160,14 +176,15 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = at_target - log_sums[part]
             if keep:
                 ctx.kept = (logits, sums)
-        ctx.save_for_backward(hidden, weight, column, own, scale, log_sums, *(() if bias is None else (bias,)))
+        ctx.save_for_backward(hidden, weight, column, own, scale, log_sums, entropy, *(() if bias is None else (bias,)))
         ctx.softcap, ctx.chunk_tokens, ctx.shard, ctx.exact = softcap, chunk_tokens, shard, exact
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # a loss without the entropy costs nothing for it
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, column, own, scale, log_sums, *rest = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, column, own, scale, log_sums, entropy, *rest = ctx.saved_tensors
+        grad = torch.zeros_like(log_sums) if grad is None else grad
         bias = rest[0] if rest else None
         num, chunk = hidden.shape[0], ctx.chunk_tokens
         grad_hidden = torch.empty_like(hidden)
@@ -179,10 +196,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, num, chunk):
             part = slice(start, min(start + chunk, num))
             rows = grad[part] * scale[part]  # the gradient that reaches the logits before scale
+            entropy_rows = None if grad_entropy is None else grad_entropy[part] * scale[part]
             if buffer is None:
                 delta, sums = ctx.kept
                 ctx.kept = None
-                delta.mul_((-rows / sums)[:, None])
+                if entropy_rows is None:
+                    delta.mul_((-rows / sums)[:, None])
+                else:
+                    _scale_probabilities(delta.div_(sums[:, None]), rows, entropy_rows, entropy)
             else:
                 delta = _chunk_logits(
                     buffer[: part.stop - start], hidden[part], weight, bias, scale[part], ctx.softcap, ctx.exact
@@ -191,7 +212,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 if ctx.cut is not None:
                     cut = Cut(ctx.cut.least[part], ctx.cut.share[part])
                     apply_cut(delta, cut, column[part], None if ctx.shard is None else own[part])
-                delta.sub_(log_sums[part, None]).exp_().mul_(-rows[:, None])
+                delta.sub_(log_sums[part, None]).exp_()
+                _scale_probabilities(delta, rows, entropy_rows, entropy[part])
             delta.scatter_add_(1, column[part, None], (rows if ctx.shard is None else rows * own[part])[:, None])
             if ctx.softcap is not None:
                 delta.mul_(slope)
@@ -249,8 +271,8 @@ def token_logprobs(
             bias, cap or truncation.
 
     Returns:
-        float32 `[N]` log-probabilities, differentiable in hidden, weight and bias; float32 `[N]` entropies in nats
-        (`[0]` without `with_entropy`), not differentiable.
+        float32 `[N]` log-probabilities; float32 `[N]` entropies in nats (`[0]` without `with_entropy`). Both are
+        differentiable in hidden, weight and bias.
     """
     scale = logit_scale / torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
     if softcap is not None:  # the model scales before it caps; the temperature divides after
