@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STATUS_JSON
 from prime_hpc.config.secret import anchored, hide
+from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
 from prime_hpc.report.phases import (
@@ -92,6 +93,14 @@ def read_hours(
         lives=own,
     )
     return RunHours(spent, trainer, orchestrator, submitted, own)
+
+
+def attempts_identity(path: Path, attempts: Sequence[AttemptRow]) -> tuple[Any, ...]:
+    """Return what tells a run's attempts from those of all others: a copy, from an archive perhaps, has the same; ():
+    there are none."""
+    keys = ("began", "host", "pid", "process", "ended")
+    own = tuple(tuple(row.get(key) for key in keys) for row in attempts)
+    return (line_of(path / RUN_YAML, "name: "), *own) if own else ()
 
 
 def _last_word(path: Path, attempts: Sequence[AttemptRow]) -> float:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
-from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.accounting import attempt_hours
-from prime_hpc.report.run_hours import read_config, read_hours
+from prime_hpc.report.run_hours import attempts_identity, read_config, read_hours
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
@@ -96,7 +95,7 @@ def read_usage(
         lives = ask_lives([path for path, _ in own])
         for path, name in own:
             try:
-                attempts = _attempts_of(path)
+                attempts = attempts_identity(path, read_attempts(path / ATTEMPTS_JSONL))
                 if attempts in counted:
                     left_out[name] = f"a copy of {counted[attempts]}, whose hours are counted"
                     continue
@@ -108,15 +107,6 @@ def read_usage(
                 continue
             if found is not None:
                 yield replace(found, name=name, sweep=_sweep(path, folder))
-
-
-def _attempts_of(path: Path) -> tuple[Any, ...]:
-    """Return what tells a run's attempts from those of all others: a copy, from an archive perhaps, has the same.
-    Raises OSError: they cannot be read."""
-    keys = ("began", "host", "pid", "process", "ended")
-    rows = read_attempts(path / ATTEMPTS_JSONL)
-    own = tuple(tuple(row.get(key) for key in keys) for row in rows)
-    return (line_of(path / RUN_YAML, "name: "), *own) if own else ()
 
 
 def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: float | None) -> Usage | None:
