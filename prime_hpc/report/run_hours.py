@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STATUS_JSON
 from prime_hpc.config.secret import anchored, hide
+from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
 from prime_hpc.report.phases import (
@@ -92,6 +93,12 @@ def read_hours(
         lives=own,
     )
     return RunHours(spent, trainer, orchestrator, submitted, own)
+
+
+def attempt_identities(path: Path, attempts: Sequence[AttemptRow]) -> list[tuple[Any, ...]]:
+    """Return what tells each of a run's attempts from all others: a copy, from an archive perhaps, has the same."""
+    name = line_of(path / RUN_YAML, "name: ")
+    return [(name, *(row.get(key) for key in ("began", "host", "pid", "process"))) for row in attempts]
 
 
 def _last_word(path: Path, attempts: Sequence[AttemptRow]) -> float:

@@ -14,7 +14,7 @@ from prime_hpc.observe.metric_names import evaluated, held_out_set
 from prime_hpc.report.accounting import charged_hours, suggest_split
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
-from prime_hpc.report.run_hours import read_config, read_hours
+from prime_hpc.report.run_hours import attempt_identities, read_config, read_hours
 from prime_hpc.report.series import Curves, section_of
 from prime_hpc.report.timeline import job_lanes, role_lanes
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
@@ -66,14 +66,28 @@ def limits_for(num_runs: int) -> Limits:
     return Limits(150, 300, 0, False)
 
 
-def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobLife] = ()) -> dict[str, Any]:
+def view_run(
+    path: Path,
+    status: RunStatus,
+    limits: Limits,
+    lives: Sequence[JobLife] = (),
+    originals: dict[tuple[Any, ...], str] | None = None,
+) -> dict[str, Any]:
     """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`.
-    `lives`: of the run's jobs, where Slurm's accounting says."""
+
+    Args:
+        lives: of the run's jobs, where Slurm's accounting says.
+        originals: `attempt_identities` -> name of the page's runs so far, told this one's: sums leave out its copies.
+    """
     notes: list[str] = []
     config = read_config(path, notes)
     attempts = read_rows(path / ATTEMPTS_JSONL)
     trained, served = Curves(), Curves()
     both = {"trainer": trained, "orchestrator": served}
+    identity = tuple(attempt_identities(path, attempts))
+    original = originals.setdefault(identity, status.name) if identity and originals is not None else status.name
+    if original != status.name:
+        notes.append(f"a copy of {original}, whose hours are counted")
     goes_on = status.is_under_way and not status.is_between
     hours = read_hours(path, config, attempts, is_under_way=goes_on, lives=lives, curves=both)
     trainer, orchestrator, spent = hours.trainer, hours.orchestrator, hours.spent
@@ -92,6 +106,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
     return {
         "name": status.name,
         "parent": parent.name if parent is not None else None,
+        "copy_of": original if original != status.name else None,
         "path": str(path),
         "kind": config.get("kind"),
         "status": _status_facts(status),

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
-from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.accounting import attempt_hours
-from prime_hpc.report.run_hours import read_config, read_hours
+from prime_hpc.report.run_hours import attempt_identities, read_config, read_hours
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.runtime.failures import file_error_text
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
@@ -115,14 +114,11 @@ def read_usage(
 
 
 def _attempts_of(path: Path) -> list[tuple[Any, ...]]:
-    """Return what tells each of a run's attempts from all others: a copy, from an archive perhaps, has the same. Empty
-    where they cannot be read."""
+    """Return what tells each of a run's attempts from all others; empty where they cannot be read."""
     try:
-        rows = read_attempts(path / ATTEMPTS_JSONL)
+        return attempt_identities(path, read_attempts(path / ATTEMPTS_JSONL))
     except OSError:
         return []  # told of as its hours are read
-    name = line_of(path / RUN_YAML, "name: ")
-    return [(name, *(row.get(key) for key in ("began", "host", "pid", "process"))) for row in rows]
 
 
 def _of_run(

@@ -1,6 +1,6 @@
 """The train step that RL and SFT share.
 
-    train_step = TrainStep(policy, optimizer, ...)
+    train_step = TrainStep(policy, optimizer, config, ...)
     metrics = train_step.run(step, rank_batch, objective)
 
 `rl.py` and `sft.py` differ in where a `RankBatch` comes from and in the objective, a function of log-probabilities.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import MismatchConfig, TrainerConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import (
     BatchFacts,
@@ -39,7 +39,7 @@ from prime_hpc.trainer.objectives.entropy import EntropyBonus, entropy_threshold
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
-from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
+from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over, whole_gradient_bytes
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.token_log import Watch
@@ -71,22 +71,17 @@ class TrainStep:
         self,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
+        config: TrainerConfig,
         *,
-        optim: OptimConfig,
-        scheduler: SchedulerConfig,
         max_steps: int,
         normalize: str,
-        reshard: bool,
         device: torch.device,
         peak_flops: float,
         with_entropy: bool = True,
         batch_tokens: int = 1,
-        denominators: str = "all",
         mismatch: MismatchConfig | None = None,
         reference: Policy | None = None,
         slot: int = 0,
-        share_prefixes: bool = True,
-        no_sync: bool = False,
         row_tokens: int = 0,
         slow_ranks: SlowRanks | None = None,
         together: int = 1,
@@ -96,17 +91,13 @@ class TrainStep:
         """Args:
         max_steps: length of the schedule.
         normalize: `token`, `sequence` or `batch`, see `objectives.target_weights`.
-        reshard: free gathered parameters between a step's micro-batches.
         peak_flops: FLOP/s of one rank, for MFU.
         with_entropy: measure the policy's entropy at the targets.
         batch_tokens: constant of `normalize = batch`.
-        denominators: `all` or `trained`: count the step's rollouts, where the batch tells, or its sequences.
         mismatch: alarm on the metric `kl`; None: none.
         reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
             model, where it has adapters.
         slot: adapter that is trained, where the policy has any.
-        share_prefixes: compute the prompt of a group's samples once, see `prefix_attention.py`.
-        no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
         row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
         slow_ranks: compares the ranks' own times; None: nobody does.
         together: sequences that follow each other and share a micro-batch: 2 of a pair.
@@ -116,14 +107,14 @@ class TrainStep:
         self.policy = policy
         self.optimizer = optimizer
         self.timer = PhaseTimer.of(device)
-        self._optim, self._scheduler, self.max_steps = optim, scheduler, max_steps
+        self._config, self.max_steps = config, max_steps
         self._normalize, self._device = normalize, device
-        self._reshard = reshard and not gathers_from_itself(policy.parallel)
+        self._reshard = config.reshard_after_forward and not gathers_from_itself(policy.parallel)
+        self._no_sync = config.defers_sync(whole_gradient_bytes(policy))
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
-        self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
-        self._slow_ranks, self._together = slow_ranks, together
-        self.entropy, self._top_entropy = entropy, top_entropy
-        self._no_sync, self._counts_all = no_sync, denominators == "all"
+        self._alarmed, self._row_tokens, self._together = False, row_tokens, together
+        self._slow_ranks, self.entropy, self._top_entropy = slow_ranks, entropy, top_entropy
+        self._counts_all = config.loss.denominators == "all"
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
@@ -194,7 +185,7 @@ class TrainStep:
             index,
             self._device,
             self._parallel,
-            share_prefixes=self._share_prefixes,
+            share_prefixes=self._config.share_prefixes,
             single_rows=self.policy.single_rows,
             pads=self.policy.pads_rows,
             stream=stream,
@@ -356,7 +347,7 @@ class TrainStep:
         return {
             **{k: total[k] for k in stats.totals},
             "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
-            "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self.max_steps),
+            "lr": self._config.optim.lr * learning_rate_factor(self._config.scheduler, step, self.max_steps),
             "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),
             **{k: total[k] / targets for k in stats.sums},
             **top,
@@ -406,7 +397,7 @@ class TrainStep:
     @torch.no_grad()
     def _update(self, step: int, metrics: dict[str, float]) -> None:
         """Clip by the global norm, step the optimizer at this step's learning rate."""
-        limit = self._optim.max_norm
+        limit = self._config.optim.max_norm
         if limit > 0 and metrics["grad_norm"] > limit:
             torch._foreach_mul_(local_gradients(self._parameters), limit / (metrics["grad_norm"] + 1e-6))
         set_learning_rate(self.optimizer, metrics["lr"])

@@ -38,7 +38,6 @@ from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.out_of_memory import explain, held_bytes, peak_bytes
 from prime_hpc.trainer.parallel import Parallel, build_parallel
-from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
 from prime_hpc.trainer.rank_group import OF_FILES, RankGroup
@@ -424,22 +423,17 @@ def build_train_step(
     return TrainStep(
         policy,
         optimizer,
-        optim=config.optim,
-        scheduler=config.scheduler,
+        config,
         max_steps=experiment.max_steps,
         normalize=normalization(config.loss) if is_rl else "token" if together == 1 else "sequence",
-        reshard=config.reshard_after_forward,
         device=base.device,
         peak_flops=base.peak_flops,
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
-        denominators=config.loss.denominators,
         mismatch=config.loss.mismatch if is_rl and not is_random and not config.loss.objective.imitates else None,
         reference=load_reference(experiment, policy, base.device),
         slot=slot,
-        share_prefixes=config.share_prefixes,
         row_tokens=experiment.micro_batch_tokens,
-        no_sync=config.defers_sync(whole_gradient_bytes(policy)),
         slow_ranks=slow_ranks,
         together=together,
         entropy=EntropyBonus(config.loss.entropy) if is_rl and config.loss.entropy is not None else None,

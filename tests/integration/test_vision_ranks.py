@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import OptimConfig, TrainerConfig
 from prime_hpc.trainer.batching.micro_batches import redistribute
 from prime_hpc.trainer.objectives import sft_loss
 from prime_hpc.trainer.optim import build_optimizer
@@ -26,11 +26,9 @@ def trained(model: Path, vision: str) -> tuple[dict[str, torch.Tensor], list[dic
     step = TrainStep(
         policy,
         build_optimizer(policy, optim),
-        optim=optim,
-        scheduler=SchedulerConfig(),
+        TrainerConfig(optim=optim, no_sync=False),
         max_steps=100,
         normalize="token",
-        reshard=True,
         device=torch.device("cpu"),
         peak_flops=1e12,
     )

@@ -151,14 +151,12 @@ class World:
         train_step = TrainStep(
             self.policy,
             self.optimizer,
-            optim=self.trainer.optim,
-            scheduler=self.trainer.scheduler,
+            # each way: whole gradients are what small models have by themselves
+            self.trainer.model_copy(update={"no_sync": step % 2 == 1}),
             max_steps=100,
             normalize=normalization(loss),
-            reshard=True,
             device=torch.device("cpu"),
             peak_flops=1.0,
-            no_sync=step % 2 == 1,  # each way: whole gradients are what small models have by themselves
             entropy=None if loss.entropy is None else EntropyBonus(loss.entropy),
             top_entropy=loss.top_entropy_quantile,
         )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
-from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, TrainerConfig
 from prime_hpc.trainer.lora.slots import PREFIX, Adapters
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.policy import Policy
@@ -70,11 +70,9 @@ def lora_train_step(policy: Policy, slot: int = 0, kind: str = "adamw", **more: 
     return TrainStep(
         policy,
         build_optimizer(policy, optim, adapters_of(policy).parameters(slot)),
-        optim=optim,
-        scheduler=SchedulerConfig(),
+        TrainerConfig(optim=optim, no_sync=False),
         max_steps=100,
         normalize="token",
-        reshard=True,
         device=torch.device("cpu"),
         peak_flops=1.0,
         slot=slot,

@@ -57,11 +57,9 @@ class Trainer:
         self.train_step = TrainStep(
             self.policy,
             self.optimizer,
-            optim=trainer.optim,
-            scheduler=trainer.scheduler,
+            trainer,
             max_steps=100,
             normalize="token",
-            reshard=True,
             device=torch.device("cpu"),
             peak_flops=1.0,
         )

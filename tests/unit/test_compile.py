@@ -11,7 +11,7 @@ import torch
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
-from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, TrainerConfig
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
@@ -53,8 +53,8 @@ def train(folder: Path, model: dict[str, Any]) -> dict[str, float]:
         policy.adapters.reset(0, 0)
         adapter = policy.adapters.parameters(0)
     train_step = TrainStep(
-        policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
-        normalize="token", reshard=True, device=CPU, peak_flops=1.0,
+        policy, build_optimizer(policy, section, adapter), TrainerConfig(optim=section, no_sync=False),
+        max_steps=9, normalize="token", device=CPU, peak_flops=1.0,
     )  # fmt: skip
     for step in (1, 2):
         batch = random_rank_batch([[20, 9], [15]], seed=step, step=step)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
-from prime_hpc.config.sections.trainer import EntropyConfig, LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import EntropyConfig, LossConfig, OptimConfig, TrainerConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
@@ -51,8 +51,8 @@ def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             policy.adapters.reset(0, 0)
             adapter = policy.adapters.parameters(0)
         return TrainStep(
-            policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
-            normalize="sequence", reshard=True, device=CPU, peak_flops=1.0, slow_ranks=OneOfTwo(CPU, ["a", "b"]),
+            policy, build_optimizer(policy, section, adapter), TrainerConfig(optim=section, no_sync=False),
+            max_steps=9, normalize="sequence", device=CPU, peak_flops=1.0, slow_ranks=OneOfTwo(CPU, ["a", "b"]),
             entropy=EntropyBonus(EntropyConfig(target=9)),
         )  # fmt: skip
 

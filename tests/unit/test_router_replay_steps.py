@@ -15,7 +15,7 @@ from prime_hpc.client.inference import parse_choice
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sampling import SamplingConfig
-from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, TrainerConfig
 from prime_hpc.envs.routing import parse_routing
 from prime_hpc.envs.samples import Sample
 from prime_hpc.inference.transformers.app import build_app
@@ -89,8 +89,8 @@ def test_updates_in_flight_and_steps_keep_the_engines_probabilities(group: None,
     policy = load_policy(config, folder, build_parallel(ParallelDims(), "cpu"), CPU, **load)
     optim = OptimConfig(lr=0, weight_decay=0)
     train = TrainStep(
-        policy, build_optimizer(policy, optim), optim=optim, scheduler=SchedulerConfig(), max_steps=9,
-        normalize="token", reshard=False, device=CPU, peak_flops=1.0,
+        policy, build_optimizer(policy, optim), TrainerConfig(optim=optim, no_sync=False, reshard_after_forward=False),
+        max_steps=9, normalize="token", device=CPU, peak_flops=1.0,
     )  # fmt: skip
     seen: set[int] = set()
     for step, version in enumerate(versions, 1):

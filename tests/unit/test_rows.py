@@ -87,11 +87,9 @@ def test_a_step_does_not_depend_on_how_the_batch_came_packed(tmp_path: Path) -> 
             train_step = TrainStep(
                 policy,
                 build_optimizer(policy, trainer.optim, None),
-                optim=trainer.optim,
-                scheduler=trainer.scheduler,
+                trainer,
                 max_steps=10,
                 normalize="token",
-                reshard=True,
                 device=cpu,
                 peak_flops=1.0,
                 row_tokens=row_tokens,

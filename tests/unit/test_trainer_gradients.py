@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from prime_hpc.config.sections.common import ModelConfig  # noqa: E402
-from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig, TrainerConfig  # noqa: E402
+from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig  # noqa: E402
 from prime_hpc.trainer.batching.micro_batches import redistribute  # noqa: E402
 from prime_hpc.trainer.model.load_policy import load_policy  # noqa: E402
 from prime_hpc.trainer.model.policy import Policy  # noqa: E402
@@ -50,7 +50,9 @@ def held(policy: Policy) -> dict[str, int]:
 
 def train(source: Path, world_size: int, section: dict[str, Any]) -> dict[str, Any]:
     """Two steps of three micro-batches a rank: weights, and what is held as each micro-batch's loss is computed."""
-    config = TrainerConfig.model_validate({"num_ranks": world_size} | section)
+    # an update by signs does not amplify a gradient near zero
+    own = {"num_ranks": world_size, "no_sync": False, "optim": {"type": "signsgd", "lr": 1e-3, "momentum": 0.9}}
+    config = TrainerConfig.model_validate(own | section)
     policy = load_policy(
         ModelConfig(name=str(source), dtype="float32"),
         source,
@@ -59,11 +61,9 @@ def train(source: Path, world_size: int, section: dict[str, Any]) -> dict[str, A
         reshard_after_forward=True,
         chunk_tokens=512,
     )
-    optim = OptimConfig(type="signsgd", lr=1e-3, momentum=0.9)  # an update does not amplify a gradient near zero
     train_step = TrainStep(
-        policy, build_optimizer(policy, optim), optim=optim, scheduler=SchedulerConfig(), max_steps=9,
-        normalize="token", reshard=True, device=CPU, peak_flops=1.0,
-        no_sync=config.defers_sync(whole_gradient_bytes(policy)) if section.get("no_sync") else False,
+        policy, build_optimizer(policy, config.optim), config,
+        max_steps=9, normalize="token", device=CPU, peak_flops=1.0,
     )  # fmt: skip
     seen: list[dict[str, int]] = []
 

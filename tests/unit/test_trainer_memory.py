@@ -387,7 +387,7 @@ def train(group, tmp_path_factory):
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import ParallelDims
-    from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+    from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, TrainerConfig
     from prime_hpc.trainer.model.load_policy import load_policy
     from prime_hpc.trainer.objectives import rl_loss
     from prime_hpc.trainer.optim import build_optimizer
@@ -404,8 +404,8 @@ def train(group, tmp_path_factory):
         policy = load_policy(config, folder, parallel, cpu, reshard_after_forward=True, chunk_tokens=512)
         section = OptimConfig(lr=1e-2, **optim)
         train_step = TrainStep(
-            policy, build_optimizer(policy, section), optim=section, scheduler=SchedulerConfig(), max_steps=9,
-            normalize="token", reshard=True, device=cpu, peak_flops=1.0,
+            policy, build_optimizer(policy, section), TrainerConfig(optim=section, no_sync=False),
+            max_steps=9, normalize="token", device=cpu, peak_flops=1.0,
         )  # fmt: skip
         for step in (1, 2, 3):
             batch = random_rank_batch([[20, 9], [15]], seed=step, step=step)

@@ -59,11 +59,9 @@ class Bench:
         self.train_step = TrainStep(
             policy,
             optimizer,
-            optim=config.optim,
-            scheduler=config.scheduler,
+            config,
             max_steps=10_000,
             normalize="token",
-            reshard=True,
             device=device,
             peak_flops=1.0,
         )

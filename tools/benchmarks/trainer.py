@@ -114,7 +114,6 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     from prime_hpc.trainer.objectives import LossStats, rl_loss, sft_loss
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
-    from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
     from prime_hpc.trainer.train_step import TrainStep
 
     device = torch.device("cpu")
@@ -130,15 +129,12 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     train_step = TrainStep(
         policy,
         build_optimizer(policy, config.optim),
-        optim=config.optim,
-        scheduler=config.scheduler,
+        config,
         max_steps=1000,
         normalize="token",
-        reshard=config.reshard_after_forward,
         device=device,
         peak_flops=1.0,
         with_entropy=kind == "rl",
-        no_sync=config.defers_sync(whole_gradient_bytes(policy)),
     )
 
     def objective(micro: Any, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

@@ -17,8 +17,7 @@ import torch
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import LossStats, Targets, Terms, get_objective
-from prime_hpc.trainer.objectives.echo import echo_loss
-from prime_hpc.trainer.objectives.nll import sft_loss
+from prime_hpc.trainer.objectives.nll import echo_loss, sft_loss
 from prime_hpc.trainer.objectives.normalize import target_weights
 from prime_hpc.trainer.objectives.preference import preference_loss
 from prime_hpc.trainer.objectives.rl import normalization, requires_reference, rl_loss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import Bounds
-from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import TrainerConfig
 from prime_hpc.store.checkpoint.checkpoints import load_checkpoint
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
@@ -84,23 +84,20 @@ class Adapter:
         named = policy.adapters.named_parameters(slot)
         self._parameters = list(named.values())
         trained = [p for name, p in named.items() if _is_trained(name, shape)]
-        # Adam's own parameters come with each step
-        self._optimizer = build_optimizer(policy, OptimConfig(type="adamw"), trained)
         self._trained: list[torch.Tensor] = list(trained)
-        config = experiment.trainer
+        # Adam's own parameters and the losses come with each step
+        config = TrainerConfig(reshard_after_forward=experiment.trainer.reshard_after_forward, share_prefixes=False)
+        self._optimizer = build_optimizer(policy, config.optim, trained)
         self._train_step = TrainStep(
             policy,
             self._optimizer,
-            optim=OptimConfig(type="adamw"),
-            scheduler=SchedulerConfig(),
+            config,
             max_steps=1,
             normalize="token",
-            reshard=config.reshard_after_forward,
             device=base.device,
             peak_flops=base.peak_flops,
             with_entropy=False,
             slot=slot,
-            share_prefixes=False,
             row_tokens=self._budget,
         )
         base.control.from_first(lambda: claim_incarnation(paths, after=0), OF_A_RUN)  # nobody else's, ever

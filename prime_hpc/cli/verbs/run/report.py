@@ -6,6 +6,7 @@ is full, no permission); 2 there is no such run, or none that can be read.
 
 import sys
 import time
+from typing import Any
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
@@ -36,13 +37,14 @@ def run(argv: list[str], program: str) -> int:
     limits = limits_for(len(chosen.paths))
     lives = ask_lives(chosen.paths)
     runs = []
+    originals: dict[tuple[Any, ...], str] = {}
     unread: dict[str, str] = {}
     for path, name in zip(chosen.paths, chosen.names, strict=True):
         status = by_path[str(path)]
         status.name = name
         add_checkpoint(status, path)
         try:
-            runs.append(view_run(path, status, limits, lives.get(path, ())))
+            runs.append(view_run(path, status, limits, lives.get(path, ()), originals))
         except OSError as error:  # another user's, or gone meanwhile: the page shows the others
             unread[name] = file_error_text(error)
             print(f"{program}: {name} left out: {unread[name]}", file=sys.stderr)
