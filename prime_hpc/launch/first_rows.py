@@ -55,8 +55,8 @@ def unusual_role(found: DataFiles, source: SFTSourceConfig, config: SFTDataConfi
     """Return the first role that few chat templates know, with file and row: it may be a typing error."""
     for place, row, path in _rows(found, source):
         with contextlib.suppress(SFTDataError):
-            found = _parse(row, path, source, config, sees_images=True)
-            for message in (m for parsed in found if isinstance(parsed, Conversation) for m in parsed.messages):
+            parts = _parse(row, path, source, config, sees_images=True)
+            for message in (m for parsed in parts if isinstance(parsed, Conversation) for m in parsed.messages):
                 if message["role"] not in (*COMMON_ROLES, *config.loss_roles):
                     return f"{place}: a message of the role {message['role']!r}"
     return None
@@ -67,10 +67,10 @@ def nothing_trained(found: DataFiles, source: SFTSourceConfig, config: SFTDataCo
     num_rows = 0
     for num_rows, (_, row, path) in enumerate(_rows(found, source), 1):  # noqa: B007
         try:
-            found = _parse(row, path, source, config, sees_images=True)
+            parts = _parse(row, path, source, config, sees_images=True)
         except SFTDataError:
             return None
-        for parsed in found:
+        for parsed in parts:
             trained = parsed.trained if isinstance(parsed, Conversation) else getattr(parsed, "loss_mask", [0, 1])[1:]
             if any(trained):
                 return None

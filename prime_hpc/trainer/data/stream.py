@@ -335,7 +335,9 @@ class SampleStream:
         micros = shares[self._shares[self._ranks.rank]]
         of_micros: list[list[int]] = []
         rows: list[int] = []
-        ids, masks, images = [], [], []
+        ids: list[NDArray[np.int32]] = []
+        masks: list[NDArray[np.bool_]] = []
+        images: list[tuple[NDArray[np.int32], tuple[bytes, ...]]] = []
         for micro in micros:
             of_micros.append([])
             for sample, side in ((number, side) for number in micro for side in tokens[number].sides()):
