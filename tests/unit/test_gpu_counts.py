@@ -61,9 +61,9 @@ def test_the_documented_line_uses_all_eight_gpus() -> None:
         (["--inference-gpu-ids", "0,1,2", "--inference.num-replicas", "2"], "3 GPUs do not divide"),
         (
             ["--trainer-gpu-ids", "6,7", "--trainer.num-ranks", "1"],
-            "trainer_gpu_ids names 2 GPUs, but .*num_ranks uses 1",
+            "names 2 GPUs, but .*num_ranks uses 1",
         ),
-        (["--inference-gpu-ids", "0,1", "--inference.data-parallel-size", "1"], "inference_gpu_ids names 2 GPUs"),
+        (["--inference-gpu-ids", "0,1", "--inference.data-parallel-size", "1"], "names 2 GPUs, but inference uses 1"),
         (["--inference.pipeline-parallel-size", "2"], "set tensor_parallel_size instead"),
         (["--tp", "auto"], "auto is known of servers that have this machine to themselves"),
         (["--inference.tensor-parallel-size", "auto"], "state the GPUs of one engine"),
