@@ -239,3 +239,9 @@ def test_a_parent_that_cannot_train_many_is_refused(tmp_path: Path, capsys: pyte
         file = write(tmp_path, "p", **({"trainer": {"max_concurrent_runs": 2}} | tree))
         assert main(["runs", "list", str(file)]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_flag_in_place_of_the_run_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["runs", "list", "--output-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "usage: prime-hpc runs" in said and "no run" not in said

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from prime_hpc.store.errors import ArtifactError
 
@@ -46,12 +46,22 @@ def _member(owner: Any, name: Any) -> Any:
     raise pickle.UnpicklingError("it names builtins.getattr of something else than an enumeration's member")
 
 
+class _Properties(TensorProperties):
+    """A tensor's properties as any release of torch wrote them: 2.15 appends strides, and earlier ones take no more
+    fields than they know (a run that was moved to, or lent by, a cluster with a newer torch)."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[: len(TensorProperties().__getstate__())])
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the classes of a tensor's description and no other name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # Python 3.13's name of it, which no other version has
             module = "pathlib"
+        if (module, name) == (TensorProperties.__module__, TensorProperties.__name__):
+            return _Properties
         is_dtype = module == "torch" and name.startswith(_DTYPES)
         if name in _DESCRIPTIONS.get(module, ()) or is_dtype:
             return super().find_class(module, name)

@@ -128,7 +128,7 @@ def _restore(paths: RunPaths, version: int, output: Path, values: dict[str, str]
 def _chosen(text: str | None, there: list[int], run_dir: Path) -> list[int]:
     """Return the stored steps within those that are asked for."""
     if not there:
-        raise ConfigError(f"{run_dir}: no rollouts are stored")
+        raise ConfigError(f"{run_dir}: no rollouts are stored; episodes of an evaluation are in results/episodes.jsonl")
     first, last = step_range(text, there)
     chosen = [step for step in there if first <= step <= last]
     if not chosen:

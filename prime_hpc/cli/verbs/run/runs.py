@@ -31,7 +31,7 @@ def run(argv: list[str], program: str) -> int:
         raise ConfigError(f"usage: {parse('runs', []).usage}")
     action = argv[0]
     given = parse("runs", argv[1:], action)
-    if not given.words:
+    if not given.words or given.words[0].startswith("-"):
         raise ConfigError(f"usage: {given.usage}")
     as_json = "--json" in given
     parent = find_parent(given.words[0])
