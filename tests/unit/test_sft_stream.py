@@ -327,11 +327,11 @@ def test_while_rows_are_counted_no_step_stands_still(monkeypatch: pytest.MonkeyP
         told.append("finish")
         raise ZeroDivisionError
 
-    data = SimpleNamespace(start=lambda progress: progress, last_step=count, close=lambda: None)
+    data = SimpleNamespace(start=lambda progress: progress, last_step=count, close=lambda: None, compares=False)
     monkeypatch.setattr(sft, "build_data", lambda trainer: data)
     for num_steps, expected in ((None, [True, "count", {"idle": False}, "finish"]), (3, [False, "count", "finish"])):
         told.clear()
-        experiment = SimpleNamespace(num_steps=num_steps, sft=SimpleNamespace(eval=None))
+        experiment = SimpleNamespace(kind="sft", num_steps=num_steps, sft=SimpleNamespace(eval=None, preference=None))
         trainer = SimpleNamespace(
             resume=lambda: (3, {}), status=status, experiment=experiment, world_size=1, last_step=3, finish_saves=ends
         )
